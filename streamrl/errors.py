@@ -1,0 +1,65 @@
+"""Every error that streamrl raises on purpose.
+
+    StreamRLError
+    ├── ConfigError          a configuration that cannot work; names the key
+    ├── DataError            a data set that cannot be read or a row without what is needed
+    ├── ModelError           a model that cannot be found, loaded or served
+    ├── RewardError          a reward function that raised, crashed or answered nonsense
+    │   └── RewardTimeout    ... or did not answer in time
+    ├── WireError            a message that breaks the wire format
+    ├── PeerError            another process answered with an error
+    │   └── PeerLost         ... or stopped answering
+    ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
+    ├── PublicationError     a weight update that failed and was rolled back
+    └── TrainingError        a training step whose numbers make no sense
+
+The message of each says what was wrong, where, and what to do next.
+"""
+
+
+class StreamRLError(Exception):
+    """Base of all errors that streamrl raises on purpose."""
+
+
+class ConfigError(StreamRLError):
+    """A configuration that cannot work."""
+
+
+class DataError(StreamRLError):
+    """A data set that cannot be read, or a row without what is needed."""
+
+
+class ModelError(StreamRLError):
+    """A model that cannot be found, loaded or served."""
+
+
+class RewardError(StreamRLError):
+    """A reward function that raised, crashed or answered nonsense."""
+
+
+class RewardTimeout(RewardError):
+    """A reward function that did not answer in time."""
+
+
+class WireError(StreamRLError):
+    """A message that breaks the wire format."""
+
+
+class PeerError(StreamRLError):
+    """Another process answered with an error."""
+
+
+class PeerLost(PeerError):
+    """Another process stopped answering."""
+
+
+class DeadlineExceeded(StreamRLError):
+    """A wait passed its deadline."""
+
+
+class PublicationError(StreamRLError):
+    """A weight update that failed and was rolled back."""
+
+
+class TrainingError(StreamRLError):
+    """A training step whose numbers make no sense."""

@@ -1,0 +1,235 @@
+"""The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
+
+Pure state machines without I/O or clocks (times are passed in). The gserver manager owns the
+`Ledger`; the master calls `select_batch` when it forms a training batch.
+
+With P groups in a training batch and `max_staleness` η, at policy version v:
+
+- **admission**: a new group starts only while `accepted + running < (v + η + 1) · P`, where
+  *accepted* counts every group that was finished and kept since the run began. The gate bounds
+  the average age of tokens;
+- **selection** bounds the age of every token: none older than η versions enters a loss.
+
+Invariants (held by property tests): every sequence number is always in exactly one of
+`waiting`, `running`, `accepted`, `rejected`; none is skipped; none is accepted twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from streamrl.types import SampleMeta
+
+OverAge = Literal["mask", "wait", "drop"]
+
+
+class Lease(msgspec.Struct):
+    """A worker's right to make one group."""
+
+    seq: int
+    worker: str
+    expires: float
+    """On the caller's clock, in seconds."""
+
+
+class Ledger:
+    """Admission: hands out sequence numbers, and counts what became of them."""
+
+    def __init__(self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float) -> None:
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.lease_seconds = lease_seconds
+        self.policy_version = 0
+        self.next_seq = 0
+        self.accepted = 0
+        """Groups finished and kept since the run began, trained ones included."""
+        self.dropped = 0
+        """Times that a finished group was too old and its prompt went back (`over_age = "drop"`)."""
+        self.expired = 0
+        """Times that a lease ran out and its prompt was given out again."""
+        self.rejected: list[int] = []
+        """Sequence numbers given up on purpose, in order of rejection."""
+        self._leases: dict[int, Lease] = {}
+        self._returned: list[int] = []  # heap of sequence numbers to give out again
+        self._returned_set: set[int] = set()
+        self._rejected_set: set[int] = set()
+
+    @property
+    def running(self) -> int:
+        """Groups under lease."""
+        return len(self._leases)
+
+    @property
+    def returned(self) -> int:
+        """Prompts that came back and wait to be given out again."""
+        return len(self._returned_set)
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        bound = (self.policy_version + self.max_staleness + 1) * self.groups_per_batch
+        return max(0, bound - self.accepted - self.running)
+
+    def leases(self) -> list[Lease]:
+        """Leases in force, oldest sequence number first."""
+        return [self._leases[seq] for seq in sorted(self._leases)]
+
+    def holder(self, seq: int) -> str | None:
+        """The worker that holds the lease of `seq`, if one does."""
+        lease = self._leases.get(seq)
+        return lease.worker if lease else None
+
+    def admit(self, worker: str, count: int, *, now: float) -> list[int]:
+        """Lease up to `count` sequence numbers to `worker`: returned ones first, then new ones."""
+        admitted: list[int] = []
+        for _ in range(min(count, self.room)):
+            seq = self._pop_returned()
+            if seq is None:
+                seq = self.next_seq
+                self.next_seq += 1
+            self._leases[seq] = Lease(seq, worker, now + self.lease_seconds)
+            admitted.append(seq)
+        return admitted
+
+    def finish(self, seq: int) -> bool:
+        """Count `seq` as accepted: its group is stored with the trainer.
+
+        The trainer alone reports this, in the order in which it stored and dropped, so a
+        report can be late (the lease had run out: as good as in time) but never overtakes
+        another. Answers False, and changes nothing, when the group was settled before.
+        """
+        return self._settle(seq, accepted=True)
+
+    def reject(self, seq: int) -> bool:
+        """Give `seq` up on purpose (filtered, failed for good) and give its place back."""
+        return self._settle(seq, accepted=False)
+
+    def drop(self, seqs: Collection[int]) -> None:
+        """Accepted groups proved too old: their prompts go back and their places are freed."""
+        for seq in seqs:
+            if seq in self._leases or seq in self._returned_set or seq in self._rejected_set:
+                raise ValueError(f"seq {seq} was not accepted and cannot be dropped")
+            self.accepted -= 1
+            self.dropped += 1
+            self._push_returned(seq)
+
+    def renew(self, worker: str, *, now: float) -> None:
+        """`worker` was heard of: all its leases start anew."""
+        for lease in self._leases.values():
+            if lease.worker == worker:
+                lease.expires = now + self.lease_seconds
+
+    def release(self, worker: str) -> list[int]:
+        """`worker` is gone: its prompts go back."""
+        return self._give_back([s for s, lease in self._leases.items() if lease.worker == worker])
+
+    def expire(self, *, now: float) -> list[int]:
+        """Give back the prompts of leases that ran out; answers which."""
+        return self._give_back([s for s, lease in self._leases.items() if lease.expires <= now])
+
+    def advance(self, version: int) -> None:
+        """The policy is now at `version`."""
+        if version < self.policy_version:
+            raise ValueError(f"policy version went back from {self.policy_version} to {version}")
+        self.policy_version = version
+
+    def _settle(self, seq: int, *, accepted: bool) -> bool:
+        if seq in self._leases:
+            del self._leases[seq]
+        elif seq in self._returned_set:
+            self._returned_set.remove(seq)  # its heap entry is skipped later
+        else:
+            return False
+        if accepted:
+            self.accepted += 1
+        else:
+            self.rejected.append(seq)
+            self._rejected_set.add(seq)
+        return True
+
+    def _give_back(self, seqs: Sequence[int]) -> list[int]:
+        for seq in seqs:
+            del self._leases[seq]
+            self._push_returned(seq)
+        self.expired += len(seqs)
+        return sorted(seqs)
+
+    def _push_returned(self, seq: int) -> None:
+        heapq.heappush(self._returned, seq)
+        self._returned_set.add(seq)
+
+    def _pop_returned(self) -> int | None:
+        while self._returned:
+            seq = heapq.heappop(self._returned)
+            if seq in self._returned_set:
+                self._returned_set.remove(seq)
+                return seq
+        return None
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """What `select_batch` decided."""
+
+    batch: list[int]
+    """Sequence numbers to train on now, in admission order; empty: not enough yet."""
+    drop: list[int]
+    """Sequence numbers to discard because a token is too old (`over_age = "drop"` only)."""
+    missing: list[int]
+    """Sequence numbers that the batch waits for by name (`over_age = "wait"` only)."""
+    short: int
+    """How many groups are lacking."""
+
+
+def select_batch(
+    held: Mapping[int, SampleMeta],
+    *,
+    policy_version: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    over_age: OverAge,
+    next_in_order: Sequence[int] = (),
+) -> Selection:
+    """Choose the next training batch among the groups that the trainer holds.
+
+    `next_in_order` (for `wait`) names the next `groups_per_batch` untrained, unrejected
+    sequence numbers in admission order.
+    """
+    if over_age == "wait":
+        missing = [seq for seq in next_in_order if seq not in held]
+        ready = not missing and len(next_in_order) == groups_per_batch
+        return Selection(
+            batch=list(next_in_order) if ready else [],
+            drop=[],
+            missing=missing,
+            short=len(missing),
+        )
+    drop: list[int] = []
+    candidates = sorted(held)
+    if over_age == "drop":
+        oldest_allowed = policy_version - max_staleness
+        drop = [seq for seq in candidates if held[seq].oldest_version < oldest_allowed]
+        gone = set(drop)
+        candidates = [seq for seq in candidates if seq not in gone]
+    short = max(0, groups_per_batch - len(candidates))
+    batch = [] if short else candidates[:groups_per_batch]
+    return Selection(batch=batch, drop=drop, missing=[], short=short)
+
+
+def next_in_order(trained: Collection[int], rejected: Collection[int], *, start: int, count: int) -> list[int]:
+    """The first `count` sequence numbers from `start` on that are neither trained nor rejected."""
+    found: list[int] = []
+    seq = start
+    while len(found) < count:
+        if seq not in trained and seq not in rejected:
+            found.append(seq)
+        seq += 1
+    return found
+
+
+def count_over_age(version_counts: Mapping[int, int], *, policy_version: int, max_staleness: int) -> int:
+    """How many tokens of `version_counts` are older than `max_staleness` versions."""
+    return sum(n for version, n in version_counts.items() if policy_version - version > max_staleness)

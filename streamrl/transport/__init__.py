@@ -1,0 +1,1 @@
+"""Wires between processes: message types and the clients that carry them. Knows no component."""

@@ -1,0 +1,64 @@
+"""Process groups across programs that share no launcher: the publisher and the gservers.
+
+Formed the way SGLang forms its weight-update group (a TCP store on rank 0, prefixed with the
+group's name), so that either side may be SGLang.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from streamrl.errors import PublicationError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def form_group(
+    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float
+) -> Any:
+    """Meet the other ranks at `address:port` and answer the group; blocks until all are there.
+
+    Raises `PublicationError` when they are not within `timeout` seconds.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout=limit)
+        # c10d has no public way to make a group next to (or without) the default one.
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PublicationError(
+            f"weight group {name}: rank {rank} of {world_size} could not meet the others at "
+            f"{address}:{port} within {timeout:.0f} s: {error}"
+        ) from error
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def destroy_group(group: Any) -> None:
+    """Leave `group`."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group(group)
+
+
+def broadcast(tensor: torch.Tensor, group: Any, *, what: str) -> None:
+    """Broadcast `tensor` from rank 0 in place; raises `PublicationError` on failure."""
+    import torch.distributed as dist
+
+    try:
+        dist.broadcast(tensor, src=0, group=group)
+    except RuntimeError as error:
+        raise PublicationError(f"broadcast of {what} failed: {error}") from error

@@ -1,0 +1,228 @@
+"""SGLang's native HTTP API as far as streamrl speaks it: its message types, and a client.
+
+The embedded gserver answers with the same types, so nothing else in streamrl can tell the two
+apart. Field names are SGLang's (https://docs.sglang.ai, native API).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+import msgspec
+
+from streamrl.transport import http
+
+PauseMode = Literal["in_place", "retract", "abort"]
+Reply = TypeVar("Reply")
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """Body of POST /generate: `text` or `input_ids`, one prompt or a list of them."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """From which prompt token on `input_token_logprobs` are wanted; -1: none."""
+    top_logprobs_num: int = 0
+    stream: bool = False
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens `start` (included) to `end` (excluded) were sampled under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["stop", "length", "abort"]
+    length: int | None = None
+    """With `length`: the limit."""
+    matched: int | str | None = None
+    """With `stop`: the token id or the string."""
+    message: str | None = None
+    """With `abort`: why."""
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+TokenLogprob = tuple[float | None, int, str | None]
+"""Log-probability in nats, token id, always null (SGLang: token text)."""
+
+
+class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    weight_version: str = "default"
+    weight_versions: list[VersionSpan] | None = None
+    """In the final answer only."""
+    num_retractions: int = 0
+    e2e_latency: float = 0.0
+    """Seconds."""
+    input_token_logprobs: list[TokenLogprob] | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
+    input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class GenerateReply(msgspec.Struct, frozen=True):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class PauseGeneration(msgspec.Struct, frozen=True):
+    mode: PauseMode = "abort"
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """The gserver's rank in the group; the publisher is rank 0."""
+    world_size: int
+    group_name: str
+    backend: str = "nccl"
+
+
+class DestroyWeightsUpdateGroup(msgspec.Struct, frozen=True):
+    group_name: str
+
+
+class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+    """`flattened_bucket`: one broadcast of all tensors' bytes one after another."""
+
+
+class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class WeightsChecker(msgspec.Struct, frozen=True):
+    action: Literal["checksum"] = "checksum"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Answer of every call that changes something."""
+
+    success: bool
+    message: str = ""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    model_path: str
+    weight_version: str
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Part of /server_info; SGLang sends much more."""
+
+    engine: str = "sglang"
+    """`embedded` and `simulated` are streamrl's own."""
+    staged_weight_update: bool = False
+    """Whether tensors received between begin and end wait aside until /end_weight_update."""
+    stats: dict[str, float] = {}
+
+
+class Empty(msgspec.Struct, frozen=True):
+    """Body of a call without arguments."""
+
+
+class GenerationClient:
+    """Calls gservers over SGLang's API; one for each process, for any number of gservers."""
+
+    def __init__(self, *, timeout: float) -> None:
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
+        """One prompt, one response."""
+        return await self.post(url, "/generate", request, GenerateReply)
+
+    async def update(
+        self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
+    ) -> Outcome:
+        """A call that changes the gserver, for example `/pause_generation`."""
+        return await self.post(url, path, body or Empty(), Outcome, timeout=timeout)
+
+    async def model_info(self, url: str) -> ModelInfo:
+        return await self.get(url, "/model_info", ModelInfo)
+
+    async def server_info(self, url: str) -> ServerInfo:
+        return await self.get(url, "/server_info", ServerInfo)
+
+    async def checksum(self, url: str) -> Any:
+        """Checksum of the weights that `url` serves; equal weights give equal answers."""
+        return await self.post(url, "/weights_checker", WeightsChecker(), dict)
+
+    async def post(
+        self, url: str, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
+    ) -> Reply:
+        return await self._call("POST", url, path, body, reply, timeout)
+
+    async def get(self, url: str, path: str, reply: type[Reply], *, timeout: float | None = None) -> Reply:
+        return await self._call("GET", url, path, None, reply, timeout)
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: msgspec.Struct | None,
+        reply: type[Reply],
+        timeout: float | None,
+    ) -> Reply:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return await http.call(
+            self._session,
+            method,
+            url + path,
+            body,
+            reply,
+            timeout=timeout or self._timeout,
+            peer=f"gserver {url}",
+        )

@@ -1,0 +1,170 @@
+"""What travels from a prompt to a gradient: `Prompt`, `Trajectory`, `TrajectoryGroup`, `SampleMeta`.
+
+Array dtypes are part of the contract; the stream refuses anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+NO_VERSION = -1
+"""The policy version of a token that no policy sampled (prompt, environment feedback)."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The task of one sequence number: a pure function of data set, shuffle seed and `seq`."""
+
+    seq: int
+    """Position in the run's endless stream of prompts, from 0."""
+    index: int
+    """Row of the data set."""
+    epoch: int
+    """How many times the data set was passed through before this prompt."""
+    messages: list[dict[str, str]]
+    """The conversation so far, as chat messages with `role` and `content`."""
+    input_ids: list[int]
+    """`messages` rendered by the chat template and tokenized, generation prompt included."""
+    answer: Any
+    """The reference answer, if the data set has one (JSON types)."""
+    metadata: dict[str, Any]
+    """Everything else in the row, for the reward function (JSON types)."""
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One response (of one or several turns) with its provenance token by token.
+
+    All arrays have the shape `[tokens]` and cover prompt, responses and environment feedback.
+    """
+
+    input_ids: NDArray[np.int32]
+    """Token ids."""
+    loss_mask: NDArray[np.bool_]
+    """True where the policy sampled the token; only those enter a loss."""
+    behavior_logprobs: NDArray[np.float32]
+    """Log-probability under the policy that sampled the token, in nats; 0 where `loss_mask` is False."""
+    policy_versions: NDArray[np.int32]
+    """Version of the policy that sampled the token; `NO_VERSION` where `loss_mask` is False."""
+    reward: float
+    """What `rew_inf` gave."""
+    finish_reason: str
+    """`stop`, `length`, or the workflow's own word."""
+    turns: int = 1
+    """How many times the policy spoke."""
+
+
+class TrajectoryGroup(msgspec.Struct):
+    """The sibling trajectories of one prompt, packed: the unit of the stream.
+
+    `n` siblings of `seqlens[i]` tokens each; packed arrays have the shape `[sum(seqlens)]`.
+    """
+
+    seq: int
+    """The prompt's sequence number."""
+    worker: str
+    """The rollout worker that made the group, for example `rollout/0`."""
+    prompt_length: int
+    """Leading tokens that all siblings share, in tokens."""
+    seqlens: NDArray[np.int32]
+    """`[n]` tokens of each sibling."""
+    rewards: NDArray[np.float32]
+    """`[n]` reward of each sibling."""
+    packed_input_ids: NDArray[np.int32]
+    packed_loss_mask: NDArray[np.bool_]
+    packed_behavior_logprobs: NDArray[np.float32]
+    packed_policy_versions: NDArray[np.int32]
+    finish_reasons: list[str]
+    """`[n]` why each sibling ended."""
+    generation_seconds: float = 0.0
+    """From admission to the last sibling's reward, in seconds."""
+
+    @classmethod
+    def from_trajectories(
+        cls,
+        *,
+        seq: int,
+        worker: str,
+        prompt_length: int,
+        trajectories: Sequence[Trajectory],
+        generation_seconds: float = 0.0,
+    ) -> TrajectoryGroup:
+        """Pack siblings that share their first `prompt_length` tokens."""
+        return cls(
+            seq=seq,
+            worker=worker,
+            prompt_length=prompt_length,
+            seqlens=np.array([len(t.input_ids) for t in trajectories], dtype=np.int32),
+            rewards=np.array([t.reward for t in trajectories], dtype=np.float32),
+            packed_input_ids=np.concatenate([t.input_ids for t in trajectories]),
+            packed_loss_mask=np.concatenate([t.loss_mask for t in trajectories]),
+            packed_behavior_logprobs=np.concatenate([t.behavior_logprobs for t in trajectories]),
+            packed_policy_versions=np.concatenate([t.policy_versions for t in trajectories]),
+            finish_reasons=[t.finish_reason for t in trajectories],
+            generation_seconds=generation_seconds,
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of siblings."""
+        return len(self.seqlens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all siblings, prompts counted once for each."""
+        return len(self.packed_input_ids)
+
+
+class SampleMeta(msgspec.Struct, frozen=True):
+    """What the master knows of a stored group; the arrays stay on the model worker."""
+
+    seq: int
+    """The prompt's sequence number."""
+    head: int
+    """Data-parallel rank of the model worker that holds the group."""
+    worker: str
+    """The rollout worker that made it."""
+    size: int
+    """Number of siblings."""
+    tokens: int
+    """Tokens of all siblings."""
+    rewards: list[float]
+    """`[size]`"""
+    response_lengths: list[int]
+    """`[size]` sampled tokens of each sibling."""
+    version_counts: dict[int, int]
+    """Policy version → how many sampled tokens of the group it made."""
+    generation_seconds: float
+    """From admission to the last sibling's reward, in seconds."""
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the sampled tokens."""
+        return min(self.version_counts)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.version_counts.values())
+
+    @classmethod
+    def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
+        """Describe `group` as held by data-parallel rank `head`."""
+        mask = group.packed_loss_mask
+        versions, counts = np.unique(group.packed_policy_versions[mask], return_counts=True)
+        bounds = np.concatenate(([0], np.cumsum(group.seqlens[:-1], dtype=np.int64)))
+        lengths = np.add.reduceat(mask, bounds, dtype=np.int64)
+        return cls(
+            seq=group.seq,
+            head=head,
+            worker=group.worker,
+            size=group.size,
+            tokens=group.tokens,
+            rewards=group.rewards.tolist(),
+            response_lengths=lengths.tolist(),
+            version_counts=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
+            generation_seconds=group.generation_seconds,
+        )

@@ -9,6 +9,7 @@
     ├── WireError            a message that breaks the wire format
     ├── PeerError            another process answered with an error
     │   └── PeerLost         ... or stopped answering
+    ├── ProcessDied          a process that streamrl started ended before its time
     ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
     ├── PublicationError     a weight update that failed and was rolled back
     └── TrainingError        a training step whose numbers make no sense
@@ -51,6 +52,10 @@ class PeerError(StreamRLError):
 
 class PeerLost(PeerError):
     """Another process stopped answering."""
+
+
+class ProcessDied(StreamRLError):
+    """A process that streamrl started ended before its time."""
 
 
 class DeadlineExceeded(StreamRLError):

@@ -1,0 +1,1 @@
+"""Advantages and losses: pure tensor functions with their formulas and sources."""

@@ -1,0 +1,1 @@
+"""What computes: one interface, one implementation for each library of parallel training."""

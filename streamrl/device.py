@@ -1,0 +1,29 @@
+"""Which device and number format to compute in when the configuration says `auto`."""
+
+from __future__ import annotations
+
+import torch
+
+from streamrl.config import Device, DType
+from streamrl.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(device: Device, *, index: int = 0) -> torch.device:
+    """`auto` is CUDA where there is one; several processes share the devices round robin."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError('run.device is "cuda" but torch finds no CUDA device; set it to "auto" or "cpu"')
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the processor computes in it (CUDA, AVX512-BF16, AMX), else float32."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

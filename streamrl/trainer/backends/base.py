@@ -1,0 +1,64 @@
+"""The interface that a model worker drives, whatever library computes underneath."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamrl.types import TrajectoryGroup
+
+
+class TrainItem(msgspec.Struct):
+    """A group with all that `actor_train` needs; arrays are packed like the group's own."""
+
+    group: TrajectoryGroup
+    trainable: NDArray[np.bool_]
+    """`[tokens]` sampled and young enough: these enter the loss."""
+    proximal_logprobs: NDArray[np.float32] | None
+    """None: those of the first forward pass."""
+    ref_logprobs: NDArray[np.float32] | None
+    """None: no KL term."""
+
+
+class StepStatistics(msgspec.Struct):
+    """Sums over tokens or sequences of this rank, and largest values; combined over ranks."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Backend(Protocol):
+    """A policy that trains, and a reference policy that does not."""
+
+    def logprobs(self, groups: Sequence[TrajectoryGroup], *, reference: bool) -> list[NDArray[np.float32]]:
+        """Log-probabilities of all sampled tokens (0 elsewhere), packed like each group."""
+        ...
+
+    def train(
+        self,
+        items: Sequence[TrainItem],
+        *,
+        loss_tokens: int,
+        sequences: int,
+        before_update: Callable[[], None],
+    ) -> StepStatistics:
+        """One optimizer step on this rank's share of a minibatch.
+
+        `loss_tokens` and `sequences` count the whole minibatch, over all ranks.
+        `before_update` is called when gradients are ready and weights are about to change.
+        """
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights by Hugging Face name, tied ones once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint (rank 0 only)."""
+        ...

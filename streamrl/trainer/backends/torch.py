@@ -1,0 +1,309 @@
+"""Training with plain torch and a transformers model: float32 master weights, data parallel.
+
+Each rank holds the whole model and its own groups; gradients are summed over ranks before the
+update, so all ranks stay equal. Losses are normalised by counts over the whole minibatch, which
+makes the result independent of how groups are spread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamrl.config import AlgorithmConfig, TrainerConfig
+from streamrl.errors import ModelError, TrainingError
+from streamrl.trainer.algorithms.advantages import group_advantages
+from streamrl.trainer.algorithms.losses import decoupled_ppo, effective_sample_size, kl_k3
+from streamrl.trainer.backends.base import StepStatistics, TrainItem
+from streamrl.trainer.packing import MicroBatch, attention_mask, pack
+from streamrl.trainer.schedule import learning_rate_schedule
+from streamrl.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+HEAD_CHUNK_TOKENS = 1024
+"""Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""
+
+
+class TorchBackend:
+    """`Backend` on one device of one process; `process_group` joins the data-parallel ranks."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        total_steps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model_dir = model_dir
+        self._trainer = trainer
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._device = device
+        self._dtype = dtype
+        self._process_group = process_group
+        self._model = _load(model_dir, torch.float32, device)
+        self._model.train()
+        if trainer.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable()
+        self._reference = _load(model_dir, dtype, device).eval() if algorithm.kl_coef > 0 else None
+        optimizer = trainer.optimizer
+        self._parameters = list(self._model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=trainer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._schedule = learning_rate_schedule(
+            self._optimizer, optimizer, total_steps=total_steps * algorithm.minibatches
+        )
+
+    def logprobs(self, groups: Sequence[TrajectoryGroup], *, reference: bool) -> list[NDArray[np.float32]]:
+        model = self._reference if reference else self._model
+        if model is None:
+            raise TrainingError("reference log-probabilities were asked for, but algorithm.kl_coef is 0")
+        result = [np.zeros(group.tokens, dtype=np.float32) for group in groups]
+        with torch.no_grad():
+            for micro in self._pack(groups):
+                values = self._forward(model, micro, groups).logprobs.float().cpu().numpy()
+                for index in np.unique(micro.group_index):
+                    mine = micro.group_index == index
+                    result[index][micro.target_index[mine]] = values[mine]
+        return result
+
+    def train(
+        self,
+        items: Sequence[TrainItem],
+        *,
+        loss_tokens: int,
+        sequences: int,
+        before_update: Callable[[], None],
+    ) -> StepStatistics:
+        self._optimizer.zero_grad(set_to_none=False)
+        statistics = StepStatistics(sums=defaultdict(float), maxima=defaultdict(float))
+        teaching, advantages = self._teaching(items)
+        groups = [item.group for item in teaching]
+        for micro in self._pack(groups):
+            self._accumulate(micro, teaching, advantages, loss_tokens, sequences, statistics)
+        self._sum_gradients()
+        norm = float(clip_grad_norm_(self._parameters, self._trainer.optimizer.grad_clip))
+        before_update()
+        if not np.isfinite(norm):
+            raise TrainingError(
+                f"the gradient norm is {norm}; look at logprob_diff and the rewards of the last steps, "
+                "or lower trainer.lr"
+            )
+        statistics.maxima["grad_norm"] = norm
+        statistics.maxima["lr"] = self._schedule.get_last_lr()[0]
+        self._optimizer.step()
+        self._schedule.step()
+        return statistics
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
+
+    def _teaching(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[NDArray[np.float32]]]:
+        """The items with a gradient, and the advantage of each of their siblings.
+
+        Without a KL term a group whose siblings all scored the same has none; it is left out of
+        the computation (not of the normalisation). One is kept if all are so, for the figures.
+        """
+        advantages = [
+            group_advantages(torch.from_numpy(item.group.rewards), kind=self._algorithm.advantage).numpy()
+            for item in items
+        ]
+        if self._algorithm.kl_coef > 0:
+            return list(items), advantages
+        keep = [i for i, a in enumerate(advantages) if a.any()] or list(range(min(1, len(items))))
+        return [items[i] for i in keep], [advantages[i] for i in keep]
+
+    def _pack(self, groups: Sequence[TrajectoryGroup]) -> list[MicroBatch]:
+        return pack(
+            groups,
+            max_tokens=self._trainer.max_tokens_per_microbatch,
+            share_prefix=self._trainer.share_prefix,
+            hidden_size=self._model.config.hidden_size,
+        )
+
+    def _forward(self, model: Any, micro: MicroBatch, groups: Sequence[TrajectoryGroup]) -> _Predicted:
+        """Log-probability and entropy of each predicted token of `micro`."""
+        targets = _gather(micro, [group.packed_input_ids for group in groups])
+        mask = self._tensor(attention_mask(micro.branch)) if micro.branched else None
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            hidden = model.base_model(
+                input_ids=self._tensor(micro.input_ids),
+                attention_mask=mask,
+                # without a mask positions count up from 0 anyway, and saying so would look like packing
+                position_ids=self._tensor(micro.position_ids) if micro.branched else None,
+                use_cache=False,
+            ).last_hidden_state
+            states = hidden[self._tensor(micro.row_index), self._tensor(micro.column_index)]
+            ids = self._tensor(targets.astype(np.int64))
+            chunks = range(0, len(ids), HEAD_CHUNK_TOKENS)
+            if len(chunks) <= 1:
+                return _Predicted(*_predict(model.lm_head, states, ids, self._temperature))
+            parts = [
+                checkpoint(
+                    _predict,
+                    model.lm_head,
+                    states[start : start + HEAD_CHUNK_TOKENS],
+                    ids[start : start + HEAD_CHUNK_TOKENS],
+                    self._temperature,
+                    use_reentrant=False,
+                )
+                for start in chunks
+            ]
+        return _Predicted(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+    def _accumulate(
+        self,
+        micro: MicroBatch,
+        items: Sequence[TrainItem],
+        advantages: Sequence[NDArray[np.float32]],
+        loss_tokens: int,
+        sequences: int,
+        statistics: StepStatistics,
+    ) -> None:
+        """Add the gradient of one micro-batch, and its figures to `statistics`."""
+        algorithm = self._algorithm
+        groups = [item.group for item in items]
+        predicted = self._forward(self._model, micro, groups)
+        keep = self._tensor(_gather(micro, [item.trainable for item in items]))
+        if not bool(keep.any()):
+            return
+        logprobs = predicted.logprobs[keep]
+        behavior = self._tensor(_gather(micro, [g.packed_behavior_logprobs for g in groups]))[keep]
+        if algorithm.proximal == "behavior":
+            proximal = behavior
+        elif items[0].proximal_logprobs is not None:
+            proximal = self._tensor(_gather(micro, [_some(i.proximal_logprobs) for i in items]))[keep]
+        else:
+            proximal = logprobs.detach()
+        per_token = [np.repeat(a, item.group.seqlens) for a, item in zip(advantages, items, strict=True)]
+        policy = decoupled_ppo(
+            logprobs,
+            proximal,
+            behavior,
+            self._tensor(_gather(micro, per_token))[keep],
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            behavior_weight_cap=algorithm.behavior_weight_cap,
+        )
+        loss = policy.loss
+        sums = statistics.sums
+        if algorithm.kl_coef > 0:
+            ref = self._tensor(_gather(micro, [_some(i.ref_logprobs) for i in items]))[keep]
+            kl = kl_k3(logprobs, ref)
+            loss = loss + algorithm.kl_coef * kl
+            sums["kl"] += float(kl.detach().sum())
+        if algorithm.loss_aggregation == "token":
+            total = loss.sum() / max(loss_tokens, 1)
+        else:
+            shares = [_share_of_sequence(item) for item in items]
+            total = (loss * self._tensor(_gather(micro, shares))[keep]).sum() / max(sequences, 1)
+        total.backward()  # type: ignore[no-untyped-call]
+
+        difference = (logprobs.detach() - behavior).abs()
+        weights = (logprobs.detach() - behavior).exp()
+        sums["tokens"] += len(logprobs)
+        sums["loss"] += float(total.detach())
+        sums["clipped"] += float(policy.clipped.sum())
+        sums["behavior_weight"] += float(policy.behavior_weight.sum())
+        sums["weight_capped"] += float(policy.weight_capped.sum())
+        sums["logprob_diff"] += float(difference.sum())
+        sums["entropy"] += float(predicted.entropy[keep].sum())
+        sums["ess"] += float(effective_sample_size(weights)) * len(weights)
+        sums["ratio"] += float(weights.sum())
+        sums["computed_tokens"] += micro.tokens
+        statistics.maxima["logprob_diff"] = max(statistics.maxima["logprob_diff"], float(difference.max()))
+        statistics.maxima["ratio"] = max(statistics.maxima["ratio"], float(weights.max()))
+
+    def _sum_gradients(self) -> None:
+        if self._process_group is None:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        work = [dist.all_reduce(p.grad, group=self._process_group, async_op=True) for p in self._parameters]
+        for pending in work:
+            if pending is not None:
+                pending.wait()
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+class _Predicted:
+    def __init__(self, logprobs: Tensor, entropy: Tensor) -> None:
+        self.logprobs = logprobs
+        """`[predicted]` float32, of the sampled tokens at the sampling temperature."""
+        self.entropy = entropy
+        """`[predicted]` float32, of the whole distribution; no gradient."""
+
+
+def _predict(head: torch.nn.Module, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(states).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, ids[:, None])[:, 0] - normaliser
+    with torch.no_grad():
+        probabilities = (logits - normaliser[:, None]).exp()
+        entropy = normaliser - (probabilities * logits).sum(-1)
+    return logprobs, entropy
+
+
+def _gather(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Values of the predicted tokens of `micro`, from one packed array for each group."""
+    offsets = np.concatenate(([0], np.cumsum([len(a) for a in arrays])))[:-1]
+    values: NDArray[Any] = np.concatenate(arrays)[offsets[micro.group_index] + micro.target_index]
+    return values
+
+
+def _share_of_sequence(item: TrainItem) -> NDArray[np.float32]:
+    """For each token, one divided by how many tokens of its sequence enter the loss."""
+    ends = np.cumsum(item.group.seqlens)
+    counts = [item.trainable[end - n : end].sum() for end, n in zip(ends, item.group.seqlens, strict=True)]
+    shares = 1.0 / np.maximum(np.array(counts, dtype=np.float32), 1.0)
+    return np.repeat(shares, item.group.seqlens)
+
+
+def _some(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    if array is None:
+        raise TrainingError("a group came to actor_train without log-probabilities that the graph should have made")
+    return array
+
+
+def _load(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_dir}: transformers cannot load this model: {error}") from error
+    return model.to(device)

@@ -49,6 +49,9 @@ class WireError(StreamRLError):
 class PeerError(StreamRLError):
     """Another process answered with an error."""
 
+    status: int = 0
+    """The HTTP status of the answer; 0 if there was none."""
+
 
 class PeerLost(PeerError):
     """Another process stopped answering."""

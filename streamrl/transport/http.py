@@ -53,7 +53,9 @@ async def call(
     except (aiohttp.ClientError, ConnectionError) as error:
         raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
     if status >= 400:
-        raise PeerError(f"{peer} answered {status} to {method} {url}: {_error_text(content)}")
+        refusal = PeerError(f"{peer} answered {status} to {method} {url}: {_error_text(content)}")
+        refusal.status = status
+        raise refusal
     try:
         return msgspec.json.decode(content, type=reply)
     except msgspec.DecodeError as error:

@@ -14,9 +14,7 @@ import msgspec
 from streamrl.config import AlgorithmConfig
 from streamrl.errors import ConfigError
 
-STREAM_KEYS = frozenset(
-    {"packed_input_ids", "seqlens", "loss_mask", "behavior_logprobs", "policy_versions", "rewards"}
-)
+STREAM_KEYS = frozenset({"packed_input_ids", "seqlens", "loss_mask", "behavior_logprobs", "policy_versions", "rewards"})
 """What every group brings from `actor_gen` and `rew_inf`."""
 
 
@@ -66,11 +64,14 @@ def build_graph(mfcs: Sequence[MFC]) -> Graph:
         ordered += ready
         known.update(*(mfc.outputs for mfc in ready))
         waiting = [mfc for mfc in waiting if mfc not in ready]
-    arrivals_first = [m for m in ordered if m.reads == "batch"]
+    of_batches = {key: mfc.name for mfc in ordered if mfc.reads == "batch" for key in mfc.outputs}
     for mfc in ordered:
-        late = {key for batch in arrivals_first for key in batch.outputs} & mfc.inputs
+        late = sorted(of_batches.keys() & mfc.inputs)
         if mfc.reads == "arrivals" and late:
-            raise ConfigError(f"{mfc.name} runs as groups arrive but needs {sorted(late)} of a formed batch")
+            raise ConfigError(
+                f"{mfc.name} runs as groups arrive but needs {late[0]}, which {of_batches[late[0]]} gives "
+                "only for formed batches"
+            )
     return Graph(tuple(ordered))
 
 

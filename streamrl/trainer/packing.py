@@ -68,7 +68,9 @@ class MicroBatch(msgspec.Struct):
         return self.input_ids.size
 
 
-def pack(groups: Sequence[TrajectoryGroup], *, max_tokens: int, share_prefix: bool, hidden_size: int) -> list[MicroBatch]:
+def pack(
+    groups: Sequence[TrajectoryGroup], *, max_tokens: int, share_prefix: bool, hidden_size: int
+) -> list[MicroBatch]:
     """Lay out all `groups` in micro-batches of at most `max_tokens` tokens.
 
     A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size`

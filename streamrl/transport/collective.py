@@ -15,32 +15,50 @@ if TYPE_CHECKING:
     import torch
 
 
+def open_store(host: str) -> Any:
+    """The store at which the ranks of all later groups meet, on a free port (`.port`); rank 0 opens it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
 def form_group(
-    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float
+    *,
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    timeout: float,
+    store: Any = None,
 ) -> Any:
     """Meet the other ranks at `address:port` and answer the group; blocks until all are there.
 
-    Raises `PublicationError` when they are not within `timeout` seconds.
+    Rank 0 passes the `store` that it opened there. Raises `PublicationError` when the others do
+    not come within `timeout` seconds.
     """
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed import distributed_c10d as c10d
 
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout=limit)
+        if store is None:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
         # c10d has no public way to make a group next to (or without) the default one.
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
             [],
             dist.Backend(backend),
-            dist.PrefixStore(name, store),
-            group_name=name,
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
             timeout=limit,
         )
     except (RuntimeError, ValueError) as error:
         raise PublicationError(
-            f"weight group {name}: rank {rank} of {world_size} could not meet the others at "
+            f"process group {name}: rank {rank} of {world_size} could not meet the others at "
             f"{address}:{port} within {timeout:.0f} s: {error}"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}

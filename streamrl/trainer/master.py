@@ -1,0 +1,346 @@
+"""The trainer's master: forms batches, drives the graph, counts policy versions.
+
+It moves metadata only; groups and weights stay on the model workers. One step is: form a batch
+(the ledger's rules), run the graph's MFCs on it, publish the new weights. Publication runs
+beside the next step's computation and is through before that step changes the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.ledger import Selection
+from streamrl.metrics import MetricsWriter
+from streamrl.trainer.batches import BatchFormer
+from streamrl.trainer.buffer import SequenceBuffer
+from streamrl.trainer.calls import (
+    Count,
+    Counted,
+    Discard,
+    Done,
+    Initialize,
+    OpenStore,
+    Publish,
+    Published,
+    Save,
+    Stored,
+    StoreOpened,
+    Train,
+    Trained,
+)
+from streamrl.trainer.executor import FunctionExecutor, Span, by_head
+from streamrl.trainer.graph import grpo_graph
+from streamrl.trainer.report import batch_metrics, train_metrics
+from streamrl.trainer.settlement import Settlement
+from streamrl.transport.control import ControlClient, FinishRun, StepReport
+from streamrl.transport.membership import Membership
+from streamrl.transport.request_reply import RequestChannel
+from streamrl.types import SampleMeta
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Train for `config.run.steps` steps, then end the run."""
+    async with AsyncExitStack() as stack:
+        client = ControlClient(manager_url)
+        stack.push_async_callback(client.close)
+        master = Master(config, client=client)
+        stack.push_async_callback(master.close)
+        membership = Membership(
+            client,
+            role="master",
+            index=index,
+            address=master.endpoint,
+            config_digest=config.digest(),
+            stats=master.stats,
+        )
+        master.membership = membership
+        await membership.join(patience=config.manager.join_timeout_seconds)
+        stack.push_async_callback(membership.leave)
+        training = asyncio.create_task(master.run(), name="training")
+        stopping = asyncio.create_task(membership.stopping.wait(), name="stop")
+        try:
+            await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                reason = training.result()
+                await master.finish()
+                await client.finish_run(FinishRun(reason=reason))
+            else:
+                log.warning("the run was ended by the manager at version %d", master.policy_version)
+        except* StreamRLError as errors:
+            await membership.fail(errors.exceptions[0])
+            raise
+        finally:
+            for task in (training, stopping):
+                task.cancel()
+            await asyncio.gather(training, stopping, return_exceptions=True)
+            await master.write_final()
+        if membership.lost:
+            raise membership.lost
+
+
+class Master:
+    """Drives the model workers through the steps of a run."""
+
+    membership: Membership
+
+    def __init__(self, config: Config, *, client: ControlClient) -> None:
+        self._config = config
+        self._client = client
+        self._graph = grpo_graph(config.algorithm)
+        self._former = BatchFormer(config)
+        self._buffer = SequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
+        self._settlement = Settlement(client)
+        self._channel: RequestChannel[Stored] = RequestChannel(
+            host=config.stream.host, notice_type=Stored, on_notice=self._on_stored
+        )
+        self._executor = FunctionExecutor(
+            graph=self._graph,
+            buffer=self._buffer,
+            channel=self._channel,  # type: ignore[arg-type]
+            train=self._train,
+            arrivals_limit=config.trainer.batch_groups,
+            timeout=config.trainer.step_timeout_seconds,
+        )
+        self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
+        self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
+        self._workers = range(config.trainer.data_parallel)
+        self._publication: asyncio.Task[None] | None = None
+        self._trained: list[Trained] = []
+        self._rewards: list[float] = []
+        self._groups_trained = 0
+        self._tokens_dropped = 0
+        self._began = time.time()
+        self._counted: list[Counted] = []
+        self.policy_version = 0
+
+    @property
+    def endpoint(self) -> str:
+        """Where model workers connect."""
+        return self._channel.endpoint
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "policy_version": self.policy_version,
+            "groups_held": len(self._buffer),
+            "groups_trained_total": self._groups_trained,
+        }
+
+    async def run(self) -> str:
+        """All steps; answers why the run ended."""
+        async with asyncio.TaskGroup() as helpers:
+            background = [
+                helpers.create_task(self._settlement.report(), name="settlement"),
+                helpers.create_task(self._take_in(), name="arrivals"),
+                helpers.create_task(self._follow_rejections(), name="rejections"),
+            ]
+            await self._initialize()
+            background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
+            reason = await self._steps()
+            await self._settlement.flush()
+            for task in background:
+                task.cancel()
+        return reason
+
+    async def finish(self) -> None:
+        """Save, and count what is left."""
+        if self._config.trainer.save_at_end:
+            await self._save("final")
+        calls = [self._channel.call(w, Count(), Counted, timeout=30.0) for w in self._workers]
+        self._counted = list(await asyncio.gather(*calls))
+
+    async def write_final(self) -> None:
+        """Leave `final.json` for the report, whatever happened."""
+        try:
+            status = msgspec.to_builtins(await self._client.status(), str_keys=True)
+        except StreamRLError as error:
+            log.warning("the manager's last figures are missing from final.json: %s", error)
+            status = None
+        final = {
+            "status": status,
+            "policy_version": self.policy_version,
+            "train_seconds": time.time() - self._began,
+            "groups_trained": self._groups_trained,
+            "groups_held": len(self._buffer),
+            "groups_duplicated": sum(c.duplicated for c in self._counted),
+            "groups_refused": sum(c.refused for c in self._counted),
+            "max_staleness": self._config.staleness.max_staleness,
+            "over_age": self._config.staleness.over_age,
+            "tokens_dropped": self._tokens_dropped,
+        }
+        folder = self._config.run_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "final.json").write_bytes(msgspec.json.format(msgspec.json.encode(final)))
+
+    async def close(self) -> None:
+        if self._publication is not None:
+            self._publication.cancel()
+            await asyncio.gather(self._publication, return_exceptions=True)
+        await self._channel.close()
+        self._metrics.close()
+
+    async def _initialize(self) -> None:
+        patience = self._config.manager.join_timeout_seconds
+        self.membership.waiting_for = "model workers to connect"
+        await self._channel.wait_for(len(self._workers), patience=patience)
+        self.membership.waiting_for = "model workers to load the model"
+        store = StoreOpened(host="", port=0)
+        if len(self._workers) > 1:
+            store = await self._channel.call(0, OpenStore(len(self._workers)), StoreOpened, timeout=patience)
+        call = Initialize(world_size=len(self._workers), store_host=store.host, store_port=store.port)
+        await asyncio.gather(*(self._channel.call(w, call, Done, timeout=patience) for w in self._workers))
+        self.membership.waiting_for = ""
+        self._began = time.time()
+
+    async def _steps(self) -> str:
+        run = self._config.run
+        try:
+            while self.policy_version < run.steps:
+                await self._step()
+                if run.stop_at_reward is not None and len(self._rewards) >= run.stop_window:
+                    recent = sum(self._rewards[-run.stop_window :]) / run.stop_window
+                    if recent >= run.stop_at_reward:
+                        return f"the mean reward reached {recent:.3f} after {self.policy_version} steps"
+            return f"{run.steps} steps are done"
+        finally:
+            if self._publication is not None:
+                await self._publication
+
+    async def _step(self) -> None:
+        version = self.policy_version
+        begin = time.time()
+        batch = await self._form_batch(version)
+        formed = time.time()
+        spans = await self._executor.run_batch(batch)
+        seqs = [meta.seq for meta in batch]
+        self._former.trained(seqs)
+        await self._buffer.discard(seqs)
+        self.policy_version = version + 1
+        self._groups_trained += len(batch)
+        end = time.time()
+        if self._publication is not None:
+            await self._publication
+        metrics = batch_metrics(batch, self._former, policy_version=version) | train_metrics(self._trained)
+        self._rewards.append(metrics["reward_mean"])
+        computing = sum(span.compute_seconds for span in spans)
+        metrics |= {
+            "step_seconds": end - begin,
+            "wait_seconds": formed - begin,
+            "train_seconds": computing,
+            "overhead_seconds": max(0.0, end - formed - computing),
+            "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+        }
+        ages: dict[int, int] = {}
+        for trained in self._trained:
+            for age, count in trained.token_ages.items():
+                ages[age] = ages.get(age, 0) + count
+        spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
+        report = StepReport(
+            step=self.policy_version,
+            time=end,
+            metrics=metrics,
+            token_ages=dict(sorted(ages.items())),
+            spans=[(span.name, span.begin, span.end) for span in spans],
+        )
+        self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
+        every = self._config.trainer.save_every
+        if every and self.policy_version % every == 0:
+            await self._save(f"step-{self.policy_version:06d}")
+
+    async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
+        """Wait for a batch; drop what is too old on the way."""
+
+        def select(held: dict[int, SampleMeta]) -> Selection:
+            if self._publication is not None and self._publication.done():
+                self._publication.result()  # a failed update ends the run here, not after a wait
+            selection = self._former.select(held, policy_version=version)
+            self.membership.waiting_for = self._former.describe(selection, policy_version=version)
+            return selection
+
+        while True:
+            batch, too_old = await self._buffer.take_batch(
+                select, lambda selection: self._former.describe(selection, policy_version=version)
+            )
+            if too_old:
+                await self._drop(too_old)
+            if batch:
+                self.membership.waiting_for = ""
+                return batch
+
+    async def _drop(self, metas: Sequence[SampleMeta]) -> None:
+        calls = [
+            self._channel.call(head, Discard(seqs), Done, timeout=self._config.trainer.step_timeout_seconds)
+            for head, seqs in by_head(metas).items()
+        ]
+        await asyncio.gather(*calls)
+        seqs = [meta.seq for meta in metas]
+        self._tokens_dropped += sum(meta.sampled_tokens for meta in metas)
+        await self._buffer.discard(seqs)
+        self._settlement.dropped(seqs)
+
+    async def _train(self, batch: Sequence[SampleMeta]) -> float:
+        version = self.policy_version
+        shares = self._former.minibatches(batch, policy_version=version)
+        calls = [
+            self._channel.call(
+                head,
+                Train(
+                    policy_version=version,
+                    oldest_version=version - self._former.max_staleness,
+                    minibatches=minibatches,
+                ),
+                Trained,
+                timeout=self._config.trainer.step_timeout_seconds,
+            )
+            for head, minibatches in shares.items()
+        ]
+        self._trained = list(await asyncio.gather(*calls))
+        return max(trained.compute_seconds for trained in self._trained)
+
+    async def _publish(self, report: StepReport) -> None:
+        """Bring the step's weights to the gservers, then report the step."""
+        begin = time.time()
+        weights = self._config.weights
+        published = await self._channel.call(
+            0, Publish(report.step), Published, timeout=weights.attempts * 6 * weights.timeout_seconds
+        )
+        report.metrics["publish_seconds"] = published.seconds
+        report.metrics["pause_seconds"] = published.pause_seconds
+        report.spans.append(("publish", begin, time.time()))
+        self._metrics.write(report)
+        await self._client.report(report)
+        await self._buffer.wake()
+
+    async def _save(self, name: str) -> None:
+        folder = self._config.run_dir / "checkpoints" / name
+        limit = self._config.trainer.step_timeout_seconds
+        await self._channel.call(0, Save(str(folder.absolute())), Done, timeout=limit)
+        log.info("saved %s", folder)
+
+    def _on_stored(self, worker: int, notice: Stored) -> None:
+        self._inbox.put_nowait(notice.metas)
+
+    async def _take_in(self) -> None:
+        while True:
+            metas = await self._inbox.get()
+            self._settlement.stored(meta.seq for meta in metas)
+            await self._buffer.put_batch(metas)
+
+    async def _follow_rejections(self) -> None:
+        known = 0
+        while True:
+            rejected = await self._client.rejections(known)
+            if rejected:
+                known += len(rejected)
+                self._former.reject(rejected)
+                await self._buffer.wake()

@@ -1,0 +1,172 @@
+"""The trainer's side of a weight update: buckets of weights, broadcast from rank 0 to all gservers.
+
+The manager runs the transaction (`gserver/weights.py`); the publisher tells it what will come,
+forms the weight group when the gservers have changed, broadcasts, and commits. It only reads
+weights, so the next training step may compute meanwhile; it must not update them before
+`publish` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import PublicationError
+from streamrl.trainer.calls import Published
+from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
+from streamrl.transport.control import (
+    ControlClient,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    TensorSpec,
+)
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+RunInThread = Callable[..., Awaitable[Any]]
+
+COMMIT_MARGIN_SECONDS = 10.0
+"""How much longer than the manager's own deadlines the publisher waits for its answer."""
+MANAGER_STEPS = 4
+"""Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+
+
+class Publisher:
+    """Brings weights to the gservers; one for each run, on the trainer's rank 0."""
+
+    def __init__(
+        self,
+        *,
+        client: ControlClient,
+        config: WeightsConfig,
+        backend: Literal["gloo", "nccl"],
+        dtype: torch.dtype,
+        device: torch.device,
+        in_thread: RunInThread,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._backend: Literal["gloo", "nccl"] = backend
+        self._dtype = dtype
+        self._device = device
+        self._in_thread = in_thread
+        self._store: Any = None
+        self._group: Any = None
+        self._group_name = ""
+
+    async def publish(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Published:
+        """Bring `weights` (name, tensor) to every live gserver as `version`.
+
+        Raises `PublicationError` when all attempts failed; the gservers then serve what they served.
+        """
+        began = time.monotonic()
+        buckets = plan_buckets(weights, dtype=self._dtype, limit_bytes=int(self._config.bucket_mb * 2**20))
+        problems: list[str] = []
+        for attempt in range(1, self._config.attempts + 1):
+            pause, problem = await self._attempt(version, buckets)
+            if not problem:
+                return Published(
+                    seconds=time.monotonic() - began,
+                    pause_seconds=pause,
+                    bytes=sum(t.numel() for _, t in weights) * self._dtype.itemsize,
+                    attempts=attempt,
+                )
+            problems.append(problem)
+            log.warning("weights of version %d: attempt %d failed: %s", version, attempt, problem)
+        raise PublicationError(
+            f"weights of version {version} did not reach the gservers in {len(problems)} attempts; "
+            f"the last failed because: {problems[-1]}"
+        )
+
+    def close(self) -> None:
+        """Leave the weight group."""
+        if self._group is not None:
+            destroy_group(self._group)
+            self._group, self._group_name = None, ""
+
+    async def _attempt(self, version: int, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> tuple[float, str]:
+        """Pause in seconds, and why the attempt failed, if it did."""
+        if self._store is None:
+            self._store = open_store(self._config.host)
+        limit = self._config.timeout_seconds
+        begin = await self._client.publish_begin(
+            PublishBegin(
+                version=version,
+                buckets=[self._specs(bucket) for bucket in buckets],
+                master_address=self._config.host,
+                master_port=self._store.port,
+                backend=self._backend,
+                group_name=self._group_name,
+            ),
+            timeout=limit + COMMIT_MARGIN_SECONDS,
+        )
+        error = ""
+        try:
+            await self._in_thread(self._send, begin, buckets)
+        except PublicationError as failure:
+            error = str(failure)
+        reply = await self._client.publish_commit(
+            PublishCommit(version=version, group_name=begin.group_name, error=error),
+            timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,
+        )
+        if reply.done:
+            return reply.pause_seconds, ""
+        self.close()
+        return 0.0, reply.error or error
+
+    def _send(self, begin: PublishBeginReply, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+        if begin.group_name != self._group_name:
+            self.close()
+            self._group = form_group(
+                address=self._config.host,
+                port=self._store.port,
+                rank=0,
+                world_size=begin.world_size,
+                name=begin.group_name,
+                backend=self._backend,
+                timeout=self._config.timeout_seconds,
+                store=self._store,
+            )
+            self._group_name = begin.group_name
+        for number, bucket in enumerate(buckets):
+            flat = flatten(bucket, dtype=self._dtype, device=self._device)
+            broadcast(flat, self._group, what=f"weight bucket {number + 1} of {len(buckets)}")
+
+    def _specs(self, bucket: Sequence[tuple[str, Tensor]]) -> list[TensorSpec]:
+        dtype = str(self._dtype).removeprefix("torch.")
+        return [TensorSpec(name=name, dtype=dtype, shape=list(tensor.shape)) for name, tensor in bucket]
+
+
+def plan_buckets(
+    weights: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype, limit_bytes: int
+) -> list[list[tuple[str, Tensor]]]:
+    """Cut `weights` in order into buckets of at most `limit_bytes`; a larger tensor is a bucket alone."""
+    buckets: list[list[tuple[str, Tensor]]] = []
+    room = 0
+    for name, tensor in weights:
+        size = tensor.numel() * dtype.itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit_bytes
+        buckets[-1].append((name, tensor))
+        room -= size
+    return buckets
+
+
+def flatten(bucket: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bytes of all tensors of `bucket` as `dtype`, one after another: uint8 `[bytes]`."""
+    flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
+    offset = 0
+    for _, tensor in bucket:
+        flat[offset : offset + tensor.numel()].copy_(tensor.reshape(-1))
+        offset += tensor.numel()
+    return flat.view(torch.uint8)

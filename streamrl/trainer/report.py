@@ -1,0 +1,59 @@
+"""The figures of a training step, from what the master knows and what the workers computed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from streamrl.trainer.batches import BatchFormer
+from streamrl.trainer.calls import Trained
+from streamrl.types import SampleMeta
+
+
+def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
+    """What the batch was."""
+    rewards = [reward for meta in batch for reward in meta.rewards]
+    lengths = [length for meta in batch for length in meta.response_lengths]
+    sampled = sum(meta.sampled_tokens for meta in batch)
+    young = sum(former.young_tokens(meta, policy_version=policy_version) for meta in batch)
+    return {
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "response_length_mean": fmean(lengths),
+        "groups": len(batch),
+        "tokens_sampled": sampled,
+        "tokens_trained": young,
+        "tokens_masked": sampled - young,
+        "generation_seconds_mean": fmean(meta.generation_seconds for meta in batch),
+    }
+
+
+def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
+    """What `actor_train` found, over all ranks; means are over the tokens that were computed."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for rank in trained:
+        for name, value in rank.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in rank.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    metrics = {
+        "loss": sums.get("loss", 0.0),
+        "clip_share": sums.get("clipped", 0.0) / tokens,
+        "behavior_weight_mean": sums.get("behavior_weight", 0.0) / tokens,
+        "behavior_weight_capped_share": sums.get("weight_capped", 0.0) / tokens,
+        "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
+        "importance_ratio_max": maxima.get("ratio", 0.0),
+        "effective_sample_size": sums.get("ess", 0.0) / tokens,
+        "logprob_diff_mean": sums.get("logprob_diff", 0.0) / tokens,
+        "logprob_diff_max": maxima.get("logprob_diff", 0.0),
+        "entropy": sums.get("entropy", 0.0) / tokens,
+        "grad_norm": maxima.get("grad_norm", 0.0),
+        "lr": maxima.get("lr", 0.0),
+        "tokens_computed": sums.get("computed_tokens", 0.0),
+        "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
+    }
+    if "kl" in sums:
+        metrics["kl"] = sums["kl"] / tokens
+    return metrics

@@ -7,6 +7,7 @@ matters. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from streamrl.config import Config
 from streamrl.ledger import Selection, count_over_age, next_in_order, select_batch
@@ -62,7 +63,7 @@ class BatchFormer:
         for head in range(self._heads):
             mine = [meta for meta in batch if meta.head == head]
             cuts = [round(i * len(mine) / self._minibatches) for i in range(self._minibatches + 1)]
-            shares[head] = [mine[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+            shares[head] = [mine[a:b] for a, b in pairwise(cuts)]
         tokens, sequences = [], []
         for number in range(self._minibatches):
             metas = [meta for head in shares.values() for meta in head[number]]

@@ -311,15 +311,17 @@ class Master:
         """Bring the step's weights to the gservers, then report the step."""
         begin = time.time()
         weights = self._config.weights
-        published = await self._channel.call(
-            0, Publish(report.step), Published, timeout=weights.attempts * 6 * weights.timeout_seconds
-        )
+        try:
+            published = await self._channel.call(
+                0, Publish(report.step), Published, timeout=weights.attempts * 6 * weights.timeout_seconds
+            )
+        finally:
+            await self._buffer.wake()
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
         report.spans.append(("publish", begin, time.time()))
         self._metrics.write(report)
         await self._client.report(report)
-        await self._buffer.wake()
 
     async def _save(self, name: str) -> None:
         folder = self._config.run_dir / "checkpoints" / name

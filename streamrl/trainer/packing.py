@@ -102,12 +102,13 @@ def _siblings_per_row(group: TrajectoryGroup, max_tokens: int, hidden_size: int)
     For each token a layer costs about 24·hidden² for its matrices and 4·hidden·length for its
     attention, so a row costs `tokens · (1 + length / (6 · hidden))`.
     """
-    responses = float(group.seqlens.mean()) - group.prompt_length
+    responses = group.seqlens - group.prompt_length
+    longest = group.prompt_length + np.cumsum(np.sort(responses)[::-1])
     best, best_cost = 1, float("inf")
     for siblings in range(1, group.size + 1):
-        length = group.prompt_length + siblings * responses
-        if siblings > 1 and length > max_tokens:
+        if siblings > 1 and longest[siblings - 1] > max_tokens:
             break
+        length = group.prompt_length + siblings * float(responses.mean())
         cost = length * (1 + length / (6 * hidden_size)) / siblings
         if cost < best_cost:
             best, best_cost = siblings, cost

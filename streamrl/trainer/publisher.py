@@ -8,7 +8,6 @@ weights, so the next training step may compute meanwhile; it must not update the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence

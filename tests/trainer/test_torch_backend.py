@@ -1,0 +1,233 @@
+"""The torch backend against transformers and loops over single sequences, in float32."""
+
+from __future__ import annotations
+
+import math
+from multiprocessing import get_context
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from streamrl.errors import TrainingError
+from streamrl.trainer.algorithms.advantages import group_advantages
+from streamrl.trainer.backends.base import TrainItem
+from streamrl.trainer.backends.torch import TorchBackend
+from streamrl.transport.collective import form_group, open_store
+from tests.trainer.models import KINDS, random_group, save_model
+
+# a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
+TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
+
+
+def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, process_group=None):
+    return TorchBackend(
+        model_dir=folder,
+        trainer=trainer,
+        algorithm=algorithm or AlgorithmConfig(),
+        temperature=temperature,
+        total_steps=10,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        process_group=process_group,
+    )
+
+
+def make_groups(count=5, *, seed=0):
+    rng = np.random.default_rng(seed)
+    return [random_group(i, rng, prompt=3 + 2 * i, gaps=i % 2 == 1, versions=(0, 6)) for i in range(count)]
+
+
+def make_item(group, *, oldest=0, ref=None, proximal=None):
+    young = group.packed_loss_mask & (group.packed_policy_versions >= oldest)
+    return TrainItem(group=group, trainable=young, proximal_logprobs=proximal, ref_logprobs=ref)
+
+
+def reference_logprobs(model, group, temperature=1.0):
+    """Packed log-probabilities of one group, sequence by sequence."""
+    parts = []
+    for end, length in zip(np.cumsum(group.seqlens), group.seqlens, strict=True):
+        ids = torch.from_numpy(group.packed_input_ids[end - length : end].astype(np.int64))
+        logits = model(ids[None]).logits[0] / temperature
+        own = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        parts.append(torch.cat([torch.zeros(1), own]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
+    folder = save_model(tmp_path / "model", kind)
+    trainer = msgspec.structs.replace(TRAINER, share_prefix=share_prefix)
+    groups = make_groups()
+    got = make_backend(folder, trainer=trainer, temperature=0.7).logprobs(groups, reference=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for group, values in zip(groups, got, strict=True):
+        with torch.no_grad():
+            want = reference_logprobs(model, group, 0.7).numpy()
+        assert np.abs(values - want)[group.packed_loss_mask].max() < 1e-5
+        assert not values[~group.packed_loss_mask].any()
+
+
+def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences):
+    """The objective from its formula, one token at a time."""
+    loss = torch.zeros(())
+    for item in items:
+        group = item.group
+        advantages = group_advantages(torch.from_numpy(group.rewards), kind=algorithm.advantage)
+        logprobs = reference_logprobs(model, group)
+        ref = reference_logprobs(reference, group).detach()
+        for sibling, end in enumerate(np.cumsum(group.seqlens)):
+            tokens = [t for t in range(end - group.seqlens[sibling], end) if item.trainable[t]]
+            for t in tokens:
+                now, behavior = logprobs[t], float(group.packed_behavior_logprobs[t])
+                proximal = now.detach() if item.proximal_logprobs is None else float(item.proximal_logprobs[t])
+                if algorithm.proximal == "behavior":
+                    proximal = behavior
+                weight = min(math.exp(proximal - behavior), algorithm.behavior_weight_cap)
+                ratio = (now - proximal).exp()
+                low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+                a = advantages[sibling]
+                token = -weight * torch.min(ratio * a, ratio.clamp(low, high) * a)
+                d = ref[t] - now
+                token = token + algorithm.kl_coef * (d.exp() - 1 - d)
+                if algorithm.loss_aggregation == "token":
+                    loss = loss + token / total_tokens
+                else:
+                    loss = loss + token / len(tokens) / total_sequences
+    return loss
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(),
+        AlgorithmConfig(kl_coef=0.3),
+        AlgorithmConfig(loss_aggregation="sequence", advantage="mean"),
+        AlgorithmConfig(proximal="behavior", behavior_weight_cap=1.5),
+        AlgorithmConfig(proximal="recompute", kl_coef=0.1),
+    ],
+    ids=lambda a: f"{a.proximal}-{a.loss_aggregation}-kl{a.kl_coef}",
+)
+def test_gradients_and_three_steps_equal_a_loop(tmp_path, algorithm):
+    folder = save_model(tmp_path / "model", "qwen3")
+    backend = make_backend(folder, algorithm=algorithm)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    for step in range(3):
+        groups = make_groups(3, seed=step)
+        proximal = [None] * 3
+        if algorithm.proximal == "recompute":
+            rng = np.random.default_rng(9)
+            proximal = [(-rng.random(g.tokens) * 3).astype(np.float32) for g in groups]
+        refs = backend.logprobs(groups, reference=True) if algorithm.kl_coef else [None] * 3
+        items = [make_item(g, oldest=2, ref=r, proximal=p) for g, r, p in zip(groups, refs, proximal, strict=True)]
+        tokens = sum(int(item.trainable.sum()) for item in items)
+        sequences = sum(group.size for group in groups)
+        seen: list[float] = []
+        statistics = backend.train(
+            items, loss_tokens=tokens, sequences=sequences, before_update=lambda seen=seen: seen.append(1.0)
+        )
+        optimizer.zero_grad()
+        loss = loop_loss(model, reference, items, algorithm, tokens, sequences)
+        loss.backward()
+        assert seen == [1.0]
+        assert statistics.sums["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        for (name, want), got in zip(model.named_parameters(), backend._parameters, strict=True):
+            assert float((want.grad - got.grad).abs().max()) < 1e-5 * largest, name
+        optimizer.step()
+        for (name, want), (_, got) in zip(model.named_parameters(), backend.named_weights(), strict=True):
+            assert float((want - got).abs().max()) < 1e-5, name
+
+
+def test_groups_without_contrast_change_nothing_but_are_counted(tmp_path):
+    folder = save_model(tmp_path / "model")
+    groups = make_groups(3)
+    groups[1].rewards[:] = 0.1
+    tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
+    with_all = make_backend(folder)
+    with_all.train([make_item(g) for g in groups], loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    without = make_backend(folder)
+    kept = [make_item(groups[0]), make_item(groups[2])]
+    without.train(kept, loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    for (name, a), (_, b) in zip(with_all.named_weights(), without.named_weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_over_age_tokens_have_no_gradient(tmp_path):
+    folder = save_model(tmp_path / "model")
+    backend = make_backend(folder)
+    group = make_groups(1)[0]
+    item = make_item(group, oldest=100)
+    statistics = backend.train([item], loss_tokens=1, sequences=4, before_update=lambda: None)
+    assert statistics.maxima["grad_norm"] == 0.0
+    assert statistics.sums.get("tokens", 0) == 0
+
+
+def test_a_gradient_that_is_no_number_stops_before_the_weights_change(tmp_path):
+    backend = make_backend(save_model(tmp_path / "model"))
+    before = [w.clone() for _, w in backend.named_weights()]
+    group = make_groups(1)[0]
+    group.packed_behavior_logprobs[group.packed_loss_mask] = np.nan
+    with pytest.raises(TrainingError, match="gradient norm is nan"):
+        backend.train([make_item(group)], loss_tokens=5, sequences=4, before_update=lambda: None)
+    assert all(torch.equal(a, w) for a, (_, w) in zip(before, backend.named_weights(), strict=True))
+
+
+def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "model")
+    items = [make_item(g) for g in make_groups(3)]
+    whole, chunked = make_backend(folder), make_backend(folder)
+    whole.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
+    monkeypatch.setattr("streamrl.trainer.backends.torch.HEAD_CHUNK_TOKENS", 7)
+    chunked.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
+    for a, b in zip(whole._parameters, chunked._parameters, strict=True):
+        assert float((a.grad - b.grad).abs().max()) < 1e-6
+
+
+def test_saved_checkpoint_loads_with_the_trained_weights(tmp_path):
+    backend = make_backend(save_model(tmp_path / "model"))
+    items = [make_item(g) for g in make_groups(2)]
+    backend.train(items, loss_tokens=50, sequences=8, before_update=lambda: None)
+    backend.save(tmp_path / "saved")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
+    for name, weight in backend.named_weights():
+        assert torch.equal(loaded[name], weight)
+
+
+def _rank(folder, rank, port, results):
+    torch.set_num_threads(1)
+    group = form_group(address="127.0.0.1", port=port, rank=rank, world_size=2, name="dp", backend="gloo", timeout=60)
+    backend = make_backend(folder, process_group=group)
+    for step in range(2):
+        groups = make_groups(5, seed=step)
+        tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
+        mine = groups[:4] if rank == 0 else groups[4:]
+        backend.train([make_item(g) for g in mine], loss_tokens=tokens, sequences=20, before_update=lambda: None)
+    results.put((rank, {name: w.numpy() for name, w in backend.named_weights()}))
+
+
+def test_two_unequal_ranks_equal_one(tmp_path):
+    folder = save_model(tmp_path / "model")
+    store = open_store("127.0.0.1")
+    context = get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(folder, rank, store.port, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    weights = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    alone = make_backend(folder)
+    for step in range(2):
+        groups = make_groups(5, seed=step)
+        tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
+        alone.train([make_item(g) for g in groups], loss_tokens=tokens, sequences=20, before_update=lambda: None)
+    for name, weight in alone.named_weights():
+        assert np.array_equal(weights[0][name], weights[1][name]), name
+        assert np.abs(weights[0][name] - weight.numpy()).max() < 1e-4, name

@@ -1,0 +1,234 @@
+"""The groups that have reached one data-parallel head and wait to be trained on.
+
+`StreamDataset` owns the groups' arrays and the record of every sequence number that it stored;
+`StreamIngress` opens it to the stream. Invariant: each sequence number is stored at most once,
+for as long as the run lasts, unless its prompt was given back to be generated anew (`forget`);
+and no more than `capacity_groups` are held at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from streamrl.transport import codec
+from streamrl.transport.puller import GroupPuller, Offer
+from streamrl.types import SampleMeta, TrajectoryGroup
+
+_CHUNK_BITS = 13
+_CHUNK_BYTES = 1 << (_CHUNK_BITS - 3)
+
+
+class SeqSet:
+    """A set of sequence numbers at one bit each, however long the run."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, bytearray] = {}
+
+    def __contains__(self, seq: int) -> bool:
+        chunk = self._chunks.get(seq >> _CHUNK_BITS)
+        return chunk is not None and bool(chunk[seq >> 3 & _CHUNK_BYTES - 1] >> (seq & 7) & 1)
+
+    def add(self, seq: int) -> None:
+        chunk = self._chunks.setdefault(seq >> _CHUNK_BITS, bytearray(_CHUNK_BYTES))
+        chunk[seq >> 3 & _CHUNK_BYTES - 1] |= 1 << (seq & 7)
+
+    def remove(self, seq: int) -> None:
+        if seq in self:
+            self._chunks[seq >> _CHUNK_BITS][seq >> 3 & _CHUNK_BYTES - 1] ^= 1 << (seq & 7)
+
+    def copy(self) -> SeqSet:
+        twin = SeqSet()
+        twin._chunks = {number: bytearray(chunk) for number, chunk in self._chunks.items()}
+        return twin
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The members as ranges (first, last + 1), ascending."""
+        found: list[tuple[int, int]] = []
+        for number in sorted(self._chunks):
+            base = number << _CHUNK_BITS
+            bits = int.from_bytes(self._chunks[number], "little")
+            while bits:
+                skip = (bits & -bits).bit_length() - 1
+                bits >>= skip
+                run = (~bits & bits + 1).bit_length() - 1
+                bits >>= run
+                first = base + skip
+                base = first + run
+                if found and found[-1][1] == first:
+                    found[-1] = (found[-1][0], base)
+                else:
+                    found.append((first, base))
+        return found
+
+
+class StreamDataset:
+    """Holds groups from the moment they are stored until they are discarded. Thread-safe."""
+
+    def __init__(
+        self, *, rank: int, capacity_groups: int, on_stored: Callable[[SampleMeta], None] | None = None
+    ) -> None:
+        """`rank`: of this data-parallel head. `on_stored` hears of each stored group, in the thread that
+        stored it and before the group is acknowledged."""
+        self.rank = rank
+        self.on_stored = on_stored
+        self._capacity_groups = capacity_groups
+        self._on_freed: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._groups: dict[int, TrajectoryGroup] = {}
+        self._metas: dict[int, SampleMeta] = {}
+        self._known = SeqSet()
+        self._stored = 0
+        self._duplicated = 0
+        self._refused = 0
+        self._bytes_held = 0
+
+    @property
+    def capacity_groups(self) -> int:
+        """Groups that may be held at a time."""
+        return self._capacity_groups
+
+    def __len__(self) -> int:
+        """Groups held now."""
+        return len(self._groups)
+
+    def knows(self, seq: int) -> bool:
+        """Whether `seq` was stored here, even if it was discarded since."""
+        with self._lock:
+            return seq in self._known
+
+    def offer(self, group: TrajectoryGroup) -> Offer:
+        """Store `group` (valid: the codec saw to that), unless its `seq` is known or there is no place."""
+        with self._lock:
+            if group.seq in self._known:
+                self._duplicated += 1
+                return Offer.DUPLICATE
+            if len(self._groups) >= self._capacity_groups:
+                return Offer.FULL
+            meta = SampleMeta.of(group, head=self.rank)
+            self._known.add(group.seq)
+            self._groups[group.seq] = group
+            self._metas[group.seq] = meta
+            self._stored += 1
+            self._bytes_held += codec.group_bytes(group)
+        if self.on_stored is not None:
+            self.on_stored(meta)
+        return Offer.STORED
+
+    def count_refused(self) -> None:
+        """A message that was to bring a group broke the wire format."""
+        with self._lock:
+            self._refused += 1
+
+    def get(self, seqs: Iterable[int]) -> list[TrajectoryGroup]:
+        """The held groups `seqs`, in that order; raises `KeyError` if one is not held."""
+        with self._lock:
+            wanted = list(seqs)
+            self._check_held(wanted)
+            return [self._groups[seq] for seq in wanted]
+
+    def discard(self, seqs: Iterable[int], *, forget: bool) -> None:
+        """Let go of held groups; raises `KeyError`, and keeps all, if one is not held.
+
+        `forget=False`: they were trained on, and stay known as duplicates. `forget=True`: their
+        prompts go back to be generated again, so the same sequence numbers may come again.
+        """
+        with self._lock:
+            unwanted = set(seqs)
+            self._check_held(unwanted)
+            for seq in unwanted:
+                del self._metas[seq]
+                self._bytes_held -= codec.group_bytes(self._groups.pop(seq))
+                if forget:
+                    self._known.remove(seq)
+        if self._on_freed is not None:
+            self._on_freed()
+
+    def held(self) -> dict[int, SampleMeta]:
+        """What is held now."""
+        with self._lock:
+            return dict(self._metas)
+
+    def state(self) -> list[tuple[int, int]]:
+        """What a resumed run has to know: ranges (first, last + 1) of the sequence numbers done with.
+
+        Groups that are held only are left out: their arrays end with the process, so a resumed run
+        has to get them again.
+        """
+        with self._lock:
+            done = self._known.copy()
+            for seq in self._groups:
+                done.remove(seq)
+        return done.ranges()
+
+    def restore(self, state: Iterable[tuple[int, int]]) -> None:
+        """Know what `state` told, before anything is stored here."""
+        with self._lock:
+            for first, end in state:
+                for seq in range(first, end):
+                    self._known.add(seq)
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return {
+                "groups_stored_total": self._stored,
+                "groups_duplicated_total": self._duplicated,
+                "groups_refused_total": self._refused,
+                "groups_held": len(self._groups),
+                "bytes_held": self._bytes_held,
+            }
+
+    def notify_freed(self, listener: Callable[[], None] | None) -> None:
+        """Have `listener` called, in the discarding thread, whenever places became free."""
+        self._on_freed = listener
+
+    def _check_held(self, seqs: Iterable[int]) -> None:
+        missing = sorted(seq for seq in seqs if seq not in self._groups)
+        if missing:
+            raise KeyError(f"head {self.rank} holds {len(self._groups)} groups, but not {missing[:10]}")
+
+
+class StreamIngress:
+    """Opens a `StreamDataset` to the stream: what a model worker starts and closes."""
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        *,
+        host: str,
+        max_group_bytes: int,
+        resend_seconds: float = 10.0,
+        vocab_size: int | None = None,
+        port: int = 0,
+    ) -> None:
+        """`resend_seconds`: of the pushers; one silent for three times as long loses its credit.
+        `vocab_size`: token ids from there on are refused. `port` 0: any free one."""
+        self._dataset = dataset
+        self._puller = GroupPuller(
+            dataset,
+            host=host,
+            port=port,
+            limits=codec.Limits(max_group_bytes=max_group_bytes, vocab_size=vocab_size),
+            silence_seconds=3 * resend_seconds,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """ZMQ address for pushers, known from the start."""
+        return self._puller.endpoint
+
+    @property
+    def finished(self) -> Future[None]:
+        """Done when the ingress has stopped: with the error, if it failed."""
+        return self._puller.finished
+
+    def start(self) -> None:
+        """Begin to take groups in, in a thread of its own."""
+        self._dataset.notify_freed(self._puller.wake)
+        self._puller.start()
+
+    def close(self) -> None:
+        """Stop; what is held stays in the data set."""
+        self._dataset.notify_freed(None)
+        self._puller.close()

@@ -1,0 +1,212 @@
+"""A `TrajectoryGroup` as the frames of one message: a small msgpack header, then one raw frame per array.
+
+`encode` copies no array, and `decode` copies none that is large: a received array lies in the
+message's own memory and is read-only. Invariant: what `decode` answers keeps every rule of
+`streamrl.types`, so nothing behind the stream has to check again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.errors import WireError
+from streamrl.types import NO_VERSION, TrajectoryGroup
+
+Frame = bytes | memoryview
+"""Contiguous bytes."""
+
+ARRAYS: dict[str, str] = {
+    "seqlens": "<i4",
+    "rewards": "<f4",
+    "packed_input_ids": "<i4",
+    "packed_loss_mask": "|b1",
+    "packed_behavior_logprobs": "<f4",
+    "packed_policy_versions": "<i4",
+}
+"""Array field → dtype, in the order of the frames."""
+
+MAX_HEADER_BYTES = 1 << 18
+"""Of any message's first frame."""
+LOGPROB_TOLERANCE = 1e-4
+"""How far above 0 rounding may bring a log-probability, in nats."""
+COPIED_BELOW = 4096
+"""Smaller frames are copied out of the receive buffer, where they need not be aligned, in bytes."""
+
+_DTYPES = tuple(ARRAYS.values())
+_ITEM_BYTES = tuple(np.dtype(dtype).itemsize for dtype in _DTYPES)
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+
+class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
+    """First frame of a group: all that is not an array."""
+
+    seq: int
+    worker: str
+    prompt_length: int
+    finish_reasons: list[str]
+    generation_seconds: float
+    dtypes: tuple[str, ...]
+    """Of the frames that follow, in the order of `ARRAYS`."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a group may not exceed."""
+
+    max_group_bytes: int
+    """Header and arrays together."""
+    vocab_size: int | None = None
+    """Token ids are below this; None: any that is not negative."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
+    """The frames of `group`, which must not change until they are sent.
+
+    Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
+    """
+    frames: list[Frame] = [_encoder.encode(_header(group))]
+    for name, dtype in ARRAYS.items():
+        array = getattr(group, name)
+        if array.dtype != dtype or array.ndim != 1:
+            raise WireError(
+                f"group {group.seq}: {name} must be a vector of {np.dtype(dtype).name}, "
+                f"not {array.dtype.name} of shape {array.shape}"
+            )
+        frames.append(np.ascontiguousarray(array).view(np.uint8).data)
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireError(f"group {group.seq}: a header of {len(frames[0])} bytes, more than {MAX_HEADER_BYTES}")
+    _check_size(frames, max_group_bytes, where=f"group {group.seq}")
+    return frames
+
+
+def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
+    """The group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
+    where = f"group {header.seq} from {sender}"
+    if header.seq < 0:
+        raise WireError(f"{where}: a sequence number cannot be negative")
+    if header.dtypes != _DTYPES:
+        raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPES)}")
+    if len(frames) != len(_DTYPES):
+        raise WireError(f"{where}: {len(frames)} array frames instead of {len(_DTYPES)}")
+    _check_size(frames, limits.max_group_bytes, where=where)
+    arrays: dict[str, NDArray[Any]] = {}
+    for (name, dtype), item_bytes, frame in zip(ARRAYS.items(), _ITEM_BYTES, frames, strict=True):
+        size = len(frame)
+        if size % item_bytes:
+            raise WireError(f"{where}: {name} has {size} bytes, not a multiple of {item_bytes}")
+        array = np.frombuffer(bytes(frame) if size < COPIED_BELOW else frame, dtype=dtype)
+        array.flags.writeable = False
+        arrays[name] = array
+    group = TrajectoryGroup(
+        seq=header.seq,
+        worker=header.worker,
+        prompt_length=header.prompt_length,
+        finish_reasons=header.finish_reasons,
+        generation_seconds=header.generation_seconds,
+        **arrays,
+    )
+    check(group, vocab_size=limits.vocab_size, where=where)
+    return group
+
+
+def check(group: TrajectoryGroup, *, vocab_size: int | None, where: str) -> None:
+    """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type."""
+    _check_shapes(group, where)
+    _check_prompts(group, where)
+    _check_tokens(group, vocab_size, where)
+    _check_rewards(group, where)
+
+
+def group_bytes(group: TrajectoryGroup) -> int:
+    """Bytes of the arrays of `group`."""
+    return sum(getattr(group, name).nbytes for name in ARRAYS)
+
+
+def _header(group: TrajectoryGroup) -> GroupHeader:
+    return GroupHeader(
+        seq=int(group.seq),
+        worker=group.worker,
+        prompt_length=int(group.prompt_length),
+        finish_reasons=group.finish_reasons,
+        generation_seconds=float(group.generation_seconds),
+        dtypes=_DTYPES,
+    )
+
+
+def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) -> None:
+    total = sum(map(len, frames))
+    if total > max_group_bytes:
+        raise WireError(f"{where}: {total} bytes, more than the {max_group_bytes} of stream.max_group_mb")
+
+
+def _check_shapes(group: TrajectoryGroup, where: str) -> None:
+    siblings = len(group.seqlens)
+    if siblings == 0:
+        raise WireError(f"{where}: no siblings")
+    if len(group.rewards) != siblings or len(group.finish_reasons) != siblings:
+        raise WireError(
+            f"{where}: {siblings} seqlens, {len(group.rewards)} rewards and "
+            f"{len(group.finish_reasons)} finish reasons; there must be one of each for every sibling"
+        )
+    shortest = int(group.seqlens.min())
+    if shortest < 1:
+        raise WireError(f"{where}: a sibling of {shortest} tokens")
+    tokens = int(group.seqlens.sum(dtype=np.int64))
+    for name in ARRAYS:
+        if name.startswith("packed_") and len(getattr(group, name)) != tokens:
+            raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
+    if not 0 <= group.prompt_length <= shortest:
+        raise WireError(
+            f"{where}: prompt_length {group.prompt_length} is not between 0 and {shortest}, the shortest sibling"
+        )
+
+
+def _check_prompts(group: TrajectoryGroup, where: str) -> None:
+    """Siblings share their first `prompt_length` tokens, none of which the policy sampled."""
+    length = group.prompt_length
+    ids = group.packed_input_ids.view(np.uint8).data
+    mask = group.packed_loss_mask.view(np.uint8).data
+    prompt, unsampled = ids[: 4 * length], bytes(length)
+    start = 0
+    for seqlen in group.seqlens.tolist():
+        if mask[start : start + length] != unsampled:
+            raise WireError(f"{where}: packed_loss_mask is not False over the {length} tokens of the prompt")
+        if ids[4 * start : 4 * (start + length)] != prompt:
+            raise WireError(f"{where}: siblings do not share the {length} tokens of the prompt")
+        start += seqlen
+
+
+def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) -> None:
+    ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
+    mask_bytes = group.packed_loss_mask.view(np.uint8)
+    if int(mask_bytes.max()) > 1:
+        raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
+    if not mask_bytes.any():
+        raise WireError(f"{where}: no token was sampled by the policy (packed_loss_mask is False everywhere)")
+    bound = 2**31 if vocab_size is None else vocab_size
+    if int(ids.view(np.uint32).max()) >= bound:  # a negative id reads as 2**31 or more
+        raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
+    sampled = (versions >= 0).view(np.uint8)
+    if int(versions.min()) < NO_VERSION or not np.array_equal(sampled, mask_bytes):
+        raise WireError(
+            f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
+        )
+    lowest, highest = float(logprobs.min()), float(logprobs.max())
+    if not (lowest >= -_LARGEST_FLOAT and highest <= LOGPROB_TOLERANCE):  # NaN fails both
+        raise WireError(f"{where}: behavior_logprobs from {lowest} to {highest}; they must be finite and at most 0")
+    if ((logprobs != 0).view(np.uint8) > mask_bytes).any():
+        raise WireError(f"{where}: behavior_logprobs must be 0 where packed_loss_mask is False")
+
+
+def _check_rewards(group: TrajectoryGroup, where: str) -> None:
+    if not np.isfinite(group.rewards).all():
+        raise WireError(f"{where}: rewards {group.rewards.tolist()[:16]} must be finite")
+    if not 0 <= group.generation_seconds < float("inf"):
+        raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")

@@ -1,0 +1,231 @@
+"""The receiving end of the stream, at a DP head: one thread that waits, decodes, stores and answers.
+
+The thread owns the socket and the credit book (push_pull.py tells the protocol). Nothing in it
+depends on an event loop, so groups are taken in while the model worker computes. Invariants: a
+group is acknowledged only after the sink has it; a message that breaks the wire format is
+refused with a reason and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from streamrl.errors import WireError
+from streamrl.transport import codec
+from streamrl.transport.credit import CreditBook
+from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
+from streamrl.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_BATCH = 64
+BATCH_SECONDS = 0.002
+"""How much a head takes in, and for how long, before it sends acknowledgements and grants."""
+
+
+class Offer(Enum):
+    """What became of a group."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"
+    FULL = "full"
+
+
+class GroupSink(Protocol):
+    """Where a `GroupPuller` puts groups; called from its thread."""
+
+    @property
+    def capacity_groups(self) -> int: ...
+    def __len__(self) -> int:
+        """Groups held now; only `offer` makes it grow."""
+
+    def knows(self, seq: int) -> bool:
+        """Whether `seq` was stored, however long ago."""
+
+    def offer(self, group: TrajectoryGroup) -> Offer:
+        """Store `group` unless its `seq` is known or there is no place."""
+
+    def count_refused(self) -> None:
+        """A message broke the wire format."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Ask | codec.GroupHeader)
+
+
+class GroupPuller:
+    """Takes groups in for `sink`, from `start` to `close`."""
+
+    def __init__(self, sink: GroupSink, *, host: str, port: int, limits: codec.Limits, silence_seconds: float) -> None:
+        self._sink = sink
+        self._limits = limits
+        self._book = CreditBook(capacity=sink.capacity_groups, silence_seconds=silence_seconds)
+        self._replies: dict[bytes, Reply] = {}
+        self._closing = False
+        self.finished: Future[None] = Future()
+        """Done when the thread has ended: with its error, if it failed."""
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a pusher that reconnects replaces its dead connection
+        self._socket.set(zmq.MAXMSGSIZE, limits.max_group_bytes)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        keep_alive(self._socket)
+        self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
+        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._thread = threading.Thread(target=self._run, name=f"ingress {self.endpoint}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Places became free: look again who waits for one. May be called from any thread."""
+        with suppress(BlockingIOError):  # as many wake-ups as fit are on their way already
+            self._wake_sender.send(b"\0")
+
+    def close(self) -> None:
+        """Stop the thread and close the socket; groups not acknowledged stay with their pushers."""
+        self._closing = True
+        if self._thread.ident is None:
+            self._release()
+            return
+        self.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # whoever awaits `finished` gets it
+            log.exception("the ingress at %s failed", self.endpoint)
+            self.finished.set_exception(error)
+        else:
+            self.finished.set_result(None)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._socket.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._closing:
+            for ready, _ in poller.poll(self._until_next_silence()):
+                if ready is not self._socket:
+                    self._wake_receiver.recv(4096)
+            self._take_in()
+            self._forget_silent()
+            self._grant()
+            self._answer()
+
+    def _until_next_silence(self) -> int | None:
+        """Milliseconds until the book has something to forget."""
+        due = self._book.next_silence()
+        return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
+
+    def _take_in(self) -> None:
+        """Handle what has arrived, a batch at most."""
+        end = time.monotonic() + BATCH_SECONDS
+        for _ in range(MESSAGES_PER_BATCH):
+            try:
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            now = time.monotonic()
+            self._handle(sender.bytes, [frame.buffer for frame in frames], now)
+            if now > end:
+                return
+
+    def _handle(self, sender: bytes, frames: list[memoryview], now: float) -> None:
+        if not frames or len(frames[0]) > codec.MAX_HEADER_BYTES:
+            self._refuse(sender, UNREADABLE, f"a first frame of more than {codec.MAX_HEADER_BYTES} bytes, or none")
+            return
+        try:
+            message = _decoder.decode(frames[0])
+        except msgspec.DecodeError as error:
+            self._refuse(sender, UNREADABLE, f"a first frame that is neither an Ask nor a GroupHeader: {error}")
+            return
+        self._book.hear(sender, now=now)
+        if isinstance(message, Ask):
+            self._handle_ask(sender, message)
+        else:
+            self._handle_group(sender, message, frames[1:])
+
+    def _handle_ask(self, sender: bytes, ask: Ask) -> None:
+        reply = self._reply(sender)
+        for seq in ask.withdrawn:
+            self._book.withdraw(sender, seq)
+        for seq in ask.offered:
+            if self._sink.knows(seq):
+                reply.stored.append(seq)
+            elif self._book.offer(sender, seq):
+                reply.send.append(seq)  # the grant, or the group, was lost on the way
+
+    def _handle_group(self, sender: bytes, header: codec.GroupHeader, frames: list[memoryview]) -> None:
+        try:
+            group = codec.decode(header, frames, limits=self._limits, sender=_name(sender))
+        except WireError as error:  # one bad message must not end the stream
+            self._book.withdraw(sender, header.seq)
+            self._refuse(sender, header.seq, str(error))
+            return
+        full = not self._book.admits(group.seq, held=len(self._sink)) and not self._sink.knows(group.seq)
+        if full or self._sink.offer(group) is Offer.FULL:
+            self._book.offer(sender, group.seq)  # its reservation had lapsed: it queues up again
+            self._reply(sender)
+            return
+        for other in (sender, *self._book.settle(group.seq)):
+            self._reply(other).stored.append(group.seq)
+
+    def _refuse(self, sender: bytes, seq: int, reason: str) -> None:
+        self._sink.count_refused()
+        log.warning("refused a message from %s: %s", _name(sender), reason)
+        self._reply(sender).refused.append(Refusal(seq, reason))
+
+    def _forget_silent(self) -> None:
+        now = time.monotonic()
+        due = self._book.next_silence()
+        if due is None or now < due:
+            return
+        for sender, places in self._book.forget_silent(now=now).items():
+            log.warning(
+                "%s was granted %d places and has been silent for %.0f s: others may have them",
+                *(_name(sender), places, self._book.silence_seconds),
+            )
+
+    def _grant(self) -> None:
+        for sender, seq in self._book.grant(held=len(self._sink)):
+            self._reply(sender).send.append(seq)
+
+    def _reply(self, sender: bytes) -> Reply:
+        reply = self._replies.get(sender)
+        if reply is None:
+            reply = self._replies[sender] = Reply()
+        return reply
+
+    def _answer(self) -> None:
+        """Send each pusher one message with everything that is new for it."""
+        held, capacity = len(self._sink), self._sink.capacity_groups
+        for sender, reply in self._replies.items():
+            reply.held, reply.capacity = held, capacity
+            # To a pusher that is gone this goes nowhere; one that is back offers its groups again.
+            self._socket.send_multipart([sender, _encoder.encode(reply)], zmq.NOBLOCK)
+        self._replies.clear()
+
+
+def _name(sender: bytes) -> str:
+    """A pusher's routing id begins with its worker's name; other peers' ids begin with a zero byte."""
+    return sender.decode("ascii", "backslashreplace") if sender[:1] != b"\0" else f"unknown peer {sender.hex()}"

@@ -1,0 +1,340 @@
+"""The stream of groups from rollout workers to DP heads: acknowledged, and paced by credit.
+
+Each group goes to head `seq % heads` over a DEALER–ROUTER pair, in messages that name sequence
+numbers and may be repeated without harm:
+
+    pusher                                  head
+      │ ── Ask(offered=[7, 9]) ──────────────▶ │  "I have these groups in hand"
+      │ ◀────────────── Reply(send=[7, 9]) ─── │  a place is reserved for each
+      │ ── GroupHeader + 6 raw frames ───────▶ │  decoded, checked, stored
+      │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
+
+Why ask first: a place is reserved only for a group that exists, so no credit lies idle with one
+pusher while another has the group that the trainer waits for (`credit.py` argues that nothing can
+deadlock), and a group that the head already knows is acknowledged without its arrays being sent.
+Asks, grants and acknowledgements travel in batches, so the extra round trip costs no throughput.
+
+Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the
+head stores each sequence number once; so losses, restarts of either side and twins do no harm.
+A message overtakes none of the same pusher: an offer that is repeated while the group is under
+way arrives after it and is answered `stored`, not `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import zmq
+
+from streamrl.errors import PeerLost, WireError
+from streamrl.transport import codec
+from streamrl.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+SEQS_PER_ASK = 4096
+"""A longer list is split over several messages."""
+ZERO_COPY_FROM = 65536
+"""Frames of so many bytes are sent from where they lie; below, a copy is cheaper."""
+LINGER_MS = 500
+"""How long a closed socket tries to send what it has left."""
+UNREADABLE = -1
+"""`Refusal.seq` of a message that does not say which group it carries."""
+
+Seq = Annotated[int, msgspec.Meta(ge=0)]
+AskedSeqs = Annotated[list[Seq], msgspec.Meta(max_length=SEQS_PER_ASK)]
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """From a pusher."""
+
+    offered: AskedSeqs
+    """Groups in hand that wait for a credit or an acknowledgement."""
+    withdrawn: AskedSeqs
+    """Groups no longer in hand."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    seq: int
+    """`UNREADABLE`: the message did not say."""
+    reason: str
+
+
+class Reply(msgspec.Struct):
+    """From a head: the answer to everything that it took in from one pusher at a time."""
+
+    send: list[int] = []
+    """Groups for which a place is reserved."""
+    stored: list[int] = []
+    """Groups stored, now or before."""
+    refused: list[Refusal] = []
+    """Groups that break the wire format; sending them again would not help."""
+    held: int = 0
+    """Groups that the head holds now."""
+    capacity: int = 0
+    """Groups that it can hold."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+class GroupPusher:
+    """Sends groups to the DP heads; belongs to one event loop."""
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        endpoints: Sequence[str],
+        max_group_bytes: int,
+        resend_seconds: float,
+        warn_seconds: float = 30.0,
+    ) -> None:
+        """`endpoints`: of the heads, by data-parallel rank. Call with the event loop running."""
+        self._max_group_bytes = max_group_bytes
+        self._links = [
+            _Link(worker=worker, head=head, endpoint=endpoint, resend_seconds=resend_seconds, warn_seconds=warn_seconds)
+            for head, endpoint in enumerate(endpoints)
+        ]
+        self._closed = False
+
+    async def push(self, group: TrajectoryGroup) -> None:
+        """Send `group` to its head and return once it is stored there, now or before.
+
+        Waits as long as the head has no place, with a warning in the log every `warn_seconds`.
+        The arrays must not change meanwhile. Raises `WireError` when the head (or the codec)
+        refuses the group, and `PeerLost` when the pusher is closed before the group is stored.
+        """
+        if self._closed:
+            raise PeerLost(f"group {group.seq} cannot be pushed: the pusher is closed")
+        frames = codec.encode(group, max_group_bytes=self._max_group_bytes)
+        await self._links[group.seq % len(self._links)].push(group.seq, frames)
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "groups_pushed_total": sum(link.pushed for link in self._links),
+            "bytes_total": sum(link.bytes_sent for link in self._links),
+            "waiting_credit": sum(link.waiting_credit for link in self._links),
+            "resent_total": sum(link.resent for link in self._links),
+        }
+
+    async def close(self) -> None:
+        """Give up whatever is not acknowledged, and tell the heads so."""
+        self._closed = True
+        for link in self._links:
+            link.close()
+
+
+class _Pending:
+    """A group on its way."""
+
+    __slots__ = ("acted", "done", "frames", "sends", "started")  # hot: one for each push
+
+    def __init__(self, frames: list[codec.Frame], done: asyncio.Future[None], now: float) -> None:
+        self.frames = frames
+        self.done = done
+        self.started = now
+        self.acted = now
+        self.sends = 0
+
+
+class _Link:
+    """A pusher's connection to one head."""
+
+    def __init__(self, *, worker: str, head: int, endpoint: str, resend_seconds: float, warn_seconds: float) -> None:
+        self._name = f"trainer head {head} at {endpoint}"
+        self._worker = worker
+        self._resend_seconds = resend_seconds
+        self._warn_seconds = warn_seconds
+        self.pushed = 0
+        self.bytes_sent = 0
+        self.resent = 0
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()  # longest untouched first
+        self._offered: list[int] = []
+        self._withdrawn: list[int] = []
+        self._heard: float | None = None
+        self._warned = 0.0
+        self._head_held = self._head_capacity = 0
+        self._flushing: asyncio.Handle | None = None
+        self._tending: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=ZERO_COPY_FROM)
+        self._socket.set(zmq.ROUTING_ID, f"{worker}#{uuid.uuid4().hex[:8]}".encode()[-255:])
+        self._socket.set(zmq.SNDHWM, 0)  # credit is the limit
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        keep_alive(self._socket)
+        self._socket.connect(endpoint)
+        self._loop.add_reader(self._socket.fileno(), self._receive)
+
+    @property
+    def waiting_credit(self) -> int:
+        return sum(1 for item in self._pending.values() if not item.sends)
+
+    async def push(self, seq: int, frames: list[codec.Frame]) -> None:
+        while (twin := self._pending.get(seq)) is not None:
+            await asyncio.wait([twin.done])
+            if not twin.done.cancelled():
+                return twin.done.result()
+        item = _Pending(frames, self._loop.create_future(), time.monotonic())
+        self._pending[seq] = item
+        self._offer([seq])
+        if self._tending is None:
+            self._tend_later()
+        try:
+            await item.done
+        finally:
+            if self._pending.get(seq) is item:
+                del self._pending[seq]
+                self._withdrawn.append(seq)
+                self._flush_soon()
+        return None
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        for handle in (self._flushing, self._tending):
+            if handle is not None:
+                handle.cancel()
+        unstored, self._pending = self._pending, OrderedDict()
+        self._offered.clear()
+        self._withdrawn.extend(unstored)
+        self._send_asks()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        for seq, item in unstored.items():
+            if not item.done.done():
+                item.done.set_exception(PeerLost(f"the pusher was closed before {self._name} stored group {seq}"))
+
+    def _offer(self, seqs: Sequence[int]) -> None:
+        self._offered.extend(seqs)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Everything said in this turn of the event loop goes into one message."""
+        if self._flushing is None and not self._socket.closed:
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        self._send_asks()
+        self._receive()  # sending may have swallowed the wake-up of a message that arrived
+
+    def _send_asks(self) -> None:
+        while self._offered or self._withdrawn:
+            ask = Ask(offered=self._offered[:SEQS_PER_ASK], withdrawn=self._withdrawn[:SEQS_PER_ASK])
+            del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
+            self._socket.send(_encoder.encode(ask), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                reply = _decoder.decode(message)
+            except msgspec.DecodeError as error:
+                log.error("%s: %s sent something else than a Reply: %s", self._worker, self._name, error)
+                continue
+            self._handle(reply)
+
+    def _handle(self, reply: Reply) -> None:
+        self._heard = time.monotonic()
+        self._head_held, self._head_capacity = reply.held, reply.capacity
+        for seq in reply.stored:
+            item = self._pending.pop(seq, None)
+            if item is not None:
+                self.pushed += 1
+                _resolve(item.done, None)
+        for refusal in reply.refused:
+            item = self._pending.pop(refusal.seq, None)
+            error = WireError(f"{self._name} refused a message: {refusal.reason}")
+            if item is not None:
+                _resolve(item.done, error)
+            else:
+                log.error("%s: %s", self._worker, error)
+        for seq in reply.send:
+            item = self._pending.get(seq)
+            if item is None:
+                self._withdrawn.append(seq)
+                self._flush_soon()
+            else:
+                self._send(seq, item)
+
+    def _send(self, seq: int, item: _Pending) -> None:
+        self.resent += item.sends > 0
+        item.sends += 1
+        item.acted = time.monotonic()
+        self._pending.move_to_end(seq)
+        self.bytes_sent += sum(map(len, item.frames))
+        *first, last = item.frames
+        for frame in first:
+            self._socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
+        self._socket.send(last, zmq.NOBLOCK, copy=False)
+
+    def _tend_later(self) -> None:
+        self._tending = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._tend)
+
+    def _tend(self) -> None:
+        """Offer again what got no answer for long; warn of what waits for long."""
+        self._tending = None
+        if not self._pending:
+            return
+        now = time.monotonic()
+        quiet: list[int] = []
+        for seq, item in self._pending.items():
+            if now - item.acted < self._resend_seconds:
+                break
+            quiet.append(seq)
+        for seq in quiet:
+            self._pending[seq].acted = now
+            self._pending.move_to_end(seq)
+        if quiet:
+            self._offer(quiet)
+        if now - self._warned >= self._warn_seconds:
+            self._warn(now)
+        self._tend_later()
+
+    def _warn(self, now: float) -> None:
+        oldest, started = min(((seq, item.started) for seq, item in self._pending.items()), key=lambda pair: pair[1])
+        if now - started < self._warn_seconds:
+            return
+        self._warned = now
+        if self._heard is None or now - self._heard > 2 * self._resend_seconds:
+            silence = "has not answered yet" if self._heard is None else f"is silent for {now - self._heard:.0f} s"
+            log.warning(
+                "%s waits for %s, which %s: %d groups unacknowledged, oldest seq %d for %.0f s",
+                *(self._worker, self._name, silence, len(self._pending), oldest, now - started),
+            )
+        else:
+            log.warning(
+                "%s waits for credit of %s: %d of %d groups held there, %d wait here, oldest seq %d for %.0f s",
+                *(self._worker, self._name, self._head_held, self._head_capacity),
+                *(self.waiting_credit, oldest, now - started),
+            )
+
+
+def _resolve(done: asyncio.Future[None], error: WireError | None) -> None:
+    if done.done():  # the pusher's caller was cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+def keep_alive(endpoint: zmq.Socket[bytes]) -> None:
+    """Notice within about a minute when the other machine is gone without a word."""
+    endpoint.set(zmq.TCP_KEEPALIVE, 1)
+    endpoint.set(zmq.TCP_KEEPALIVE_IDLE, 30)
+    endpoint.set(zmq.TCP_KEEPALIVE_INTVL, 10)
+    endpoint.set(zmq.TCP_KEEPALIVE_CNT, 3)

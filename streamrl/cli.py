@@ -1,0 +1,260 @@
+"""The `streamrl` command: parses first, and loads what a command needs only when it runs.
+
+One command starts a whole run (`run`); the others start its pools one by one, on one machine or
+several, with the manager's URL as the only thing that they have to share. The hidden commands
+are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 130 (Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamrl.launch.plan import PlanRole
+
+app = typer.Typer(
+    name="streamrl",
+    help="Asynchronous reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the run, a TOML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file, as trainer.lr=1e-5."),
+]
+ManagerUrl = Annotated[str, typer.Option("--manager", metavar="URL", help="Address that the manager told.")]
+Index = Annotated[int, typer.Option("--index", min=0, help="Number of this process within its role.")]
+ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
+Component = Annotated[str | None, typer.Option("--component", hidden=True)]
+AnswerFd = Annotated[int | None, typer.Option("--answer-fd", hidden=True)]
+
+POOLS = "Pools, started by hand"
+LOOK = "Looking"
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run everything on this machine: manager, gservers, trainer, rollout workers."""
+    from streamrl import config as configuration
+    from streamrl.launch.display import make_display
+    from streamrl.launch.local import claim_run_dir, run_locally
+    from streamrl.launch.process import set_up_logging
+
+    set_up_logging("run")
+    asked = configuration.load(config, overrides or ())
+    resolved = claim_run_dir(asked)
+    console = _console()
+    if resolved.run.name != asked.run.name:
+        console.print(f"{asked.run_dir} exists already: this run's folder is [bold]{resolved.run_dir}[/]")
+    try:
+        code = run_locally(resolved, display=make_display(console, config=resolved))
+    finally:
+        _show_report(resolved.run_dir)
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=POOLS)
+def manager(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, instead of manager.port; 0: any free one.")] = None,
+    component: Component = None,
+    answer_fd: AnswerFd = None,
+) -> None:
+    """Start the gserver manager, which all others join. Tells its URL."""
+
+    from streamrl.launch.role import run_manager
+
+    def tell(url: str) -> None:
+        console = _console()
+        console.print(f"the manager listens at [bold]{url}[/]; join it with")
+        for role in ("gserver", "trainer", "rollout"):
+            console.print(f"  streamrl {role} {config} --manager {url}", highlight=False, soft_wrap=True)
+
+    code = run_manager(
+        config, overrides or (), host=host, port=port, on_ready=_teller(answer_fd, tell), component=component
+    )
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=POOLS)
+def gserver(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    index: Index = 0,
+    model_dir: ModelDir = None,
+    component: Component = None,
+) -> None:
+    """Start an inference server."""
+    _member("gserver", index, config, overrides, manager, model_dir, component)
+
+
+@app.command(rich_help_panel=POOLS)
+def rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    index: Index = 0,
+    model_dir: ModelDir = None,
+    component: Component = None,
+) -> None:
+    """Start a rollout worker."""
+    _member("rollout", index, config, overrides, manager, model_dir, component)
+
+
+@app.command(rich_help_panel=POOLS)
+def trainer(config: ConfigFile, overrides: Overrides = None, *, manager: ManagerUrl) -> None:
+    """Start the trainer: the master and its model workers."""
+    from streamrl import config as configuration
+    from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.trainer import run_trainer
+
+    set_up_logging("trainer")
+    resolved = configuration.load(config, overrides or ())
+    try:
+        code = run_until_stopped(
+            lambda: run_trainer(resolved, config_file=config, overrides=overrides or (), manager_url=manager)
+        )
+    finally:
+        _show_report(resolved.run_dir)
+    raise typer.Exit(code)
+
+
+@app.command(hidden=True)
+def master(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    model_dir: ModelDir = None,
+    component: Component = None,
+) -> None:
+    """Start the master alone."""
+    _member("master", 0, config, overrides, manager, model_dir, component)
+
+
+@app.command(hidden=True)
+def model_worker(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    index: Index = 0,
+    model_dir: ModelDir = None,
+    component: Component = None,
+) -> None:
+    """Start one model worker."""
+    _member("model_worker", index, config, overrides, manager, model_dir, component)
+
+
+@app.command(hidden=True)
+def checkpoint(config: ConfigFile, overrides: Overrides = None, answer_fd: AnswerFd = None) -> None:
+    """Make the folder with the run's initial weights and tokenizer, and tell where it is."""
+    from streamrl.launch.role import run_checkpoint
+
+    tell = _teller(answer_fd, lambda folder: _console().print(folder, soft_wrap=True))
+    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=tell))
+
+
+@app.command(rich_help_panel=LOOK)
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a configuration; show it completed, and what it would start."""
+    from rich.syntax import Syntax
+
+    from streamrl import config as configuration
+    from streamrl.launch.dashboard import plan_table
+    from streamrl.launch.plan import plan, visible_gpus
+
+    resolved = configuration.load(config, overrides or ())
+    console = _console()
+    toml = configuration.to_toml(resolved)
+    console.print(Syntax(toml, "toml", background_color="default") if console.is_terminal else toml, soft_wrap=True)
+    console.print(plan_table(plan(resolved, gpus=visible_gpus())))
+    console.print(f"[green]{config} is valid[/]; run folder {resolved.run_dir}, fingerprint {resolved.digest()}")
+
+
+@app.command(rich_help_panel=LOOK)
+def status(manager: ManagerUrl) -> None:
+    """Show the state of a run."""
+    import asyncio
+
+    from streamrl.launch.display import picture_of
+
+    _console().print(asyncio.run(picture_of(manager)))
+
+
+@app.command(rich_help_panel=LOOK)
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]) -> None:
+    """Make summary and plots of a run anew from its records."""
+    from streamrl.errors import ConfigError
+
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
+    _show_report(run_dir)
+
+
+def main() -> None:
+    """Entry point: errors that streamrl raises on purpose become one message and an exit code."""
+    from streamrl.errors import ConfigError, StreamRLError
+
+    try:
+        app()
+    except StreamRLError as error:
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _member(
+    role: PlanRole,
+    index: int,
+    config: Path,
+    overrides: list[str] | None,
+    manager: str,
+    model_dir: Path | None,
+    component: str | None,
+) -> None:
+    from streamrl.launch.role import run_member
+
+    code = run_member(
+        role, index, config, overrides or (), manager_url=manager, model_dir=model_dir, component=component
+    )
+    raise typer.Exit(code)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable[[str], None]:
+    """Where a process tells what it is ready with: the launcher that started it, or the user."""
+    from streamrl.launch.role import answer
+
+    return tell_user if answer_fd is None else partial(answer, answer_fd)
+
+
+def _show_report(run_dir: Path) -> None:
+    from streamrl.report import summary_table, write_report
+
+    _console().print(summary_table(write_report(run_dir)))

@@ -1,0 +1,306 @@
+"""Draws the state of a run for a terminal: what each pool does, and who waits for what.
+
+Pure: a `History` in, a rich renderable out. Fits 100 columns and 30 lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.config import Config
+from streamrl.launch.history import History
+from streamrl.launch.plan import ProcessPlan
+from streamrl.transport.control import ProcessStatus, Status, StepReport
+
+LINES_BESIDE_PROCESSES = 21
+"""Lines of the whole picture with one warning, but for the rows of the table of processes."""
+STATE_STYLE = {
+    "joining": "yellow",
+    "running": "green",
+    "finished": "bold green",
+    "failed": "bold red",
+    "live": "green",
+    "silent": "yellow",
+    "evicted": "red",
+}
+SPAN_STYLE = {
+    "wait": "grey42",
+    "ref_inf": "magenta",
+    "actor_inf": "cyan",
+    "critic_inf": "blue",
+    "actor_train": "green",
+    "critic_train": "dark_green",
+    "publish": "yellow",
+    "save": "white",
+    "other": "grey23",
+    "busy": "green",
+    "paused": "yellow",
+    "idle": "grey42",
+}
+
+
+def dashboard(
+    history: History,
+    *,
+    now: float,
+    config: Config | None = None,
+    warnings: Sequence[str] = (),
+    height: int = 30,
+) -> RenderableType:
+    """The whole picture; `config` adds what the manager does not tell (steps to go, limits)."""
+    status = history.status
+    if status is None:
+        return Panel(Text("waiting for the manager's first word", style="dim"), title="streamrl", border_style="blue")
+    rows = max(3, height - LINES_BESIDE_PROCESSES - max(0, min(len(warnings), 2) - 1))
+    return Group(
+        _header(history, status, config, now),
+        _side_by_side(_reward(history), _throughput(history)),
+        _side_by_side(_times(history), _staleness(history, status)),
+        _groups(history, status, config),
+        _processes(status, rows),
+        _warnings(warnings),
+    )
+
+
+def plan_table(processes: Sequence[ProcessPlan]) -> Table:
+    """What a configuration would start, one row for each role and device."""
+    table = Table(title="processes", title_justify="left")
+    for heading in ("role", "count", "threads each", "device", "address"):
+        table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
+    for (role, threads, device, address), count in Counter(
+        (p.role, p.threads, p.device, p.address) for p in processes
+    ).items():
+        table.add_row(role, str(count), str(threads), device, address)
+    return table
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as a line of bars, averaged down to at most `width` characters."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    bounds = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int((mean - low) / scale * 8))] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """`3:07`, `1:02:03`."""
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def step_line(step: StepReport, *, steps: int | None = None) -> str:
+    """One step on one line, for logs."""
+    m = step.metrics
+    tokens = sum(step.token_ages.values())
+    parts = [f"step {step.step}" + (f"/{steps}" if steps else "")]
+    for label, metric, form in (
+        ("reward", "reward_mean", ".3f"),
+        ("length", "response_length_mean", ".1f"),
+        ("loss", "loss", ".4f"),
+        ("grad", "grad_norm", ".3f"),
+        ("step", "step_seconds", ".2f"),
+        ("wait", "wait_seconds", ".2f"),
+        ("pause", "pause_seconds", ".3f"),
+    ):
+        if metric in m:
+            unit = " s" if metric.endswith("_seconds") else ""
+            parts.append(f"{label} {m[metric]:{form}}{unit}")
+    if tokens:
+        mean_age = sum(age * count for age, count in step.token_ages.items()) / tokens
+        parts.append(f"age {mean_age:.1f} (max {max(step.token_ages)})")
+    if "tokens_per_second" in m:
+        parts.append(f"{m['tokens_per_second']:.0f} tok/s")
+    return "  ".join(parts)
+
+
+def _header(history: History, status: Status, config: Config | None, now: float) -> Panel:
+    step = status.ledger.policy_version
+    line = Table.grid(expand=True, padding=(0, 1))
+    if config is None:
+        line.add_row(f"step {step}", Text(status.message, style="dim", justify="right"))
+    else:
+        pace = history.seconds_per_step()
+        eta = duration(pace * max(0, config.run.steps - step)) if pace is not None else "–"
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        line.add_row(
+            f"step [bold]{step}[/]/{config.run.steps}",
+            ProgressBar(total=config.run.steps, completed=min(step, config.run.steps)),
+            f"elapsed [bold]{duration(now - history.started)}[/]  eta [bold]{eta}[/]",
+        )
+    model = f" · {config.model.path}" if config else ""
+    style = STATE_STYLE[status.state]
+    note = f": {status.message}" if status.message and config else ""
+    return Panel(
+        line,
+        title=f"[bold]streamrl[/] · {status.run}{model}",
+        subtitle=Text(f"{status.state}{note}"[:90], style=style),
+        border_style=style,
+    )
+
+
+def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    grid.add_row(left, right)
+    return grid
+
+
+def _reward(history: History) -> Panel:
+    rewards = history.values("reward_mean")
+    if not rewards:
+        return Panel(Text("no step yet\n", style="dim"), title="reward")
+    m = history.steps[-1].metrics
+    first = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 36), "green"))
+    return Panel(
+        Group(first, _figures(m, ("response_length_mean", "length", ".1f"), ("entropy", "entropy", ".2f"),
+                              ("grad_norm", "grad", ".2f"), ("reward_std", "std", ".2f"))),
+        title="reward",
+    )  # fmt: skip
+
+
+def _throughput(history: History) -> Panel:
+    grid = Table.grid(padding=(0, 1))
+    for name, values, style in (
+        ("generated", list(history.generated_rates)[-60:], "cyan"),
+        ("trained on", history.values("tokens_per_second")[-60:], "magenta"),
+    ):
+        rate = f"{values[-1]:7,.0f} tok/s" if values else "      – tok/s"
+        grid.add_row(name, Text(rate, style=f"bold {style}"), Text(sparkline(values, 20), style=style))
+    return Panel(grid, title="tokens per second")
+
+
+def _times(history: History) -> Panel:
+    pool = history.pool_shares()
+    shares = {"busy": pool.busy, "paused": pool.paused, "idle": pool.idle} if pool else {}
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row("generation", _share_bar(shares, 33))
+    grid.add_row("", _share_legend(shares))
+    grid.add_row("trainer", _share_bar(history.trainer_shares(), 33))
+    grid.add_row("", _share_legend(history.trainer_shares()))
+    return Panel(grid, title="where the time goes", height=7)
+
+
+def _share_bar(shares: Mapping[str, float], width: int) -> Text:
+    text = Text()
+    filled, total = 0, 0.0
+    for name, share in shares.items():
+        total += share
+        upto = min(width, round(total * width))
+        text.append("█" * (upto - filled), style=SPAN_STYLE.get(name, "white"))
+        filled = max(filled, upto)
+    return text or Text("–", style="dim")
+
+
+def _share_legend(shares: Mapping[str, float]) -> Text:
+    text = Text(overflow="ellipsis", no_wrap=True)
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share >= 0.005:
+            text.append(f"{name} ", style=SPAN_STYLE.get(name, "white"))
+            text.append(f"{share:.0%} ")
+    return text
+
+
+def _staleness(history: History, status: Status) -> Panel:
+    limit = status.ledger.max_staleness
+    ages = history.steps[-1].token_ages if history.steps else {}
+    total = sum(ages.values())
+    oldest = max([limit, *ages])
+    wide = -(-(oldest + 1) // 5)
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(justify="right")
+    for low in range(0, oldest + 1, wide):
+        high = low + wide - 1
+        share = sum(count for age, count in ages.items() if low <= age <= high) / total if total else 0.0
+        label = f"{low}" if wide == 1 else f"{low}–{high}"
+        grid.add_row(
+            label, Text("█" * round(share * 28) or "▏", style="cyan" if high <= limit else "blue"), f"{share:.0%}"
+        )
+    return Panel(grid, title=f"age of tokens trained on, in versions (limit {limit})", height=7)
+
+
+def _groups(history: History, status: Status, config: Config | None) -> Panel:
+    ledger = status.ledger
+    queued = sum(int(p.stats.get("queued", 0)) for p in status.processes if p.role == "gserver")
+    figures = [f"running [bold]{ledger.running}[/]", f"requests queued [bold]{queued}[/]"]
+    if config is not None:
+        held = ledger.accepted - ledger.policy_version * config.trainer.batch_groups
+        figures.append(f"accepted, not trained [bold]{max(0, held)}[/]")
+    figures.append(f"room [bold]{ledger.room}[/]")
+    figures += [
+        f"{name} [yellow]{count}[/]"
+        for name, count in (("rejected", ledger.rejected), ("dropped", ledger.dropped), ("expired", ledger.expired))
+        if count
+    ]
+    m = history.steps[-1].metrics if history.steps else {}
+    weights = _figures(
+        m,
+        ("publish_seconds", "weight update", ".2f"),
+        ("pause_seconds", "pause", ".3f"),
+        ("logprob_diff_mean", "logprob diff mean", ".1e"),
+        ("logprob_diff_max", "max", ".1e"),
+        ("effective_sample_size", "sample size", ".2f"),
+    )
+    return Panel(Group(Text.from_markup("  ".join(figures)), weights), title="groups and weights")
+
+
+def _figures(metrics: Mapping[str, float], *wanted: tuple[str, str, str]) -> Text:
+    text = Text(overflow="ellipsis", no_wrap=True)
+    for metric, label, form in wanted:
+        if metric in metrics:
+            unit = " s" if metric.endswith("_seconds") else ""
+            text.append(f"{label} ", style="dim")
+            text.append(f"{metrics[metric]:{form}}{unit}  ")
+    return text
+
+
+def _processes(status: Status, rows: int) -> Panel:
+    grid = Table.grid(expand=True, padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+    # Who is in trouble or waits comes first where not all have room.
+    ranked = sorted(status.processes, key=lambda p: (p.state == "live", not p.waiting_for))
+    shown = ranked if len(ranked) <= rows else ranked[: rows - 1]
+    for process in sorted(shown, key=lambda p: (p.role, p.index)):
+        grid.add_row(
+            f"{process.role}/{process.index}",
+            Text(process.state, style=STATE_STYLE[process.state]),
+            _occupation(process),
+        )
+    if len(shown) < len(ranked):
+        grid.add_row(f"and {len(ranked) - len(shown)} more", "", Text("live, waiting for nothing", style="dim"))
+    if not ranked:
+        grid.add_row(Text("none has registered yet", style="dim"))
+    return Panel(grid, title="processes")
+
+
+def _occupation(process: ProcessStatus) -> Text:
+    if process.state != "live":
+        return Text(f"silent for {process.silent_seconds:.0f} s", style="yellow")
+    if process.waiting_for:
+        return Text(f"waits for {process.waiting_for}", style="yellow")
+    if process.role == "gserver":
+        stats = process.stats
+        return Text(f"{stats.get('running', 0):.0f} running, {stats.get('queued', 0):.0f} queued", style="dim")
+    return Text("at work", style="dim")
+
+
+def _warnings(warnings: Sequence[str]) -> Panel:
+    lines = [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings[-2:]]
+    return Panel(Group(*lines) if lines else Text("none", style="dim"), title="last warnings")

@@ -1,0 +1,146 @@
+"""Shows a run while it goes on: a live picture on a terminal, one line for each step elsewhere.
+
+Owns the client that asks the manager for its state once a second, and nothing of the run:
+whatever goes wrong here is told and does not touch the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.launch.dashboard import dashboard, duration, step_line
+from streamrl.launch.history import History
+from streamrl.launch.tail import Tail, Warnings
+from streamrl.transport.control import ControlClient, Status, StepReport
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 1.0
+
+
+class Display:
+    """One line for each step, and one for each change of state."""
+
+    def __init__(self, console: Console, *, config: Config) -> None:
+        self._console = console
+        self._config = config
+        self._history = History(started=time.monotonic())
+        self._metrics = Tail(config.run_dir / "metrics.jsonl")
+        self._warnings = Warnings(config.run_dir / "logs")
+        self._state = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        """Tell what the launcher does."""
+        elapsed = duration(time.monotonic() - self._history.started)
+        self._console.print(f"[dim]{elapsed:>7}[/]  {text}", highlight=False)
+
+    async def follow(self, manager_url: str) -> None:
+        """Show the run's state until cancelled."""
+        client = ControlClient(manager_url, timeout=10.0)
+        try:
+            while True:
+                try:
+                    self._take(await client.status())
+                except StreamRLError as error:  # the supervisor finds out why; here it is only not news
+                    log.debug("no state from the manager: %s", error)
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            self._show_steps(self._history.add_steps(_decode(self._metrics.new_lines())))
+            await client.close()
+
+    def _take(self, status: Status) -> None:
+        # The file has every step; the status only the last, for a manager whose files are elsewhere.
+        new = self._history.add_steps(_decode(self._metrics.new_lines()))
+        before = len(self._history.steps)
+        self._history.add_status(status, now=time.monotonic())
+        if len(self._history.steps) > before:
+            new.append(self._history.steps[-1])
+        self._show_steps(new)
+        self._show_status(status)
+
+    def _show_steps(self, steps: Iterable[StepReport]) -> None:
+        for step in steps:
+            self.note(step_line(step, steps=self._config.run.steps))
+
+    def _show_status(self, status: Status) -> None:
+        state = f"{status.state}: {status.message}" if status.message else status.state
+        if state != self._state:
+            self._state = state
+            self.note(state)
+
+
+class LiveDisplay(Display):
+    """A picture of the run, drawn anew every second."""
+
+    def __init__(self, console: Console, *, config: Config) -> None:
+        super().__init__(console, config=config)
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    async def follow(self, manager_url: str) -> None:
+        self._live.start()
+        await super().follow(manager_url)
+
+    def _show_steps(self, steps: Iterable[StepReport]) -> None:
+        """The picture shows them."""
+
+    def _show_status(self, status: Status) -> None:
+        picture = dashboard(
+            self._history,
+            now=time.monotonic(),
+            config=self._config,
+            warnings=self._warnings.recent(),
+            height=self._console.height - 1,
+        )
+        self._live.update(picture, refresh=True)
+
+
+async def picture_of(manager_url: str) -> RenderableType:
+    """The state of the run now, with rates from two looks at it."""
+    client = ControlClient(manager_url, timeout=10.0)
+    history = History(started=time.monotonic())
+    try:
+        for look in range(2):
+            await asyncio.sleep(look * 1.5 * INTERVAL_SECONDS)
+            history.add_status(await client.status(), now=time.monotonic())
+    finally:
+        await client.close()
+    return dashboard(history, now=time.monotonic(), height=60)
+
+
+def make_display(console: Console, *, config: Config) -> Display:
+    """The display that fits `console`."""
+    return (LiveDisplay if console.is_terminal else Display)(console, config=config)
+
+
+def _decode(lines: Iterable[str]) -> list[StepReport]:
+    steps = []
+    for line in lines:
+        try:
+            steps.append(msgspec.json.decode(line, type=StepReport))
+        except msgspec.DecodeError as error:
+            log.debug("%s in metrics.jsonl: %.100s", error, line)
+    return steps

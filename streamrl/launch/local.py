@@ -1,0 +1,171 @@
+"""`streamrl run`: a whole run on this machine.
+
+Owns the run folder and every process of the run:
+
+    run_dir/config.toml         the resolved configuration, which every process reads
+    run_dir/logs/ROLE-INDEX.log what each process said
+    run_dir/...                 what the manager and the master write (metrics.jsonl, timeline.jsonl, final.json)
+
+The launcher itself stays light: it loads no model library, and learns of everything by events
+(a pipe for the manager's address, the end of a process), never by looking again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.launch.children import Child, Children, describe_exit
+from streamrl.launch.display import Display
+from streamrl.launch.plan import (
+    COMPONENTS,
+    PlanRole,
+    ProcessPlan,
+    checkpoint_command,
+    command,
+    plan,
+    thread_environment,
+    visible_gpus,
+)
+from streamrl.launch.process import run_until_stopped
+from streamrl.launch.supervise import until_finished
+from streamrl.transport.control import ControlClient
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = 600.0
+"""How long the making of the first checkpoint may take."""
+STATUS_SECONDS = 5.0
+"""How long the manager may take to tell its state."""
+
+
+def claim_run_dir(config: Config) -> Config:
+    """Make the run's folder, with the next free number where it exists; answers the configuration with its name."""
+    for number in itertools.count(1):
+        name = config.run.name if number == 1 else f"{config.run.name}-{number}"
+        claimed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
+        try:
+            claimed.run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"run.dir: {claimed.run_dir} cannot be made ({error.strerror})") from error
+        return claimed
+    raise AssertionError("unreachable")
+
+
+def run_locally(
+    config: Config,
+    *,
+    display: Display,
+    components: Mapping[PlanRole, str] = COMPONENTS,
+) -> int:
+    """Carry the run out in `config.run_dir` (claimed before); answers the exit code.
+
+    0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
+    no process of the run is left.
+    """
+    launcher = LocalRun(config, display=display, components=components)
+    return run_until_stopped(launcher.run, before_force=launcher.kill)
+
+
+class LocalRun:
+    """The processes of one run, from the first to the last."""
+
+    def __init__(self, config: Config, *, display: Display, components: Mapping[PlanRole, str] = COMPONENTS) -> None:
+        self._config = config
+        self._config_file = config.run_dir / "config.toml"
+        self._display = display
+        self._components = components
+        self._children: Children | None = None
+        self._manager_url = ""
+        self._model_dir = Path()
+        self._restarts: Counter[int] = Counter()
+
+    async def run(self) -> None:
+        """Start everything, watch it to the end, and leave nothing behind."""
+        logs = self._config.run_dir / "logs"
+        logs.mkdir()
+        self._config_file.write_text(configuration.to_toml(self._config))
+        self._children = Children(logs=logs)
+        try:
+            with self._display:
+                try:
+                    await self._start_and_watch(self._children)
+                finally:
+                    self._display.note("stopping what is left" if self._children.running else "all processes have left")
+                    await self._children.stop()
+        finally:
+            self._children.close()
+
+    def kill(self) -> None:
+        """End everything by force, at once."""
+        if self._children is not None:
+            self._children.kill()
+
+    async def _start_and_watch(self, children: Children) -> None:
+        self._display.note(f"preparing the model {self._config.model.path}")
+        self._model_dir = Path(
+            await children.ask(
+                checkpoint_command(self._config_file),
+                name="checkpoint",
+                environment=thread_environment(self._config.trainer.threads),
+                timeout=CHECKPOINT_SECONDS,
+            )
+        )
+        manager, *others = plan(self._config, gpus=visible_gpus())
+        self._display.note("starting the manager")
+        self._manager_url = await children.ask(
+            command(manager, config_file=self._config_file, components=self._components),
+            name=manager.name,
+            environment=manager.environment,
+            process=manager,
+            timeout=self._config.manager.join_timeout_seconds,
+        )
+        self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
+        for process in others:
+            await self._start(children, process)
+        client = ControlClient(self._manager_url, timeout=STATUS_SECONDS)
+        following = asyncio.create_task(self._display.follow(self._manager_url), name="display")
+        try:
+            await until_finished(children, client=client, restart=self._restart)
+        finally:
+            following.cancel()
+            (ended,) = await asyncio.gather(following, return_exceptions=True)
+            if isinstance(ended, Exception):
+                log.error("the display failed; the run did not suffer", exc_info=ended)
+            await client.close()
+
+    async def _start(self, children: Children, process: ProcessPlan) -> None:
+        words = command(
+            process,
+            config_file=self._config_file,
+            manager_url=self._manager_url,
+            model_dir=self._model_dir,
+            components=self._components,
+        )
+        await children.start(process, words)
+
+    async def _restart(self, child: Child) -> bool:
+        """Replace a rollout worker that died, as often as `rollout.restarts` allows."""
+        assert child.process is not None
+        assert self._children is not None
+        index = child.process.index
+        if child.process.role != "rollout" or self._restarts[index] >= self._config.rollout.restarts:
+            return False
+        self._restarts[index] += 1
+        self._display.note(
+            f"{child.name} {describe_exit(child.exit_code)}; its prompts go to others, and it is started again "
+            f"({self._restarts[index]} of {self._config.rollout.restarts}); see {child.log_file}"
+        )
+        await self._start(self._children, child.process)
+        return True

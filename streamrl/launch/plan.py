@@ -1,0 +1,171 @@
+"""Which processes a configuration asks for: role, number, environment and command of each.
+
+Pure but for one look at the machine's GPUs. Every child gets the command that a person would
+type by hand on another machine, so `streamrl run` and pools started by hand are the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from streamrl.config import Config
+
+PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout"]
+
+COMPONENTS: Mapping[PlanRole, str] = {
+    "manager": "streamrl.gserver.manager:serve",
+    "gserver": "streamrl.gserver.process:serve",
+    "model_worker": "streamrl.trainer.model_worker:serve",
+    "master": "streamrl.trainer.master:serve",
+    "rollout": "streamrl.rollout.worker:serve",
+}
+"""What runs in a process of each role: `module:function`."""
+
+STOP_ORDER: Sequence[frozenset[PlanRole]] = (
+    frozenset({"rollout"}),
+    frozenset({"master", "model_worker"}),
+    frozenset({"gserver"}),
+    frozenset({"manager"}),
+)
+"""Who is stopped together, first to last: nobody loses a peer that it still needs."""
+
+
+class ProcessPlan(msgspec.Struct, frozen=True):
+    """One process that is to run."""
+
+    role: PlanRole
+    index: int
+    """Number within its role, from 0."""
+    threads: int
+    """CPU threads of its tensor operations."""
+    device: str
+    """For people: `cpu`, `cuda`, or `-` where no model is computed."""
+    gpu: str | None
+    """Entry of CUDA_VISIBLE_DEVICES if this process gets a GPU of its own."""
+    address: str
+    """For people: where it listens."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
+
+    @property
+    def log_name(self) -> str:
+        return f"{self.role}-{self.index}.log"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its environment must hold before it starts."""
+        variables = thread_environment(self.threads)
+        return variables if self.gpu is None else {**variables, "CUDA_VISIBLE_DEVICES": self.gpu}
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that numeric libraries read once, when they load."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def threads_of(role: PlanRole, config: Config) -> int:
+    """CPU threads that a process of `role` may use for tensor operations."""
+    return {"gserver": config.gserver.threads, "model_worker": config.trainer.threads}.get(role, 1)
+
+
+def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+    """The processes of a run, in the order in which they start.
+
+    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
+    """
+    device = config.run.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    computing = 0
+
+    def one(role: PlanRole, index: int, *, address: str, computes: bool = False) -> ProcessPlan:
+        nonlocal computing
+        own_gpu = computes and device == "cuda" and len(gpus) > 1
+        gpu = gpus[computing % len(gpus)] if own_gpu else None
+        computing += computes
+        return ProcessPlan(
+            role=role,
+            index=index,
+            threads=threads_of(role, config),
+            device=(f"cuda (GPU {gpu})" if gpu is not None else device) if computes else "-",
+            gpu=gpu,
+            address=address,
+        )
+
+    simulated = config.gserver.engine == "simulated"
+    manager_port = str(config.manager.port) if config.manager.port else "free port"
+    return [
+        one("manager", 0, address=f"http://{config.manager.host}:{manager_port}"),
+        *(
+            one(
+                "gserver",
+                index,
+                address=f"http://{config.gserver.host}:free port",
+                computes=not simulated,
+            )
+            for index in range(config.gserver.count)
+        ),
+        *(
+            one(
+                "model_worker",
+                index,
+                address=f"tcp://{config.stream.host}:free port",
+                computes=True,
+            )
+            for index in range(config.trainer.data_parallel)
+        ),
+        one("master", 0, address=f"tcp://{config.stream.host}:free port"),
+        *(one("rollout", index, address="-") for index in range(config.rollout.workers)),
+    ]
+
+
+def command(
+    process: ProcessPlan,
+    *,
+    config_file: Path,
+    manager_url: str | None = None,
+    model_dir: Path | None = None,
+    overrides: Sequence[str] = (),
+    components: Mapping[PlanRole, str] = COMPONENTS,
+) -> list[str]:
+    """The command line of `process`: the one to type by hand, completed by what the launcher knows already."""
+    words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
+    if manager_url is not None:
+        words += ["--manager", manager_url]
+    if process.role in ("gserver", "model_worker", "rollout"):
+        words += ["--index", str(process.index)]
+    if model_dir is not None:
+        words += ["--model-dir", str(model_dir)]
+    if components[process.role] != COMPONENTS[process.role]:
+        words += ["--component", components[process.role]]
+    return words
+
+
+def checkpoint_command(config_file: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """The command line that makes the run's model folder and tells where it is."""
+    return [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES; finds them without loading torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [entry.strip() for entry in chosen.split(",") if entry.strip()]
+    devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    return [str(index) for index in range(len(devices))]

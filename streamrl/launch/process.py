@@ -1,0 +1,179 @@
+"""How a component runs as an operating-system process: event loop, signals, lifeline, exit code.
+
+Owns the process's logging, its signal handlers and its end of the lifeline. Invariants:
+
+- the first SIGTERM or SIGINT cancels the component, so that it cleans up; the second ends the process at once;
+- a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL:
+  it holds the reading end of a pipe whose only writing end is the launcher's, and stops at end-of-file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from streamrl.errors import ConfigError, StreamRLError
+
+log = logging.getLogger(__name__)
+
+LIFELINE = "STREAMRL_LIFELINE"
+"""Environment variable: file descriptor of the lifeline's reading end."""
+LOG_LEVEL = "STREAMRL_LOG"
+"""Environment variable: least level that is logged, for example `DEBUG`; `INFO` without it."""
+GRACE_SECONDS = 5.0
+"""Between asking a process to stop and ending it by force."""
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_ORPHANED = 70
+
+Component = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Lifeline:
+    """Watches whether the launcher that started this process still lives."""
+
+    def __init__(self, descriptor: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._descriptor = descriptor
+        self._grace = grace_seconds
+        self._cut = False
+        self._on_cut: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        # A thread, not the event loop: a loop that hangs must not keep the process alive.
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> Lifeline | None:
+        """The lifeline that a launcher handed to this process, if one did; its own children do not see it."""
+        descriptor = os.environ.pop(LIFELINE, None)
+        return cls(int(descriptor)) if descriptor is not None else None
+
+    def on_cut(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on the lifeline's thread, when the launcher is gone."""
+        with self._lock:
+            self._on_cut = callback
+            cut = self._cut
+        if cut:
+            callback()
+
+    def _watch(self) -> None:
+        while os.read(self._descriptor, 1):
+            pass
+        with self._lock:
+            self._cut = True
+            callback = self._on_cut
+        log.error("the launcher is gone; stopping")
+        if callback is not None:
+            callback()
+        threading.Event().wait(self._grace)
+        end_at_once(EXIT_ORPHANED)
+
+
+def end_at_once(code: int) -> None:
+    """End this process, and the processes that it started in its own group, without clean-up."""
+    if os.getpgrp() == os.getpid() and os.getsid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at that moment: a live display puts itself in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+        sys.stderr.flush()
+
+
+class _Formatter(logging.Formatter):
+    """`12:34:56 WARNING gserver/0 the message`; on a terminal warnings are yellow and errors red."""
+
+    def __init__(self, name: str, *, coloured: bool) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {name} %(message)s", datefmt="%H:%M:%S")
+        self._coloured = coloured
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not self._coloured or record.levelno < logging.WARNING:
+            return text
+        return f"\x1b[{31 if record.levelno >= logging.ERROR else 33}m{text}\x1b[0m"
+
+
+def set_up_logging(name: str) -> None:
+    """Log to stderr with time, level and `name`, at the level of `STREAMRL_LOG`."""
+    level = os.environ.get(LOG_LEVEL, "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{LOG_LEVEL}={level}: not a log level; use DEBUG, INFO, WARNING or ERROR")
+    handler = _StderrHandler()
+    handler.setFormatter(_Formatter(name, coloured=sys.stderr.isatty()))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("streamrl").setLevel(level)
+    logging.captureWarnings(True)
+
+
+def run_component(prepare: Callable[[], Component], *, lifeline: Lifeline | None = None) -> int:
+    """Run the component that `prepare` answers to its end; answers the exit code, and logs why where it is not 0.
+
+    1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
+    cannot work; 128 + n: stopped by signal n.
+    """
+    try:
+        return run_until_stopped(prepare(), lifeline=lifeline)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_BAD_CONFIG
+    except StreamRLError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return EXIT_FAILED
+    except Exception:  # the tolerance point of a process: whatever it is, it is logged and becomes the exit code
+        log.exception("unexpected error")
+        return EXIT_FAILED
+
+
+def run_until_stopped(
+    component: Component, *, lifeline: Lifeline | None = None, before_force: Callable[[], None] | None = None
+) -> int:
+    """Run `component` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
+
+    `before_force` is called when a second signal demands the end at once. Raises what `component` raises.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_until_stopped(component, lifeline, before_force))
+
+
+async def _until_stopped(
+    component: Component, lifeline: Lifeline | None, before_force: Callable[[], None] | None
+) -> int:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(component(), name="component")
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        if received:
+            log.warning("%s again: ending at once", number.name)
+            if before_force is not None:
+                before_force()
+            end_at_once(128 + number)
+        received.append(number)
+        log.info("%s: stopping", number.name)
+        task.cancel()
+
+    def launcher_gone() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    if lifeline is not None:
+        lifeline.on_cut(launcher_gone)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 128 + received[0] if received else EXIT_ORPHANED
+    return 128 + received[0] if received else 0

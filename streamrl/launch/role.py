@@ -1,0 +1,120 @@
+"""Runs one component in this process: configuration, threads, model folder, and then its `serve`.
+
+What a launcher needs to know goes back through a pipe (`answer`); everything else is the same
+whether a person or a launcher started the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.launch.plan import COMPONENTS, PlanRole, thread_environment, threads_of
+from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
+
+Arguments = Callable[[Config], dict[str, Any]]
+
+
+def run_manager(
+    config_file: Path,
+    overrides: Sequence[str],
+    *,
+    host: str | None,
+    port: int | None,
+    on_ready: Callable[[str], None],
+    component: str | None,
+) -> int:
+    """The manager; answers its exit code. `host` and `port` replace those of the configuration."""
+
+    def arguments(config: Config) -> dict[str, Any]:
+        if (config.run_dir / "metrics.jsonl").exists():
+            raise ConfigError(f"run.name: {config.run_dir} holds another run; choose a new run.name for this one")
+        return {
+            "host": config.manager.host if host is None else host,
+            "port": config.manager.port if port is None else port,
+            "on_ready": on_ready,
+        }
+
+    return _run_role("manager", 0, config_file, overrides, component, arguments)
+
+
+def run_member(
+    role: PlanRole,
+    index: int,
+    config_file: Path,
+    overrides: Sequence[str],
+    *,
+    manager_url: str,
+    model_dir: Path | None,
+    component: str | None,
+) -> int:
+    """A process that joins the manager at `manager_url`; answers its exit code."""
+
+    def arguments(config: Config) -> dict[str, Any]:
+        folder = make_checkpoint(config) if model_dir is None else model_dir
+        return {"manager_url": manager_url, "index": index, "model_dir": folder}
+
+    return _run_role(role, index, config_file, overrides, component, arguments)
+
+
+def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Callable[[str], None]) -> int:
+    """Make the run's model folder and tell where it is; answers the exit code."""
+    set_up_logging("checkpoint")
+    lifeline = Lifeline.from_environment()
+
+    def prepare() -> Component:
+        folder = make_checkpoint(configuration.load(config_file, overrides))
+
+        async def tell() -> None:
+            on_ready(str(folder))
+
+        return tell
+
+    return run_component(prepare, lifeline=lifeline)
+
+
+def make_checkpoint(config: Config) -> Path:
+    """The folder with the run's initial weights and tokenizer; made if it is not there."""
+    models: Any = importlib.import_module("streamrl.models")  # loads torch: not before it is needed
+    folder: Path = models.ensure_checkpoint(config)
+    return folder
+
+
+def answer(descriptor: int, line: str) -> None:
+    """Tell the launcher one line."""
+    with os.fdopen(descriptor, "w") as pipe:
+        pipe.write(f"{line}\n")
+
+
+def _run_role(
+    role: PlanRole,
+    index: int,
+    config_file: Path,
+    overrides: Sequence[str],
+    component: str | None,
+    arguments: Arguments,
+) -> int:
+    set_up_logging(f"{role}/{index}")
+    lifeline = Lifeline.from_environment()
+
+    def prepare() -> Component:
+        config = configuration.load(config_file, overrides)
+        os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
+        serve = _load(component or COMPONENTS[role])
+        keywords = arguments(config)
+        return lambda: serve(config, **keywords)
+
+    return run_component(prepare, lifeline=lifeline)
+
+
+def _load(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    serve: Callable[..., Coroutine[Any, Any, None]] = getattr(importlib.import_module(module), function)
+    return serve

@@ -1,0 +1,90 @@
+"""Watches the processes of a run until it is over, and says which one is to blame when it fails.
+
+Owns no process: `Children` does. Invariant: the death of any process ends the wait, either by a
+restart (rollout workers only: the ledger gives their prompts out again) or by an error that
+names the process and shows the last it said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.launch.children import Child, Children
+from streamrl.transport.control import ControlClient
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 10.0
+"""How long processes may take to leave by themselves once the run is over."""
+CULPRIT_SECONDS = 3.0
+"""How long a process that gave up may take to end, so that its log is complete."""
+
+RunState = Literal["joining", "running", "finished", "failed", "unknown"]
+Restart = Callable[[Child], Awaitable[bool]]
+
+
+async def never(child: Child) -> bool:
+    """Restart nothing."""
+    return False
+
+
+async def until_finished(children: Children, *, client: ControlClient, restart: Restart = never) -> None:
+    """Wait until the master has ended well and all others had time to leave.
+
+    `restart` is asked about each child that died while the run went on; it answers whether it
+    started another in its place. Raises `ProcessDied` when the run cannot go on.
+    """
+    while True:
+        child = await children.next_exit()
+        assert child.process is not None
+        if child.process.role == "master" and child.exit_code == 0:
+            break
+        state, message = await _state(client)
+        if state == "failed":
+            raise ProcessDied(await _failure(children, child, message))
+        over = state == "finished" or child.process.role == "manager"
+        if child.exit_code == 0 and over:
+            log.debug("%s left", child.name)
+        elif not (child.exit_code != 0 and await restart(child)):
+            early = "the run was not over, but " if child.exit_code == 0 else ""
+            raise ProcessDied(early + child.obituary())
+    await _let_leave(children)
+
+
+async def _let_leave(children: Children) -> None:
+    waiting = [asyncio.create_task(child.ended.wait()) for child in children.running]
+    if not waiting:
+        return
+    try:
+        await asyncio.wait(waiting, timeout=LEAVE_SECONDS)
+    finally:
+        for task in waiting:
+            task.cancel()
+    for child in children.running:
+        log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
+
+
+async def _state(client: ControlClient) -> tuple[RunState, str]:
+    try:
+        status = await client.status()
+    except StreamRLError as error:  # the manager may be the one that died
+        log.debug("the manager does not tell its state: %s", error)
+        return "unknown", ""
+    return status.state, status.message
+
+
+async def _failure(children: Children, first: Child, message: str) -> str:
+    """What to tell of a run that gave up with `message`; `first` is the first process seen to end."""
+    culprit = next((child for child in children.known if message.startswith(f"{child.name}:")), first)
+    if culprit.exit_code is None:
+        with_end = asyncio.create_task(culprit.ended.wait())
+        await asyncio.wait([with_end], timeout=CULPRIT_SECONDS)
+        with_end.cancel()
+    text = f"the run failed: {message}"
+    if culprit.exit_code in (0, None):
+        return text
+    return f"{text}\n{culprit.obituary()}"

@@ -1,0 +1,72 @@
+"""`streamrl trainer`: a trainer pool on this machine, for a run whose manager is somewhere already.
+
+Owns the master and its model workers; their output goes where the launcher's goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamrl.config import Config
+from streamrl.launch.children import Children
+from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
+from streamrl.launch.plan import (
+    COMPONENTS,
+    PlanRole,
+    checkpoint_command,
+    command,
+    plan,
+    thread_environment,
+    visible_gpus,
+)
+from streamrl.launch.supervise import until_finished
+from streamrl.transport.control import ControlClient
+
+log = logging.getLogger(__name__)
+
+
+async def run_trainer(
+    config: Config,
+    *,
+    config_file: Path,
+    overrides: Sequence[str],
+    manager_url: str,
+    model_dir: Path | None = None,
+    components: Mapping[PlanRole, str] = COMPONENTS,
+) -> None:
+    """Start master and model workers, and watch them until the run is over.
+
+    Raises `ProcessDied` when one of them died; none is left then.
+    """
+    children = Children(logs=None)
+    try:
+        if model_dir is None:
+            model_dir = Path(
+                await children.ask(
+                    checkpoint_command(config_file, overrides),
+                    name="checkpoint",
+                    environment=thread_environment(config.trainer.threads),
+                    timeout=CHECKPOINT_SECONDS,
+                )
+            )
+        client = ControlClient(manager_url, timeout=STATUS_SECONDS)
+        try:
+            for process in plan(config, gpus=visible_gpus()):
+                if process.role in ("model_worker", "master"):
+                    words = command(
+                        process,
+                        config_file=config_file,
+                        overrides=overrides,
+                        manager_url=manager_url,
+                        model_dir=model_dir,
+                        components=components,
+                    )
+                    await children.start(process, words)
+            await until_finished(children, client=client)
+        finally:
+            await client.close()
+            await children.stop()
+    finally:
+        children.close()

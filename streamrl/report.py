@@ -1,0 +1,240 @@
+"""The report of a run, made from its folder: `summary.json`, plots, and a table.
+
+Pure but for reading and writing files; works on a run that crashed, as far as it got.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from streamrl.records import Final, Records, TimelineEntry, read_records
+from streamrl.transport.control import StepReport
+
+log = logging.getLogger(__name__)
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run in figures. None: the run left no record of it.
+
+    Conservation of groups: every sequence number that the ledger gave out is either given up on
+    purpose, on its way (under lease, or waiting to be given out again), trained on, or held by the
+    trainer at the end. What is missing in that sum is lost:
+
+        groups_lost = next_seq - rejected - running - returned - groups_trained - groups_held
+
+    It is 0 in a healthy run, above 0 when a finished group vanished, below 0 when one was trained twice.
+    """
+
+    run: str
+    state: str
+    """`finished`, `failed`, or `unknown` when the run left no last word."""
+    message: str
+    """Why it ended."""
+    steps: int
+    reward_first: float | None
+    """Mean over the first tenth of the steps (at least one)."""
+    reward_final: float | None
+    """Mean over the last tenth of the steps (at least one)."""
+    train_seconds: float
+    """From the beginning of the first step to the end of the last."""
+    seconds_per_step: float | None
+    groups_trained: int
+    groups_lost: int | None
+    groups_duplicated: int | None
+    """Groups that arrived more than once; the copies were refused."""
+    groups_rejected: int | None
+    groups_dropped: int | None
+    """Finished groups discarded as too old."""
+    max_staleness: int | None
+    over_age: str | None
+    oldest_token_age: int | None
+    """In versions, over all tokens that entered a loss."""
+    mean_token_age: float | None
+    masked_share: float | None
+    """Sampled tokens in training batches that were too old for the loss, as a share."""
+    tokens_generated: int
+    tokens_trained: int
+    tokens_generated_per_second: float | None
+    tokens_trained_per_second: float | None
+    generation_busy_share: float | None
+    """Of the gservers' time."""
+    trainer_wait_share: float | None
+    """Of the steps' time that the trainer waited for data."""
+    weight_update_seconds_mean: float | None
+    pause_seconds_mean: float | None
+    """Pause of generation in one weight update."""
+    overhead_share: float | None
+    """Of the steps' time that was neither computation, waiting, nor weight update."""
+    logprob_diff_mean: float | None
+    """Mean difference of the engine's and the trainer's log-probabilities, over all steps."""
+    logprob_diff_max: float | None
+
+
+def write_report(run_dir: Path) -> Summary:
+    """Make `summary.json` and, if the run took a step, the plots; answers the summary."""
+    records = read_records(run_dir)
+    summary = summarize(records, name=run_dir.name)
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (run_dir / "summary.json").write_bytes(text + b"\n")
+    if records.steps and (records.config is None or records.config.metrics.plots):
+        from streamrl.plots import write_plots  # matplotlib takes a second to load
+
+        write_plots(records, run_dir)
+    return summary
+
+
+def summarize(records: Records, *, name: str) -> Summary:
+    """The figures of a run."""
+    steps, final, config = records.steps, records.final, records.config
+    begin, end = time_range(steps)
+    rewards = values(steps, "reward_mean")
+    tenth = max(1, len(rewards) // 10)
+    ages = total_ages(steps)
+    aged = sum(ages.values())
+    trained = sum(values(steps, "tokens_trained"))
+    masked = sum(values(steps, "tokens_masked"))
+    generated = sum(
+        growth(entries, "tokens_generated_total")
+        for process, entries in records.heartbeats.items()
+        if process.startswith("gserver/")
+    )
+    step_seconds = sum(values(steps, "step_seconds"))
+    status = final.status if final else None
+    return Summary(
+        run=name,
+        state=status.state if status else "unknown",
+        message=status.message if status else "",
+        steps=len(steps),
+        reward_first=mean(rewards[:tenth]),
+        reward_final=mean(rewards[-tenth:]),
+        train_seconds=end - begin,
+        seconds_per_step=(end - begin) / len(steps) if steps else None,
+        groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
+        groups_lost=groups_lost(final) if final else None,
+        groups_duplicated=final.groups_duplicated if final else None,
+        groups_rejected=status.ledger.rejected if status else None,
+        groups_dropped=status.ledger.dropped if status else None,
+        max_staleness=config.staleness.max_staleness if config else None,
+        over_age=config.staleness.over_age if config else None,
+        oldest_token_age=max(ages) if ages else None,
+        mean_token_age=sum(age * count for age, count in ages.items()) / aged if aged else None,
+        masked_share=ratio(masked, trained + masked),
+        tokens_generated=int(generated),
+        tokens_trained=int(trained),
+        tokens_generated_per_second=ratio(generated, end - begin),
+        tokens_trained_per_second=ratio(trained, end - begin),
+        generation_busy_share=_busy_share(records),
+        trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),
+        weight_update_seconds_mean=mean(values(steps, "publish_seconds")),
+        pause_seconds_mean=mean(values(steps, "pause_seconds")),
+        overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
+        logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
+        logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+    )
+
+
+def groups_lost(final: Final) -> int:
+    """See `Summary`."""
+    ledger = final.status.ledger
+    on_their_way = ledger.running + ledger.returned
+    return ledger.next_seq - ledger.rejected - on_their_way - final.groups_trained - final.groups_held
+
+
+def summary_table(summary: Summary) -> Table:
+    """The summary for people."""
+    s = summary
+    table = Table(title=f"run {s.run}: {s.state}", caption=s.message or None, title_justify="left")
+    for heading in ("", "figure", "meaning"):
+        table.add_column(heading, justify="right" if heading == "figure" else "left", no_wrap=heading != "meaning")
+
+    def row(name: str, figure: str, meaning: str = "", *, last: bool = False) -> None:
+        table.add_row(name, figure, f"[dim]{meaning}[/]", end_section=last)
+
+    row("reward", f"{_form(s.reward_first, '.3f')} → {_form(s.reward_final, '.3f')}", "first → last tenth of the steps")
+    row("steps", f"{s.steps}", f"{_form(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
+    row(
+        "groups trained",
+        f"{s.groups_trained}",
+        f"lost {_form(s.groups_lost)}, duplicated {_form(s.groups_duplicated)}, "
+        f"rejected {_form(s.groups_rejected)}, dropped {_form(s.groups_dropped)}",
+    )
+    row("oldest token trained on", f"{_form(s.oldest_token_age)}", f"versions; limit {_form(s.max_staleness)}")
+    row("mean age of tokens", f"{_form(s.mean_token_age, '.2f')}", "versions")
+    row("masked tokens", f"{_form(s.masked_share, '.1%')}", "too old for the loss, kept as context", last=True)
+    row("generated", f"{s.tokens_generated:,}", f"tokens; {_form(s.tokens_generated_per_second, ',.0f')} per second")
+    row("trained on", f"{s.tokens_trained:,}", f"tokens; {_form(s.tokens_trained_per_second, ',.0f')} per second")
+    row("generation busy", f"{_form(s.generation_busy_share, '.0%')}", "of the gservers' time")
+    row("trainer waits", f"{_form(s.trainer_wait_share, '.0%')}", "for data, of the steps' time", last=True)
+    row(
+        "weight update",
+        f"{_form(s.weight_update_seconds_mean, '.3f')} s",
+        f"generation pauses {_form(s.pause_seconds_mean, '.3f')} s in it",
+    )
+    row("overhead", f"{_form(s.overhead_share, '.1%')}", "of the steps' time")
+    row(
+        "engine - trainer",
+        f"{_form(s.logprob_diff_mean, '.1e')}",
+        f"difference of log-probabilities, mean; at most {_form(s.logprob_diff_max, '.1e')}",
+    )
+    return table
+
+
+def values(steps: Sequence[StepReport], metric: str) -> list[float]:
+    """One value for each step that has `metric`."""
+    return [step.metrics[metric] for step in steps if metric in step.metrics]
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    """None without numbers."""
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """None without a whole."""
+    return part / whole if whole > 0 else None
+
+
+def time_range(steps: Sequence[StepReport]) -> tuple[float, float]:
+    """When the first step began and the last ended, in seconds since the epoch; (0, 0) without steps."""
+    if not steps:
+        return 0.0, 0.0
+    first = steps[0]
+    begin = min((begin for _, begin, _ in first.spans), default=first.time - first.metrics.get("step_seconds", 0.0))
+    return begin, steps[-1].time
+
+
+def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
+    """Age in versions → tokens that entered the loss, over all steps."""
+    ages: dict[int, int] = {}
+    for step in steps:
+        for age, count in step.token_ages.items():
+            ages[age] = ages.get(age, 0) + count
+    return ages
+
+
+def growth(entries: Sequence[TimelineEntry], counter: str) -> float:
+    """How much `counter` grew in all, a process that began again at 0 included."""
+    total, last = 0.0, 0.0
+    for entry in entries:
+        now = float(entry.stats.get(counter, last))
+        total += now - last if now >= last else now
+        last = now
+    return total
+
+
+def _busy_share(records: Records) -> float | None:
+    busy = seconds = 0.0
+    for process, entries in records.heartbeats.items():
+        if process.startswith("gserver/") and len(entries) > 1:
+            busy += growth(entries, "busy_seconds_total") - float(entries[0].stats.get("busy_seconds_total", 0.0))
+            seconds += entries[-1].time - entries[0].time
+    return ratio(busy, seconds)
+
+
+def _form(value: float | None, form: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}"

@@ -68,7 +68,10 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             rank=index, capacity_groups=config.stream.capacity_groups, on_stored=arrivals.put_from_thread
         )
         ingress = StreamIngress(
-            dataset, host=config.stream.host, max_group_bytes=int(config.stream.max_group_mb * 2**20)
+            dataset,
+            host=config.stream.host,
+            max_group_bytes=int(config.stream.max_group_mb * 2**20),
+            resend_seconds=config.stream.resend_seconds,
         )
         ingress.start()
         stack.callback(ingress.close)

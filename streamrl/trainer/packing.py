@@ -93,7 +93,8 @@ def attention_mask(branch: NDArray[np.int64]) -> NDArray[np.bool_]:
     query, key = branch[:, :, None], branch[:, None, :]
     causal = np.tri(length, dtype=bool)
     visible = causal & ((query == key) | (key == 0)) & (query != PADDING_BRANCH)
-    return (visible | np.eye(length, dtype=bool))[:, None]
+    mask: NDArray[np.bool_] = (visible | np.eye(length, dtype=bool))[:, None]
+    return mask
 
 
 def _siblings_per_row(group: TrajectoryGroup, max_tokens: int, hidden_size: int) -> int:

@@ -114,7 +114,7 @@ class TorchBackend:
                 "or lower trainer.lr"
             )
         statistics.maxima["grad_norm"] = norm
-        statistics.maxima["lr"] = self._schedule.get_last_lr()[0]
+        statistics.maxima["lr"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
         return statistics

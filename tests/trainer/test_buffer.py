@@ -1,0 +1,124 @@
+"""The buffer: readiness, waking, and groups read once; batches formed by the ledger's rules."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from streamrl.config import AlgorithmConfig, from_dict
+from streamrl.ledger import Selection
+from streamrl.trainer.batches import BatchFormer
+from streamrl.trainer.buffer import SequenceBuffer
+from streamrl.trainer.graph import grpo_graph
+from streamrl.types import SampleMeta
+
+
+def make_meta(seq, *, head=0, versions=None):
+    return SampleMeta(
+        seq=seq,
+        head=head,
+        worker="rollout/0",
+        size=2,
+        tokens=20,
+        rewards=[0.0, 1.0],
+        response_lengths=[3, 5],
+        version_counts=versions or {0: 8},
+        generation_seconds=1.0,
+    )
+
+
+def make_buffer(warning=30.0, **algorithm):
+    return SequenceBuffer(grpo_graph(AlgorithmConfig(**algorithm)), wait_warning_seconds=warning)
+
+
+def two_oldest(held):
+    seqs = sorted(held)[:2]
+    return Selection(batch=seqs if len(seqs) == 2 else [], drop=[], missing=[], short=2 - len(seqs))
+
+
+def describe(selection):
+    return f"the test waits for {selection.short} groups"
+
+
+async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
+    buffer = make_buffer()
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    await buffer.put_batch([make_meta(5)])
+    await asyncio.sleep(0)
+    assert not taking.done()
+    await buffer.put_batch([make_meta(3), make_meta(9)])
+    batch, dropped = await asyncio.wait_for(taking, 1)
+    assert [meta.seq for meta in batch] == [3, 5]
+    assert dropped == []
+
+
+async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
+    buffer = make_buffer(kl_coef=0.1)
+    await buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    inputs = frozenset({"packed_input_ids"})
+    first = await buffer.take_arrivals("ref_inf", inputs, limit=1)
+    rest = await buffer.take_arrivals("ref_inf", inputs, limit=5)
+    assert [m.seq for m in first + rest] == [0, 1, 2]
+    await buffer.amend_batch([1, 2], ["ref_logprobs"])
+    batch, _ = await asyncio.wait_for(taking, 1)
+    assert [m.seq for m in batch] == [1, 2]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take_arrivals("ref_inf", inputs, limit=5), 0.05)
+
+
+async def test_a_group_that_comes_again_after_a_drop_is_read_again():
+    buffer = make_buffer(kl_coef=0.1)
+    inputs = frozenset({"packed_input_ids"})
+    for _ in range(2):
+        await buffer.put_batch([make_meta(0)])
+        assert [m.seq for m in await buffer.take_arrivals("ref_inf", inputs, limit=5)] == [0]
+        await buffer.discard([0])
+    await buffer.amend_batch([0], ["ref_logprobs"])  # the answer for a group that is gone
+    assert len(buffer) == 0
+
+
+async def test_a_long_wait_is_named(caplog):
+    buffer = make_buffer(warning=0.05)
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 0.3)
+    assert "the test waits for 2 groups, for 0 s now" in caplog.text
+
+
+def make_former(over_age="mask", *, heads=1, minibatches=1, batch=4):
+    return BatchFormer(
+        from_dict(
+            {
+                "staleness": {"max_staleness": 2, "over_age": over_age},
+                "trainer": {"batch_groups": batch, "data_parallel": heads},
+                "algorithm": {"minibatches": minibatches},
+            }
+        )
+    )
+
+
+def test_wait_takes_admission_order_and_skips_what_was_rejected():
+    former = make_former("wait", batch=2)
+    held = {seq: make_meta(seq) for seq in (1, 2, 3)}
+    selection = former.select(held, policy_version=0)
+    assert (selection.batch, selection.missing) == ([], [0])
+    assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
+    former.reject([0, 2])
+    assert former.select(held, policy_version=0).batch == [1, 3]
+    former.trained([1, 3])
+    assert former.select({}, policy_version=1).missing == [4, 5]
+
+
+def test_minibatches_share_every_group_once_over_heads():
+    former = make_former(heads=2, minibatches=3, batch=8)
+    batch = [make_meta(seq, head=seq % 2 if seq < 6 else 0, versions={0: 3, 5: 4}) for seq in range(8)]
+    shares = former.minibatches(batch, policy_version=5)
+    assert sorted(seq for parts in shares.values() for part in parts for seq in part.seqs) == list(range(8))
+    assert {len(parts) for parts in shares.values()} == {3}
+    for number in range(3):
+        parts = [shares[head][number] for head in shares]
+        groups = sum(len(part.seqs) for part in parts)
+        assert {part.loss_tokens for part in parts} == {4 * groups}  # version 0 is too old at 5
+        assert {part.sequences for part in parts} == {2 * groups}

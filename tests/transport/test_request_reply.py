@@ -1,0 +1,128 @@
+"""The request-reply channel over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.transport import request_reply
+from streamrl.transport.request_reply import ReplyChannel, RequestChannel
+
+
+class Double(msgspec.Struct, tag=True):
+    value: int
+
+
+class Fail(msgspec.Struct, tag=True):
+    pass
+
+
+class Hang(msgspec.Struct, tag=True):
+    pass
+
+
+class Answer(msgspec.Struct):
+    value: int
+
+
+class News(msgspec.Struct):
+    text: str
+
+
+async def serve(channel):
+    while True:
+        call_id, call = await channel.receive()
+        if isinstance(call, Double):
+            await channel.reply(call_id, Answer(call.value * 2))
+        elif isinstance(call, Fail):
+            await channel.fail(call_id, "Traceback: it broke")
+
+
+@contextlib.asynccontextmanager
+async def master():
+    notices: list[tuple[int, News]] = []
+    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=lambda w, n: notices.append((w, n)))
+    channel.notices = notices
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+@contextlib.asynccontextmanager
+async def worker(channel, number):
+    end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double | Fail | Hang)
+    serving = asyncio.create_task(serve(end))
+    try:
+        yield end
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await end.close()
+
+
+async def test_calls_reach_their_worker_and_are_answered():
+    async with master() as m, worker(m, 0), worker(m, 1):
+        await m.wait_for(2, patience=5)
+        calls = [m.call(i % 2, Double(i), Answer, timeout=5) for i in range(50)]
+        assert [a.value for a in await asyncio.gather(*calls)] == [2 * i for i in range(50)]
+
+
+async def test_a_failure_arrives_with_its_traceback_and_the_worker_lives_on():
+    async with master() as m, worker(m, 0):
+        await m.wait_for(1, patience=5)
+        with pytest.raises(PeerError, match="model_worker/0 failed:\nTraceback: it broke"):
+            await m.call(0, Fail(), Answer, timeout=5)
+        assert (await m.call(0, Double(4), Answer, timeout=5)).value == 8
+
+
+async def test_a_call_that_takes_too_long_is_named():
+    async with master() as m, worker(m, 0):
+        await m.wait_for(1, patience=5)
+        with pytest.raises(DeadlineExceeded, match="model_worker/0 did not finish Hang within 0 s"):
+            await m.call(0, Hang(), Answer, timeout=0.1)
+
+
+async def test_a_silent_worker_fails_its_calls(monkeypatch):
+    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    async with master() as m:
+        async with worker(m, 0):
+            await m.wait_for(1, patience=5)
+        with pytest.raises(PeerLost, match="model_worker/0 has been silent"):
+            await m.call(0, Double(1), Answer, timeout=5)
+
+
+async def test_a_worker_that_never_comes_is_named():
+    async with master() as m, worker(m, 1):
+        with pytest.raises(DeadlineExceeded, match=r"model workers \[0\] did not connect"):
+            await m.wait_for(2, patience=0.3)
+
+
+async def test_notices_arrive_and_nonsense_is_passed_over():
+    async with master() as m, worker(m, 0) as w:
+        context = zmq.asyncio.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(m.endpoint)
+        for junk in ([b"x"], [b"N", b"", b"\xff\xff"], [b"R", b"12345678", b""]):
+            await stranger.send_multipart(junk)
+        await w.notify(News("stored"))
+        await m.wait_for(1, patience=5)
+        assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
+        assert m.notices == [(0, News("stored"))]
+        stranger.close()
+        context.term()
+
+
+async def test_an_answer_of_another_type_is_refused():
+    async with master() as m, worker(m, 0):
+        await m.wait_for(1, patience=5)
+        with pytest.raises(WireError, match="answered Double with something else"):
+            await m.call(0, Double(1), News, timeout=5)

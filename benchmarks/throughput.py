@@ -1,0 +1,202 @@
+"""What asynchrony buys: the same job synchronously and at several values of `max_staleness`.
+
+    python benchmarks/throughput.py [--quick]
+
+(a) for real: the embedded engine and a model trained from scratch (examples/copy_scratch.toml);
+(b) SIMULATED generation: a gserver whose token times and long-tailed lengths are simulated
+    (no model behind it, so its rewards mean nothing); everything else of the run is real.
+
+Rates are taken between the first and the last step of the steady part of a run (the first fifth
+is left out). `bound` is the speed-up of an ideal pipeline on the same slots: the synchronous time of
+a step divided by the larger of a batch's training time and its slot-seconds of generation divided
+by the slots. With the embedded engine slot-seconds depend on how many requests are decoded
+together, so its bound is an estimate; with simulated generation it is exact up to noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from common import RESULTS, write_results
+from rich.console import Console
+from rich.table import Table
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+SIMULATED = {
+    "gserver.engine": "simulated",
+    "gserver.simulation.token_seconds": 0.01,
+    "gserver.simulation.mean_length": 64,
+    "gserver.simulation.sigma": 1.0,
+    "gserver.max_running": 64,
+    "rollout.reward.function": "streamrl.rollout.tasks:hash_reward",
+    "rollout.sampling.max_new_tokens": 400,
+    "trainer.batch_groups": 8,
+    "rollout.group_size": 8,
+}
+COLUMNS = (
+    "engine",
+    "mode",
+    "max_staleness",
+    "over_age",
+    "steps",
+    "tokens_per_second",
+    "groups_per_second",
+    "speedup",
+    "bound",
+    "mean_token_age",
+    "oldest_token_age",
+    "masked_share",
+    "dropped_share",
+    "reward_final",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps and values: under two minutes")
+    parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
+    parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
+    parser.add_argument("--over-age", nargs="+", choices=["mask", "wait", "drop"], help="policies to compare")
+    parser.add_argument("--steps", type=int, help="steps of each run")
+    options = parser.parse_args()
+    values = options.staleness or ([4] if options.quick else [1, 2, 4, 8])
+    policies = options.over_age or (["mask"] if options.quick else ["mask", "wait", "drop"])
+    engines = ["embedded", "simulated"] if options.engine == "both" else [options.engine]
+    console = Console()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in engines:
+            steps = options.steps or {"embedded": 40, "simulated": 16}[engine] * (1 if options.quick else 4)
+            jobs = [(0, "mask")] + [(value, policy) for value in values for policy in policies]
+            synchronous: dict[str, float] = {}
+            for value, policy in jobs:
+                console.print(f"{label(engine)}: max_staleness {value}, over_age {policy}, {steps} steps …")
+                figures = run(Path(folder), engine, value, policy, steps)
+                if value == 0:
+                    synchronous = figures
+                rows.append(as_row(engine, value, policy, figures, synchronous))
+    console.print(table(rows))
+    plot(rows, RESULTS / "throughput.png")
+    path = write_results("throughput", {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}, rows)
+    console.print(f"written: {path}, {RESULTS / 'throughput.png'}")
+
+
+def label(engine: str) -> str:
+    """How an engine is called wherever its figures appear."""
+    return "SIMULATED generation" if engine == "simulated" else "embedded engine"
+
+
+def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int) -> dict[str, float]:
+    """One run as a user would start it; answers its figures."""
+    overrides: dict[str, Any] = {
+        "run.dir": str(folder),
+        "run.name": f"{engine}-{max_staleness}-{over_age}",
+        "run.steps": steps,
+        "staleness.max_staleness": max_staleness,
+        "staleness.over_age": over_age,
+        "trainer.save_at_end": "false",
+        "metrics.plots": "false",
+        "metrics.tensorboard": "false",
+    }
+    if engine == "simulated":
+        overrides |= SIMULATED
+    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    command = [sys.executable, "-m", "streamrl", "run", str(EXAMPLE), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return figures_of(folder / str(overrides["run.name"]))
+
+
+def figures_of(run_dir: Path) -> dict[str, float]:
+    """Rates of the steady part of a run, and its summary."""
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    first = len(steps) // 5
+    steady = steps[first + 1 :]
+    seconds = steady[-1]["time"] - steps[first]["time"]
+    metrics = [step["metrics"] for step in steady]
+    stats = [p["stats"] for p in json.loads((run_dir / "final.json").read_text())["status"]["processes"]]
+    gservers = [s for s in stats if "slot_seconds_total" in s]
+    slots = sum(s["slots"] for s in gservers)
+    trained = summary["groups_trained"]
+    dropped = json.loads((run_dir / "final.json").read_text())["status"]["ledger"]["dropped"]
+    return {
+        "steps": len(steps),
+        "step_seconds": seconds / len(steady),
+        "tokens_per_second": sum(m["tokens_trained"] for m in metrics) / seconds,
+        "groups_per_second": sum(m["groups"] for m in metrics) / seconds,
+        "train_seconds": fmean(m["train_seconds"] for m in metrics),
+        "generation_seconds": sum(s["slot_seconds_total"] for s in gservers) / slots / (trained + dropped) * 1.0,
+        "groups_per_batch": fmean(m["groups"] for m in metrics),
+        "mean_token_age": summary["mean_token_age"],
+        "oldest_token_age": summary["oldest_token_age"],
+        "masked_share": summary["masked_share"],
+        "dropped_share": dropped / max(1, trained + dropped),
+        "reward_final": summary["reward_final"],
+    }
+
+
+def as_row(
+    engine: str, value: int, policy: str, figures: dict[str, float], synchronous: dict[str, float]
+) -> dict[str, Any]:
+    """A line of the table."""
+    ideal = max(synchronous["train_seconds"], synchronous["generation_seconds"] * synchronous["groups_per_batch"])
+    return {
+        "engine": engine,
+        "simulated_generation": engine == "simulated",
+        "mode": "async" if value else "sync",
+        "max_staleness": value,
+        "over_age": policy,
+        **figures,
+        "speedup": figures["groups_per_second"] / synchronous["groups_per_second"],
+        "bound": synchronous["step_seconds"] / ideal,
+        "reward_final": None if engine == "simulated" else figures["reward_final"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    result = Table(title="throughput (simulated: token times and lengths are simulated, rewards mean nothing)")
+    for column in COLUMNS:
+        result.add_column(column.replace("_", " "), justify="right" if column != "engine" else "left")
+    for row in rows:
+        cells = [row[column] for column in COLUMNS]
+        result.add_row(*("–" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
+    return result
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over the synchronous run by staleness, one panel for each engine."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, panels = plt.subplots(1, len(engines), figsize=(6 * len(engines), 4), squeeze=False)
+    for panel, engine in zip(panels[0], engines, strict=True):
+        mine = [row for row in rows if row["engine"] == engine]
+        for policy in dict.fromkeys(row["over_age"] for row in mine if row["max_staleness"]):
+            points = [row for row in mine if row["max_staleness"] == 0 or row["over_age"] == policy]
+            panel.plot(
+                [row["max_staleness"] for row in points], [row["speedup"] for row in points], marker="o", label=policy
+            )
+        panel.axhline(mine[0]["bound"], linestyle="--", color="grey", label="bound (ideal pipeline)")
+        panel.set_title(label(engine))
+        panel.set_xlabel("max_staleness (policy versions)")
+        panel.set_ylabel("groups per second, relative to synchronous")
+        panel.set_ylim(bottom=0)
+        panel.legend()
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -251,6 +251,7 @@ class Master:
             metrics=metrics,
             token_ages=dict(sorted(ages.items())),
             spans=[(span.name, span.begin, span.end) for span in spans],
+            seqs=seqs,
         )
         self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
         every = self._config.trainer.save_every

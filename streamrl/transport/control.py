@@ -196,6 +196,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """Age in versions → tokens that entered the loss."""
     spans: list[tuple[str, float, float]] = []
     """What the trainer did: (name, begin, end) in seconds since the epoch."""
+    seqs: list[int] = []
+    """The sequence numbers that were trained on."""
 
 
 class FinishRun(msgspec.Struct, frozen=True):

@@ -1,0 +1,101 @@
+"""What dies in mid-run costs nothing, or stops the run with a reason; nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, processes_of, start, steps, summary
+
+LONG = {"run__steps": 400, "trainer__save_at_end": "false", "manager__lease_seconds": 2, "rollout__workers": 2}
+
+
+def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 120.0) -> None:
+    """Until the run has made `count` steps."""
+    deadline = time.monotonic() + seconds
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, f"the run did not make {count} steps within {seconds:.0f} s"
+        time.sleep(0.1)
+
+
+def process_of(run_dir: Path, role: str) -> psutil.Process:
+    return next(p for p in processes_of(run_dir) if role in p.cmdline())
+
+
+def wait_until_gone(run_dir: Path, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := processes_of(run_dir):
+        assert time.monotonic() < deadline, [p.cmdline() for p in left]
+        time.sleep(0.05)
+
+
+def collected(process):
+    """Read a process's output in the background, so that it never blocks on a full pipe."""
+    output: list[str] = []
+    reader = threading.Thread(target=lambda: output.extend(process.stdout), daemon=True)
+    reader.start()
+    return reader, output
+
+
+def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
+    run_dir = tmp_path / "killed"
+    settings = overrides(tmp_path, "killed", **(LONG | {"run__steps": 60}), staleness__over_age="wait")
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 5)
+    process_of(run_dir, "rollout").send_signal(signal.SIGKILL)
+    assert process.wait(180) == 0, "".join(output)[-4000:]
+    reader.join(10)
+    assert_exactly_once(run_dir)
+    assert summary(run_dir)["steps"] == 60
+    trained = sorted(seq for step in steps(run_dir) for seq in step["seqs"])
+    assert trained == list(range(len(trained)))  # "wait" trains in admission order: a lost group would be a gap
+    assert json.loads((run_dir / "final.json").read_text())["status"]["ledger"]["expired"] > 0
+    wait_until_gone(run_dir, seconds=10)
+
+
+def test_ctrl_c_leaves_no_process(tmp_path):
+    run_dir = tmp_path / "stopped"
+    process = start(COPY_SCRATCH, overrides(tmp_path, "stopped", **LONG))
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 2)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130, "".join(output)[-4000:]
+    assert time.monotonic() - began < 15
+    reader.join(5)
+    wait_until_gone(run_dir, seconds=2)
+    assert (run_dir / "summary.json").exists()
+
+
+@pytest.mark.parametrize("role", ["gserver", "model-worker"])
+def test_the_death_of_a_process_stops_the_run_and_is_named(tmp_path, role):
+    run_dir = tmp_path / "died"
+    process = start(COPY_SCRATCH, overrides(tmp_path, "died", **LONG))
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 2)
+    process_of(run_dir, role).send_signal(signal.SIGKILL)
+    assert process.wait(40) == 1
+    reader.join(5)
+    text = "".join(output)
+    assert role.replace("-", "_") in text.replace("-", "_")
+    assert "SIGKILL" in text
+    wait_until_gone(run_dir, seconds=2)
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path):
+    run_dir = tmp_path / "orphans"
+    process = start(COPY_SCRATCH, overrides(tmp_path, "orphans", **LONG))
+    collected(process)
+    wait_for_steps(run_dir, 2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(5)
+    wait_until_gone(run_dir, seconds=15)

@@ -1,0 +1,1 @@
+"""The rollout workers: prompts become groups of scored trajectories."""

@@ -1,0 +1,1 @@
+"""Reward functions (`rew_inf`), run in processes of their own with a time limit."""

@@ -1,0 +1,98 @@
+"""Chat messages to tokens and back.
+
+Invariant: sampled tokens are never decoded and tokenized again. A further turn is appended as
+the tokens that the chat template puts between the end of an answer and the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamrl.errors import ConfigError, DataError
+
+Message = dict[str, str]
+
+_ANSWER_MARK = "\u241fanswer\u241f"
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+    all_special_ids: list[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+class ChatTokenizer:
+    """A tokenizer together with its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> None:
+        """Raises `ConfigError` when neither the tokenizer nor the caller brings a chat template."""
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; set model.chat_template, for example "
+                "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a model that knows no chat"
+            )
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    @classmethod
+    def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
+        """The tokenizer of the checkpoint folder `model_dir`; takes some seconds."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: no tokenizer can be loaded from {model_dir}: {error}") from error
+        return cls(tokenizer, chat_template=chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text` as it stands."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def render(self, messages: list[Message]) -> list[int]:
+        """Tokens of a conversation up to where the model answers.
+
+        Raises `DataError` when the chat template refuses the conversation.
+        """
+        return self.encode(self._render_text(messages))
+
+    def next_turn(self, output_ids: Sequence[int], messages: list[Message]) -> list[int]:
+        """Tokens to append after the sampled `output_ids` so that the model answers `messages`.
+
+        The template closes an answer with its end-of-turn token; it is left out where the model
+        sampled it itself.
+        """
+        opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER_MARK}]
+        _, mark, tail = self._render_text([*opening, *messages]).rpartition(_ANSWER_MARK)
+        if not mark:
+            raise ConfigError("the chat template does not show assistant messages: it cannot serve several turns")
+        token_ids = self.encode(tail)
+        if token_ids and output_ids and token_ids[0] == output_ids[-1] and token_ids[0] in self._special:
+            del token_ids[0]
+        return token_ids
+
+    def _render_text(self, messages: list[Message]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error

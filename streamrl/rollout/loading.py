@@ -1,0 +1,40 @@
+"""Finds the user's own code: `module:name` as written in the configuration."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+
+def load_object(spec: str, *, key: str) -> Any:
+    """Import what `spec` (`module:name`) names; `key` is the configuration key for error messages.
+
+    Modules in the working directory are found too, whichever way the process was started.
+    Raises `ConfigError` when the module or the name does not exist; an error raised by the
+    module itself passes through.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{key} = {spec!r}: write it as module:name, for example my_rewards:score")
+    working_directory = os.getcwd()
+    if working_directory not in sys.path and "" not in sys.path:
+        sys.path.insert(0, working_directory)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, and something that it imports does not
+        raise ConfigError(
+            f"{key} = {spec!r}: there is no module {module_name}; is it installed, or in {working_directory}?"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
+            raise ConfigError(f"{key} = {spec!r}: {module_name} has no {name}; it has {public or 'nothing public'}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,196 @@
+"""Interruptible generation: one response, whatever happens to gservers meanwhile.
+
+A request that a weight update cuts short is continued from its own tokens under the new policy;
+one whose gserver fails goes on at another. Invariant: every token of a `Generation` has the
+log-probability and the version of the policy that sampled it, as the engine reported them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from streamrl.config import SamplingConfig
+from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.rollout.replies import check_reply, token_versions
+from streamrl.transport.control import ControlClient
+from streamrl.transport.control import Route as RouteMessage
+from streamrl.transport.generation import (
+    GenerateReply,
+    GenerateRequest,
+    GenerationClient,
+    SamplingParams,
+)
+
+log = logging.getLogger(__name__)
+
+WARNING_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One response; the lists have one item for each sampled token."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """In nats, under the policy that sampled the token."""
+    versions: list[int]
+    """Version of the policy that sampled the token."""
+    finish_reason: Literal["stop", "length"]
+    matched: str | int | None
+    """What ended the response: a token id, or a stop string."""
+    interruptions: int
+    """How often it was cut and continued."""
+
+
+class Route(Protocol):
+    """Which gserver to ask."""
+
+    @property
+    def gserver(self) -> str:
+        """URL."""
+
+    async def replace(self, failed: str) -> None:
+        """Look for another gserver than `failed`; the answer may be the same again."""
+
+
+class GroupRoute:
+    """The gserver of one group, shared by its siblings so that they share its prompt cache."""
+
+    def __init__(self, control: ControlClient, *, worker: int, seq: int, gserver: str) -> None:
+        self.gserver = gserver
+        self._control = control
+        self._worker = worker
+        self._seq = seq
+        self._asking = asyncio.Lock()
+
+    async def replace(self, failed: str) -> None:
+        async with self._asking:
+            if self.gserver != failed:
+                return  # a sibling has asked already
+            try:
+                reply = await self._control.route(RouteMessage(worker=self._worker, seq=self._seq, failed=failed))
+            except (PeerError, DeadlineExceeded) as error:
+                log.warning("seq %d: no other gserver than %s for now: %s", self._seq, failed, error)
+                return
+            if reply.gserver:
+                self.gserver = reply.gserver
+
+
+class Generator:
+    """Asks gservers for responses, with the sampling parameters of the run."""
+
+    def __init__(self, client: GenerationClient, *, sampling: SamplingConfig, seed: int, patience: float) -> None:
+        """`patience`: seconds without a single new token after which a response is given up."""
+        self._client = client
+        self._sampling = sampling
+        self._seed = seed
+        self._patience = patience
+
+    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int, rid: str, route: Route) -> Generation:
+        """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
+
+        Raises `PeerError` when the gserver refuses the request, `WireError` when its answer makes
+        no sense, `DeadlineExceeded` when there is no progress for long.
+        """
+        output = _Output()
+        fruitless = _Fruitless(rid, patience=self._patience)
+        while True:
+            gserver = route.gserver
+            request = GenerateRequest(
+                input_ids=[*input_ids, *output.ids],
+                sampling_params=self._params(max_new_tokens - len(output.ids), rid=rid, position=len(output.ids)),
+                rid=f"{rid}/{output.interruptions}-{uuid.uuid4().hex[:8]}",
+                return_logprob=True,
+            )
+            try:
+                reply = await self._client.generate(gserver, request)
+            except (PeerError, DeadlineExceeded) as error:
+                if isinstance(error, PeerError) and 400 <= error.status < 500:
+                    raise
+                await fruitless.pause(error)
+                await route.replace(gserver)
+                output.interruptions += 1
+                continue
+            finish = check_reply(reply, budget=max_new_tokens - len(output.ids), peer=gserver)
+            output.extend(reply)
+            if finish.type == "abort" and len(output.ids) < max_new_tokens:
+                output.interruptions += 1
+                if reply.output_ids:
+                    fruitless.progress()
+                else:
+                    await fruitless.pause(PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
+                continue
+            return Generation(
+                output_ids=output.ids,
+                logprobs=output.logprobs,
+                versions=output.versions,
+                finish_reason="stop" if finish.type == "stop" else "length",
+                matched=finish.matched,
+                interruptions=output.interruptions,
+            )
+
+    def _params(self, max_new_tokens: int, *, rid: str, position: int) -> SamplingParams:
+        sampling = self._sampling
+        digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_new_tokens=max_new_tokens,
+            stop=sampling.stop or None,
+            stop_token_ids=sampling.stop_token_ids or None,
+            sampling_seed=int.from_bytes(digest, "little") >> 1,
+        )
+
+
+class _Output:
+    """The response so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.interruptions = 0
+
+    def extend(self, reply: GenerateReply) -> None:
+        """Append a checked reply."""
+        self.ids.extend(reply.output_ids)
+        self.logprobs.extend(min(0.0, entry[0] or 0.0) for entry in reply.meta_info.output_token_logprobs or ())
+        self.versions.extend(token_versions(reply.meta_info, tokens=len(reply.output_ids)))
+
+
+class _Fruitless:
+    """Attempts in a row that brought no token: growing pauses, a warning, an end."""
+
+    def __init__(self, rid: str, *, patience: float) -> None:
+        self._rid = rid
+        self._patience = patience
+        self.progress()
+
+    def progress(self) -> None:
+        self._since: float | None = None
+        self._attempts = 0
+        self._warned = False
+
+    async def pause(self, error: StreamRLError) -> None:
+        """Wait before the next attempt; raises `DeadlineExceeded` when it has been too long."""
+        now = time.monotonic()
+        self._since = self._since or now
+        waited = now - self._since
+        if waited >= self._patience:
+            raise DeadlineExceeded(f"request {self._rid}: no token for {waited:.0f} s; last: {error}") from error
+        if waited >= WARNING_SECONDS and not self._warned:
+            self._warned = True
+            log.warning("request %s waits for a gserver for %.0f s; last: %s", self._rid, waited, error)
+        await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self._attempts))
+        self._attempts += 1

@@ -1,0 +1,115 @@
+"""A reward process: `python -m streamrl.rollout.reward.child`, started by `RewardPool`.
+
+Reads frames from standard input and answers on standard output. The reward function gets
+neither: its output goes to standard error, its input is empty, so that it cannot break the
+protocol. It runs in the main thread, where signals work. The process ends with its parent,
+also while the function hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import BinaryIO
+
+import msgspec
+
+from streamrl.rollout.reward.functions import RewardFunction, load_reward
+from streamrl.rollout.reward.protocol import (
+    LENGTH_BYTES,
+    Answer,
+    Call,
+    Failure,
+    Ready,
+    Request,
+    Score,
+    Setup,
+    frame,
+)
+
+_PR_SET_PDEATHSIG = 1
+_TRACEBACK_LINES = 12
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    _die_with_parent()
+    requests_in, answers_out = _take_standard_streams()
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests_in, requests), daemon=True).start()
+    function: RewardFunction | None = None
+    while True:
+        request = requests.get()
+        if isinstance(request, Setup):
+            function, answer = _load(request)
+        elif function is None:
+            answer = Failure("a call came before the setup")
+        else:
+            answer = _score(function, request)
+        answers_out.write(frame(answer))
+        answers_out.flush()
+
+
+def _load(setup: Setup) -> tuple[RewardFunction | None, Answer]:
+    try:
+        return load_reward(setup), Ready()
+    except Exception as error:  # the user's module may raise anything: the parent reports it
+        return None, Failure(_tail(error))
+
+
+def _score(function: RewardFunction, call: Call) -> Answer:
+    try:
+        value = function(call.response, call.prompt)
+    except Exception as error:  # the user's function may raise anything: the parent reports it
+        return Failure(_tail(error))
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return Failure(f"it answered {value!r:.200} ({type(value).__name__}); a reward is a number")
+    if not math.isfinite(number):
+        return Failure(f"it answered {number}; a reward is a finite number")
+    return Score(number)
+
+
+def _tail(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(lines[-_TRACEBACK_LINES:])
+
+
+def _read(stream: BinaryIO, requests: queue.SimpleQueue[Request]) -> None:
+    decoder = msgspec.msgpack.Decoder(Request)
+    while True:
+        header = stream.read(LENGTH_BYTES)
+        body = stream.read(int.from_bytes(header, "little"))
+        if not body:
+            os._exit(0)  # the parent is gone, and the main thread may hang in the user's function
+        requests.put(decoder.decode(body))
+
+
+def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    requests_in = os.fdopen(os.dup(0), "rb")
+    answers_out = os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    return requests_in, answers_out
+
+
+def _die_with_parent() -> None:
+    """On Linux, ask the kernel: a function that holds the interpreter lock keeps `_read` from running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The reward functions that come with streamrl, and the loading of the user's own.
+
+Runs in a reward process. A reward function is `function(response: Response, prompt: Prompt, **args) -> float`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.errors import ConfigError
+from streamrl.rollout.loading import load_object
+from streamrl.rollout.reward.protocol import DataOrigin, Response, Setup
+from streamrl.rollout.rows import create_reasoning_gym
+from streamrl.types import Prompt
+
+log = logging.getLogger(__name__)
+
+RewardFunction = Callable[[Response, Prompt], Any]
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def load_reward(setup: Setup) -> RewardFunction:
+    """The function that `setup` names, its arguments bound. Raises `ConfigError`."""
+    match setup.function:
+        case "reasoning_gym":
+            return ReasoningGymReward(setup.origin, **setup.args)
+        case "math_verify":
+            return MathVerifyReward(**setup.args)
+        case spec:
+            function = load_object(spec, key="rollout.reward.function")
+            if not callable(function) or inspect.iscoroutinefunction(function):
+                raise ConfigError(f"rollout.reward.function = {spec!r}: must be a plain function (not async)")
+            try:
+                inspect.signature(function).bind("response", "prompt", **setup.args)
+            except TypeError as error:
+                raise ConfigError(
+                    f"rollout.reward.function = {spec!r} cannot be called as function(response, prompt, **args) "
+                    f"with args {setup.args}: {error}"
+                ) from error
+            return functools.partial(function, **setup.args)
+
+
+def extract_answer(text: str) -> str:
+    """What stands in the last `<answer>…</answer>`, or else the whole text, stripped."""
+    tagged = _TAGGED.findall(text)
+    return str(tagged[-1] if tagged else text).strip()
+
+
+class ReasoningGymReward:
+    """Scores with the task's own `score_answer`.
+
+    A scorer that raises was given an answer that it could not parse, which is the policy's
+    mistake and not an error of the run: it scores 0. (Some tasks have no scorer for any answer,
+    for example `propositional_logic`: they always score 0.)
+    """
+
+    def __init__(self, origin: DataOrigin) -> None:
+        self._task: Any = None
+        if origin.source == "reasoning_gym":
+            self._task = create_reasoning_gym(origin.path, size=origin.size, seed=origin.seed, args=origin.args)
+        self._entry = functools.lru_cache(maxsize=64)(self._make_entry)
+
+    def __call__(self, response: Response, prompt: Prompt) -> float:
+        answer = extract_answer(response.text)
+        if self._task is not None:
+            # Made again rather than taken from the prompt: JSON types would turn tuples into lists.
+            scorer, entry = self._task, self._entry(prompt.index)
+        else:
+            scorer, entry = _scorer_named_by(prompt.metadata), {**prompt.metadata, "answer": prompt.answer}
+        try:
+            return float(scorer.score_answer(answer=answer, entry=entry))
+        except Exception as error:  # the tolerance that the class docstring names
+            log.info("reasoning-gym could not score %r: %s: %s", answer[:80], type(error).__name__, error)
+            return 0.0
+
+    def _make_entry(self, index: int) -> Any:
+        return self._task[index]
+
+
+def _scorer_named_by(row: dict[str, Any]) -> Any:
+    """The task that an entry kept in a file came from."""
+    details = row.get("metadata")
+    task = details.get("source_dataset") if isinstance(details, dict) else None
+    if task is None:
+        raise ConfigError(
+            'rollout.reward.function = "reasoning_gym" needs data.source = "reasoning_gym", or rows with the '
+            f"entry's metadata.source_dataset; there is {', '.join(row) or 'nothing'}"
+        )
+    return _task_by_name(str(task))
+
+
+@functools.lru_cache(maxsize=256)
+def _task_by_name(task: str) -> Any:
+    return create_reasoning_gym(task, size=1, seed=0, args={})
+
+
+class MathVerifyReward:
+    """1 if math-verify finds the response's mathematical answer equal to the reference, else 0."""
+
+    def __init__(self) -> None:
+        try:
+            import math_verify
+        except ModuleNotFoundError as error:
+            raise ConfigError('math-verify is not installed: pip install "streamrl[rewards]"') from error
+        self._parse = math_verify.parse
+        self._verify = math_verify.verify
+
+    def __call__(self, response: Response, prompt: Prompt) -> float:
+        if prompt.answer is None:
+            raise ValueError("math_verify needs a reference answer; set data.answer_key to its column")
+        # Reference answers often come bare ("\frac{1}{2}"), and LaTeX is only found between dollars.
+        reference = str(prompt.answer)
+        gold = self._parse(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
+        if not gold:
+            raise ValueError(f"math_verify finds no mathematics in the reference answer {reference!r}")
+        return float(self._verify(gold, self._parse(extract_answer(response.text))))

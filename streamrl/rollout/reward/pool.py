@@ -1,0 +1,244 @@
+"""`RewardPool`: a few reward processes, each with one call at a time and a limit on how long it takes.
+
+Owns the processes. Invariants: a call ends within the time limit of its start in a process,
+whatever the function does; a process that hung or died is replaced before it is used again;
+after `close` no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from typing import cast
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import RewardError, RewardTimeout, WireError
+from streamrl.rollout.reward.protocol import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    Answer,
+    Call,
+    DataOrigin,
+    Failure,
+    Ready,
+    Request,
+    Response,
+    Score,
+    Setup,
+    frame,
+)
+from streamrl.types import Prompt
+
+_EXIT_SECONDS = 2.0
+"""A process whose pipe closed gets this long to leave its exit status."""
+
+_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class RewardPool:
+    """Calls the configured reward function in `processes` processes."""
+
+    def __init__(self, setup: Setup, *, processes: int, timeout: float, start_timeout: float = 120.0) -> None:
+        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds."""
+        self._children = [_Child(setup, start_timeout=start_timeout) for _ in range(processes)]
+        self._idle: asyncio.Queue[_Child] = asyncio.Queue()
+        self._calls: set[asyncio.Task[float]] = set()
+        self._function = setup.function
+        self._timeout = timeout
+
+    @classmethod
+    def of(cls, config: Config) -> RewardPool:
+        """The pool that `config.rollout.reward` describes, not yet started."""
+        reward = config.rollout.reward
+        data = config.data
+        return cls(
+            Setup(
+                function=reward.function,
+                args=reward.args,
+                origin=DataOrigin(
+                    source=data.source, path=data.path, args=data.args, size=data.size, seed=config.run.seed
+                ),
+            ),
+            processes=reward.processes,
+            timeout=reward.timeout_seconds,
+        )
+
+    async def start(self) -> None:
+        """Start all processes at once; raises `RewardError` when the function cannot be loaded."""
+        for child in self._children:
+            child.launch()
+        try:
+            await asyncio.gather(*(child.ready() for child in self._children))
+        except BaseException:
+            await self.close()
+            raise
+        for child in self._children:
+            self._idle.put_nowait(child)
+
+    async def close(self) -> None:
+        """End every process and every call."""
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(child.stop() for child in self._children))
+
+    async def score(self, response: Response, prompt: Prompt) -> float:
+        """What the function says of `response`, waiting for an idle process if none is.
+
+        Raises `RewardTimeout` when it takes too long, `RewardError` when it raises, crashes or
+        answers something else than a finite number.
+        """
+        child = await self._idle.get()
+        call = asyncio.create_task(self._call(child, Call(response, prompt)), name=f"reward of seq {prompt.seq}")
+        self._calls.add(call)
+        call.add_done_callback(self._forget)
+        # Shielded: a process that has begun a call must end it before it can take another.
+        return await asyncio.shield(call)
+
+    async def _call(self, child: _Child, call: Call) -> float:
+        try:
+            return await self._answer(child, call)
+        finally:
+            self._idle.put_nowait(child)
+
+    async def _answer(self, child: _Child, call: Call) -> float:
+        what = f"reward function {self._function}, seq {call.prompt.seq}"
+        await child.ready()
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await child.exchange(call)
+        except TimeoutError as error:
+            await child.replace()
+            raise RewardTimeout(
+                f"{what}: no answer within rollout.reward.timeout_seconds = {self._timeout:g}; its process was replaced"
+            ) from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            status = await child.replace(grace=_EXIT_SECONDS)
+            raise RewardError(f"{what}: its process died ({_exit_text(status)}) and was replaced") from error
+        except (TypeError, OverflowError) as error:
+            raise RewardError(f"{what}: the prompt's row cannot be sent to it: {error}") from error
+        except (WireError, msgspec.DecodeError) as error:
+            await child.replace()
+            raise RewardError(f"{what}: its process broke the protocol and was replaced: {error}") from error
+        match answer:
+            case Score(value):
+                return value
+            case Failure(message):
+                raise RewardError(f"{what}: {message}")
+            case Ready():
+                raise RewardError(f"{what}: answered out of turn")
+
+    def _forget(self, call: asyncio.Task[float]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # seen, also when nobody waits for the call any more
+
+
+class _Child:
+    """One reward process and its successors."""
+
+    def __init__(self, setup: Setup, *, start_timeout: float) -> None:
+        self._setup = setup
+        self._start_timeout = start_timeout
+        self._process: Process | None = None
+        self._launching: asyncio.Task[None] | None = None
+
+    def launch(self) -> None:
+        """Begin to start a process; `ready` waits for it."""
+        self._launching = asyncio.create_task(self._launch(), name="start of a reward process")
+
+    async def ready(self) -> None:
+        """Wait until the process has loaded the function; raises `RewardError` when it cannot."""
+        if self._launching is None or (self._launching.done() and self._failed_to_launch()):
+            self.launch()
+        await asyncio.shield(cast("asyncio.Task[None]", self._launching))
+
+    async def exchange(self, request: Request) -> Answer:
+        """Send `request`, return the answer; raises `IncompleteReadError` when the process ends."""
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(frame(request))
+        await process.stdin.drain()
+        length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+        if length > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {length} bytes")
+        return _decoder.decode(await process.stdout.readexactly(length))
+
+    async def replace(self, *, grace: float = 0.0) -> int | None:
+        """Kill the process and begin to start another; answers its exit status."""
+        status = await self._kill(grace=grace)
+        self.launch()
+        return status
+
+    async def stop(self) -> None:
+        """Kill the process for good."""
+        if self._launching is not None:
+            self._launching.cancel()
+            await asyncio.gather(self._launching, return_exceptions=True)
+        await self._kill()
+
+    def _failed_to_launch(self) -> bool:
+        launching = self._launching
+        return launching is not None and (launching.cancelled() or launching.exception() is not None)
+
+    async def _launch(self) -> None:
+        function = self._setup.function
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "streamrl.rollout.reward.child",
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,  # a process group of its own, so that `_kill` reaches what the function started
+        )
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                answer = await self.exchange(self._setup)
+        except TimeoutError as error:
+            await self._kill()
+            raise RewardTimeout(
+                f"reward function {function} was not imported within {self._start_timeout:.0f} s"
+            ) from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            status = await self._kill(grace=_EXIT_SECONDS)
+            raise RewardError(
+                f"reward function {function}: its process died while it was imported ({_exit_text(status)}); "
+                "its own words are above"
+            ) from error
+        if isinstance(answer, Failure):
+            await self._kill()
+            raise RewardError(f"reward function {function} cannot be loaded: {answer.message}")
+
+    async def _kill(self, *, grace: float = 0.0) -> int | None:
+        """End the process and all that it started; one that is ending gets `grace` seconds to leave its own status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        if grace:
+            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=grace)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()
+        return await process.wait()
+
+    def _running(self) -> Process:
+        if self._process is None:
+            raise ConnectionError("the process is gone")
+        return self._process
+
+
+def _exit_text(status: int | None) -> str:
+    if status is None:
+        return "gone"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

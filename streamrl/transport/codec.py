@@ -7,6 +7,7 @@ message's own memory and is read-only. Invariant: what `decode` answers keeps ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,11 @@ LOGPROB_TOLERANCE = 1e-4
 COPIED_BELOW = 4096
 """Smaller frames are copied out of the receive buffer, where they need not be aligned, in bytes."""
 
-_DTYPES = tuple(ARRAYS.values())
-_ITEM_BYTES = tuple(np.dtype(dtype).itemsize for dtype in _DTYPES)
+_NAMES = tuple(ARRAYS)
+_DTYPE_NAMES = tuple(ARRAYS.values())
+_DTYPES = tuple(map(np.dtype, _DTYPE_NAMES))
+_BYTES_PER_SIBLING = sum(dtype.itemsize for dtype in _DTYPES[:2])
+_BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES[2:])
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -72,11 +76,11 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
     Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
     """
     frames: list[Frame] = [_encoder.encode(_header(group))]
-    for name, dtype in ARRAYS.items():
+    for name, dtype in zip(_NAMES, _DTYPES, strict=True):
         array = getattr(group, name)
         if array.dtype != dtype or array.ndim != 1:
             raise WireError(
-                f"group {group.seq}: {name} must be a vector of {np.dtype(dtype).name}, "
+                f"group {group.seq}: {name} must be a vector of {dtype.name}, "
                 f"not {array.dtype.name} of shape {array.shape}"
             )
         frames.append(np.ascontiguousarray(array).view(np.uint8).data)
@@ -91,26 +95,32 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     where = f"group {header.seq} from {sender}"
     if header.seq < 0:
         raise WireError(f"{where}: a sequence number cannot be negative")
-    if header.dtypes != _DTYPES:
-        raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPES)}")
-    if len(frames) != len(_DTYPES):
-        raise WireError(f"{where}: {len(frames)} array frames instead of {len(_DTYPES)}")
+    if header.dtypes != _DTYPE_NAMES:
+        raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
+    if len(frames) != len(_NAMES):
+        raise WireError(f"{where}: {len(frames)} array frames instead of {len(_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
-    arrays: dict[str, NDArray[Any]] = {}
-    for (name, dtype), item_bytes, frame in zip(ARRAYS.items(), _ITEM_BYTES, frames, strict=True):
+    arrays: list[NDArray[Any]] = []
+    for name, dtype, frame in zip(_NAMES, _DTYPES, frames, strict=True):
         size = len(frame)
-        if size % item_bytes:
-            raise WireError(f"{where}: {name} has {size} bytes, not a multiple of {item_bytes}")
-        array = np.frombuffer(bytes(frame) if size < COPIED_BELOW else frame, dtype=dtype)
-        array.flags.writeable = False
-        arrays[name] = array
+        if size % dtype.itemsize:
+            raise WireError(f"{where}: {name} has {size} bytes, not a multiple of {dtype.itemsize}")
+        array = np.frombuffer(bytes(frame) if size < COPIED_BELOW else frame, dtype)
+        array.setflags(write=False)
+        arrays.append(array)
+    seqlens, rewards, ids, mask, logprobs, versions = arrays
     group = TrajectoryGroup(
         seq=header.seq,
         worker=header.worker,
         prompt_length=header.prompt_length,
+        seqlens=seqlens,
+        rewards=rewards,
+        packed_input_ids=ids,
+        packed_loss_mask=mask,
+        packed_behavior_logprobs=logprobs,
+        packed_policy_versions=versions,
         finish_reasons=header.finish_reasons,
         generation_seconds=header.generation_seconds,
-        **arrays,
     )
     check(group, vocab_size=limits.vocab_size, where=where)
     return group
@@ -118,15 +128,14 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 def check(group: TrajectoryGroup, *, vocab_size: int | None, where: str) -> None:
     """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type."""
-    _check_shapes(group, where)
-    _check_prompts(group, where)
+    _check_siblings(group, where)
     _check_tokens(group, vocab_size, where)
-    _check_rewards(group, where)
+    _check_prompts(group, where)
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
     """Bytes of the arrays of `group`."""
-    return sum(getattr(group, name).nbytes for name in ARRAYS)
+    return group.size * _BYTES_PER_SIBLING + group.tokens * _BYTES_PER_TOKEN
 
 
 def _header(group: TrajectoryGroup) -> GroupHeader:
@@ -136,7 +145,7 @@ def _header(group: TrajectoryGroup) -> GroupHeader:
         prompt_length=int(group.prompt_length),
         finish_reasons=group.finish_reasons,
         generation_seconds=float(group.generation_seconds),
-        dtypes=_DTYPES,
+        dtypes=_DTYPE_NAMES,
     )
 
 
@@ -146,67 +155,63 @@ def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) ->
         raise WireError(f"{where}: {total} bytes, more than the {max_group_bytes} of stream.max_group_mb")
 
 
-def _check_shapes(group: TrajectoryGroup, where: str) -> None:
-    siblings = len(group.seqlens)
-    if siblings == 0:
+def _check_siblings(group: TrajectoryGroup, where: str) -> None:
+    seqlens, rewards = group.seqlens.tolist(), group.rewards.tolist()
+    if not seqlens:
         raise WireError(f"{where}: no siblings")
-    if len(group.rewards) != siblings or len(group.finish_reasons) != siblings:
+    if not len(seqlens) == len(rewards) == len(group.finish_reasons):
         raise WireError(
-            f"{where}: {siblings} seqlens, {len(group.rewards)} rewards and "
+            f"{where}: {len(seqlens)} seqlens, {len(rewards)} rewards and "
             f"{len(group.finish_reasons)} finish reasons; there must be one of each for every sibling"
         )
-    shortest = int(group.seqlens.min())
+    shortest, tokens = min(seqlens), sum(seqlens)
     if shortest < 1:
         raise WireError(f"{where}: a sibling of {shortest} tokens")
-    tokens = int(group.seqlens.sum(dtype=np.int64))
-    for name in ARRAYS:
-        if name.startswith("packed_") and len(getattr(group, name)) != tokens:
+    for name in _NAMES[2:]:
+        if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
     if not 0 <= group.prompt_length <= shortest:
         raise WireError(
             f"{where}: prompt_length {group.prompt_length} is not between 0 and {shortest}, the shortest sibling"
         )
+    if not all(map(math.isfinite, rewards)):
+        raise WireError(f"{where}: rewards {rewards[:16]} must be finite")
+    if not 0 <= group.generation_seconds < math.inf:
+        raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")
+
+
+def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) -> None:
+    """Few passes over each array: this is the hot part of the stream's receiving end."""
+    ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
+    bound = 2**31 if vocab_size is None else vocab_size
+    if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
+        raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
+    mask_bytes = group.packed_loss_mask.tobytes()
+    if np.minimum.reduce(versions) < NO_VERSION or (versions >= 0).tobytes() != mask_bytes:
+        if group.packed_loss_mask.view(np.uint8).max() > 1:
+            raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
+        raise WireError(
+            f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
+        )
+    if b"\x01" not in mask_bytes:
+        raise WireError(f"{where}: no token was sampled by the policy (packed_loss_mask is False everywhere)")
+    lowest, highest = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
+    if not (lowest >= -_LARGEST_FLOAT and highest <= LOGPROB_TOLERANCE):  # NaN fails both
+        raise WireError(f"{where}: behavior_logprobs from {lowest} to {highest}; they must be finite and at most 0")
+    if ((logprobs != 0) | group.packed_loss_mask).tobytes() != mask_bytes:
+        raise WireError(f"{where}: behavior_logprobs must be 0 where packed_loss_mask is False")
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:
     """Siblings share their first `prompt_length` tokens, none of which the policy sampled."""
     length = group.prompt_length
     ids = group.packed_input_ids.view(np.uint8).data
-    mask = group.packed_loss_mask.view(np.uint8).data
-    prompt, unsampled = ids[: 4 * length], bytes(length)
+    mask = group.packed_loss_mask.tobytes()
+    prompt = ids[: 4 * length].tobytes()
     start = 0
     for seqlen in group.seqlens.tolist():
-        if mask[start : start + length] != unsampled:
+        if mask.find(1, start, start + length) >= 0:
             raise WireError(f"{where}: packed_loss_mask is not False over the {length} tokens of the prompt")
-        if ids[4 * start : 4 * (start + length)] != prompt:
+        if ids[4 * start : 4 * (start + length)].tobytes() != prompt:
             raise WireError(f"{where}: siblings do not share the {length} tokens of the prompt")
         start += seqlen
-
-
-def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) -> None:
-    ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
-    mask_bytes = group.packed_loss_mask.view(np.uint8)
-    if int(mask_bytes.max()) > 1:
-        raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
-    if not mask_bytes.any():
-        raise WireError(f"{where}: no token was sampled by the policy (packed_loss_mask is False everywhere)")
-    bound = 2**31 if vocab_size is None else vocab_size
-    if int(ids.view(np.uint32).max()) >= bound:  # a negative id reads as 2**31 or more
-        raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
-    sampled = (versions >= 0).view(np.uint8)
-    if int(versions.min()) < NO_VERSION or not np.array_equal(sampled, mask_bytes):
-        raise WireError(
-            f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
-        )
-    lowest, highest = float(logprobs.min()), float(logprobs.max())
-    if not (lowest >= -_LARGEST_FLOAT and highest <= LOGPROB_TOLERANCE):  # NaN fails both
-        raise WireError(f"{where}: behavior_logprobs from {lowest} to {highest}; they must be finite and at most 0")
-    if ((logprobs != 0).view(np.uint8) > mask_bytes).any():
-        raise WireError(f"{where}: behavior_logprobs must be 0 where packed_loss_mask is False")
-
-
-def _check_rewards(group: TrajectoryGroup, where: str) -> None:
-    if not np.isfinite(group.rewards).all():
-        raise WireError(f"{where}: rewards {group.rewards.tolist()[:16]} must be finite")
-    if not 0 <= group.generation_seconds < float("inf"):
-        raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")

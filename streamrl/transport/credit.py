@@ -9,6 +9,10 @@ reserved groups together never exceed the capacity. Three consequences:
 - when places are short, the lowest sequence number goes first, whoever has it: the order in which
   batches need groups, in which no sender starves another;
 - a sender that stays silent for `silence_seconds` loses its reservations and its turn.
+
+While there is room to spare, asking would cost a round trip for nothing: `eager` says how many
+groups each sender may have under way unasked. It reserves nothing, so it withholds nothing from
+anybody; should such a group find no place after all, it queues up as if it had been offered.
 """
 
 from __future__ import annotations
@@ -37,6 +41,12 @@ class CreditBook:
     def waiting(self) -> int:
         """Sequence numbers that were offered and have no place yet."""
         return sum(1 for seq in self._waiting if seq not in self._reserved)
+
+    def eager(self, *, held: int) -> int:
+        """How many groups each sender may have under way unasked: its share of half the free places."""
+        if self._waiting:
+            return 0
+        return (self.capacity - held - len(self._reserved)) // (2 * max(1, len(self._heard)))
 
     def hear(self, sender: bytes, *, now: float) -> None:
         """`sender` lives."""

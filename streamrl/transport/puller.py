@@ -59,6 +59,7 @@ class GroupSink(Protocol):
         """A message broke the wire format."""
 
 
+_NOW = int(zmq.NOBLOCK)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ask | codec.GroupHeader)
 
@@ -142,11 +143,17 @@ class GroupPuller:
         end = time.monotonic() + BATCH_SECONDS
         for _ in range(MESSAGES_PER_BATCH):
             try:
-                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                sender = self._socket.recv(_NOW, copy=False)
             except zmq.Again:
                 return
+            frames: list[memoryview] = []
+            more = sender.more
+            while more:
+                frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
+                frames.append(frame.buffer)
+                more = frame.more
             now = time.monotonic()
-            self._handle(sender.bytes, [frame.buffer for frame in frames], now)
+            self._handle(sender.bytes, frames, now)
             if now > end:
                 return
 
@@ -184,7 +191,7 @@ class GroupPuller:
             return
         full = not self._book.admits(group.seq, held=len(self._sink)) and not self._sink.knows(group.seq)
         if full or self._sink.offer(group) is Offer.FULL:
-            self._book.offer(sender, group.seq)  # its reservation had lapsed: it queues up again
+            self._book.offer(sender, group.seq)  # came unasked, or its reservation had lapsed
             self._reply(sender)
             return
         for other in (sender, *self._book.settle(group.seq)):
@@ -219,8 +226,9 @@ class GroupPuller:
     def _answer(self) -> None:
         """Send each pusher one message with everything that is new for it."""
         held, capacity = len(self._sink), self._sink.capacity_groups
+        eager = self._book.eager(held=held)
         for sender, reply in self._replies.items():
-            reply.held, reply.capacity = held, capacity
+            reply.held, reply.capacity, reply.eager = held, capacity, eager
             # To a pusher that is gone this goes nowhere; one that is back offers its groups again.
             self._socket.send_multipart([sender, _encoder.encode(reply)], zmq.NOBLOCK)
         self._replies.clear()

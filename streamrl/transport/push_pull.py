@@ -11,8 +11,9 @@ numbers and may be repeated without harm:
 
 Why ask first: a place is reserved only for a group that exists, so no credit lies idle with one
 pusher while another has the group that the trainer waits for (`credit.py` argues that nothing can
-deadlock), and a group that the head already knows is acknowledged without its arrays being sent.
-Asks, grants and acknowledgements travel in batches, so the extra round trip costs no throughput.
+deadlock). While the head has room to spare it says so (`Reply.eager`), and so many groups may be
+under way unasked; one that finds no place after all is not lost: the head takes its message for
+an offer and asks for the arrays again when it has a place.
 
 Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the
 head stores each sequence number once; so losses, restarts of either side and twins do no harm.
@@ -80,8 +81,12 @@ class Reply(msgspec.Struct):
     """Groups that the head holds now."""
     capacity: int = 0
     """Groups that it can hold."""
+    eager: int = 0
+    """Groups that the pusher may have under way without having asked."""
 
 
+_NOW = int(zmq.NOBLOCK)
+_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -162,7 +167,8 @@ class _Link:
         self._withdrawn: list[int] = []
         self._heard: float | None = None
         self._warned = 0.0
-        self._head_held = self._head_capacity = 0
+        self._head_held = self._head_capacity = self._eager = 0
+        self._under_way = 0
         self._flushing: asyncio.Handle | None = None
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -177,7 +183,7 @@ class _Link:
 
     @property
     def waiting_credit(self) -> int:
-        return sum(1 for item in self._pending.values() if not item.sends)
+        return len(self._pending) - self._under_way
 
     async def push(self, seq: int, frames: list[codec.Frame]) -> None:
         while (twin := self._pending.get(seq)) is not None:
@@ -186,14 +192,18 @@ class _Link:
                 return twin.done.result()
         item = _Pending(frames, self._loop.create_future(), time.monotonic())
         self._pending[seq] = item
-        self._offer([seq])
+        if self._under_way < self._eager:
+            self._send(seq, item)
+            self._flush_soon()
+        else:
+            self._offer([seq])
         if self._tending is None:
             self._tend_later()
         try:
             await item.done
         finally:
             if self._pending.get(seq) is item:
-                del self._pending[seq]
+                self._take(seq)
                 self._withdrawn.append(seq)
                 self._flush_soon()
         return None
@@ -232,12 +242,12 @@ class _Link:
         while self._offered or self._withdrawn:
             ask = Ask(offered=self._offered[:SEQS_PER_ASK], withdrawn=self._withdrawn[:SEQS_PER_ASK])
             del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
-            self._socket.send(_encoder.encode(ask), zmq.NOBLOCK)
+            self._socket.send(_encoder.encode(ask), _NOW)
 
     def _receive(self) -> None:
         while True:
             try:
-                message = self._socket.recv(zmq.NOBLOCK)
+                message = self._socket.recv(_NOW)
             except zmq.Again:
                 return
             try:
@@ -249,14 +259,14 @@ class _Link:
 
     def _handle(self, reply: Reply) -> None:
         self._heard = time.monotonic()
-        self._head_held, self._head_capacity = reply.held, reply.capacity
+        self._head_held, self._head_capacity, self._eager = reply.held, reply.capacity, reply.eager
         for seq in reply.stored:
-            item = self._pending.pop(seq, None)
+            item = self._take(seq)
             if item is not None:
                 self.pushed += 1
                 _resolve(item.done, None)
         for refusal in reply.refused:
-            item = self._pending.pop(refusal.seq, None)
+            item = self._take(refusal.seq)
             error = WireError(f"{self._name} refused a message: {refusal.reason}")
             if item is not None:
                 _resolve(item.done, error)
@@ -270,16 +280,23 @@ class _Link:
             else:
                 self._send(seq, item)
 
+    def _take(self, seq: int) -> _Pending | None:
+        """`seq` is settled, one way or the other."""
+        item = self._pending.pop(seq, None)
+        self._under_way -= item is not None and item.sends > 0
+        return item
+
     def _send(self, seq: int, item: _Pending) -> None:
         self.resent += item.sends > 0
+        self._under_way += item.sends == 0
         item.sends += 1
         item.acted = time.monotonic()
         self._pending.move_to_end(seq)
         self.bytes_sent += sum(map(len, item.frames))
         *first, last = item.frames
         for frame in first:
-            self._socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
-        self._socket.send(last, zmq.NOBLOCK, copy=False)
+            self._socket.send(frame, _NOW_MORE, copy=False)
+        self._socket.send(last, _NOW, copy=False)
 
     def _tend_later(self) -> None:
         self._tending = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._tend)

@@ -195,10 +195,9 @@ def create_reasoning_gym(task: str, *, size: int, seed: int, args: dict[str, Any
 def json_types(row: Row, *, where: str) -> Row:
     """`row` in JSON types: tuples become lists, dates strings, NumPy values plain ones."""
     try:
-        plain = msgspec.to_builtins(row, enc_hook=_plain, str_keys=True)
-    except (TypeError, NotImplementedError, ValueError) as error:
+        return msgspec.json.decode(_json.encode(row), type=Row)
+    except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: holds a value that is no JSON type: {error}") from error
-    return dict(plain)
 
 
 def _plain(value: Any) -> Any:
@@ -207,6 +206,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise NotImplementedError(f"a {type(value).__name__}")
+
+
+_json = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def _existing_file(path: Path) -> Path:

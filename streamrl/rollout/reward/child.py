@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from streamrl.errors import StreamRLError
 from streamrl.rollout.reward.functions import RewardFunction, load_reward
 from streamrl.rollout.reward.protocol import (
     LENGTH_BYTES,
@@ -60,6 +61,8 @@ def main() -> None:
 def _load(setup: Setup) -> tuple[RewardFunction | None, Answer]:
     try:
         return load_reward(setup), Ready()
+    except StreamRLError as error:
+        return None, Failure(str(error))
     except Exception as error:  # the user's module may raise anything: the parent reports it
         return None, Failure(_tail(error))
 

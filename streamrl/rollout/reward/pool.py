@@ -218,17 +218,23 @@ class _Child:
             raise RewardError(f"reward function {function} cannot be loaded: {answer.message}")
 
     async def _kill(self, *, grace: float = 0.0) -> int | None:
-        """End the process and all that it started; one that is ending gets `grace` seconds to leave its own status."""
-        process, self._process = self._process, None
+        """End the process and all that it started; one that is ending gets `grace` seconds to leave its own status.
+
+        May be cancelled and called again: the process is forgotten only when it is gone.
+        """
+        process = self._process
         if process is None:
             return None
-        if grace:
-            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=grace)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if process.stdin is not None:
             process.stdin.close()
-        return await process.wait()
+        status = await process.wait()
+        self._process = None
+        return status
 
     def _running(self) -> Process:
         if self._process is None:

@@ -1,0 +1,99 @@
+"""A scripted gserver: real HTTP, SGLang's API, and answers that a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from streamrl.transport.generation import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    MetaInfo,
+    TokenLogprob,
+    VersionSpan,
+)
+
+Script = Callable[[GenerateRequest, int], "GenerateReply | web.Response | Awaitable[GenerateReply | web.Response]"]
+"""Answers request number n (from 0)."""
+
+
+class Engine:
+    def __init__(self, script: Script) -> None:
+        self.url = ""
+        self.requests: list[GenerateRequest] = []
+        self.cancelled = 0
+        self.arrived = asyncio.Event()
+        self._script = script
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        message = msgspec.json.decode(await request.read(), type=GenerateRequest)
+        self.requests.append(message)
+        self.arrived.set()
+        try:
+            answer: Any = self._script(message, len(self.requests) - 1)
+            if asyncio.iscoroutine(answer):
+                answer = await answer
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(answer, web.Response):
+            return answer
+        if answer is None:  # the connection is lost
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+@asynccontextmanager
+async def serving(script: Script) -> AsyncIterator[Engine]:
+    engine = Engine(script)
+    app = web.Application()
+    app.router.add_post("/generate", engine.generate)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+def answer(
+    tokens: list[int],
+    *,
+    finish: str = "stop",
+    version: str = "0",
+    spans: list[tuple[str, int, int]] | None = None,
+    logprobs: list[TokenLogprob] | None = None,
+    matched: int | str | None = None,
+    status_code: int | None = None,
+) -> GenerateReply:
+    """What an engine says; the log-probability of token t is -t / 100 unless told otherwise."""
+    if logprobs is None:
+        logprobs = [(-token / 100, token, None) for token in tokens]
+    return GenerateReply(
+        text="",
+        output_ids=tokens,
+        meta_info=MetaInfo(
+            id="x",
+            finish_reason=FinishReason(type=finish, matched=matched, status_code=status_code, message="scripted"),  # type: ignore[arg-type]
+            prompt_tokens=0,
+            completion_tokens=len(tokens),
+            weight_version=version,
+            weight_versions=[VersionSpan(*span) for span in spans] if spans is not None else None,
+            output_token_logprobs=logprobs,
+        ),
+    )
+
+
+def failure(status: int, message: str = "scripted") -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)

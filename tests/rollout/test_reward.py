@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.errors import RewardError, RewardTimeout
+from streamrl.rollout.data import PromptSource
+from streamrl.rollout.reward.functions import extract_answer
+from streamrl.rollout.reward.pool import RewardPool
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.tasks import addition, addition_reward, copy_digits, copy_reward
+from streamrl.types import Prompt
+from tests.rollout.characters import make_chat
+
+USER_REWARD = "tests.rollout.user_code:reward"
+
+
+def prompt(answer: Any = None, *, seq: int = 0, index: int = 0, metadata: dict[str, Any] | None = None) -> Prompt:
+    return Prompt(seq=seq, index=index, epoch=0, messages=[], input_ids=[], answer=answer, metadata=metadata or {})
+
+
+def response(text: str, finish_reason: str = "stop") -> Response:
+    return Response(text=text, finish_reason=finish_reason, output_tokens=len(text))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@asynccontextmanager
+async def pool(
+    function: str = USER_REWARD, *, processes: int = 1, timeout: float = 20.0, **config: Any
+) -> AsyncIterator[RewardPool]:
+    before = children()
+    reward = {"function": function, "processes": processes, "timeout_seconds": timeout, "args": config.pop("args", {})}
+    made = RewardPool.of(from_dict({"rollout": {"reward": reward}, **config}))
+    await made.start()
+    assert len(children() - before) == processes
+    try:
+        yield made
+    finally:
+        await made.close()
+        assert children() <= before
+
+
+async def test_scores_with_arguments() -> None:
+    async with pool(args={"scale": 2.5}) as rewards:
+        assert await rewards.score(response("anything"), prompt()) == 2.5
+
+
+async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
+    async with pool() as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        for text, message in [
+            ("raise", r"user_code(.*\n)*LookupError: no such thing"),
+            ("nan", "answered nan; a reward is a finite number"),
+            ("text", r"answered 'good' \(str\)"),
+        ]:
+            with pytest.raises(RewardError, match=message):
+                await rewards.score(response(text), prompt(seq=5))
+        assert await rewards.score(response("pid"), prompt()) == pid
+
+
+@pytest.mark.parametrize(("text", "status"), [("exit 7", "exit status 7"), ("abort", "SIGABRT"), ("sysexit", "3")])
+async def test_a_crash_is_reported_and_the_process_replaced(text: str, status: str) -> None:
+    async with pool() as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        with pytest.raises(RewardError, match=f"seq 5.*died .*{status}"):
+            await rewards.score(response(text), prompt(seq=5))
+        assert await rewards.score(response("pid"), prompt()) != pid
+
+
+@pytest.mark.parametrize("text", ["sleep 600", "spin"])
+async def test_a_call_that_takes_too_long_is_killed(text: str) -> None:
+    async with pool(timeout=0.5) as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        with pytest.raises(RewardTimeout, match="timeout_seconds = 0.5"):
+            await rewards.score(response(text), prompt())
+        assert not psutil.pid_exists(int(pid))
+        assert await rewards.score(response("pid"), prompt()) != pid
+
+
+async def test_what_the_function_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    async with pool(timeout=2.0) as rewards:
+        with pytest.raises(RewardTimeout):
+            await rewards.score(response(f"spawn {file}"), prompt())
+        pid = int(file.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_output_of_the_function_does_not_break_the_protocol() -> None:
+    async with pool() as rewards:
+        for _ in range(3):
+            assert await rewards.score(response("print"), prompt()) == 0.0  # and its standard input is empty
+        assert await rewards.score(response("ok"), prompt()) == 1.0
+
+
+async def test_processes_work_at_the_same_time(tmp_path: Path) -> None:
+    """Each call returns only once three are running: with fewer processes all would time out."""
+    async with pool(processes=3) as rewards:
+        calls = (rewards.score(response(f"meet {tmp_path} 3"), prompt(seq=i)) for i in range(3))
+        assert await asyncio.gather(*calls) == [1.0] * 3
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+async def test_more_calls_than_processes_wait_their_turn() -> None:
+    async with pool(processes=2) as rewards:
+        calls = (rewards.score(response("ok" if i % 3 else "raise"), prompt(seq=i)) for i in range(60))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [float if i % 3 else RewardError for i in range(60)]
+
+
+async def test_a_cancelled_call_harms_no_other() -> None:
+    async with pool() as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        running = asyncio.create_task(rewards.score(response("sleep 0.3"), prompt()))
+        waiting = asyncio.create_task(rewards.score(response("exit 1"), prompt()))
+        await asyncio.sleep(0)
+        running.cancel()
+        waiting.cancel()
+        assert await rewards.score(response("pid"), prompt()) == pid  # not the answer of the cancelled call
+
+
+async def test_close_ends_calls_that_run_and_wait() -> None:
+    async with pool(timeout=600) as rewards:
+        calls = [asyncio.create_task(rewards.score(response("sleep 600"), prompt())) for _ in range(3)]
+        await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls, timeout=5)
+    assert all(call.cancelled() for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        ("tests.rollout.nothing:reward", {}, "no module tests.rollout.nothing"),
+        ("tests.rollout.user_code:rewards", {}, "has no rewards"),
+        ("tests.rollout.user_code:async_reward", {}, "not async"),
+        (USER_REWARD, {"size": 1}, "cannot be called.*size"),
+        ("math_verify", {"size": 1}, "unexpected keyword argument"),
+        ("my_reward", {}, "module:name"),
+    ],
+)
+async def test_functions_that_cannot_be_loaded(function: str, args: Any, message: str) -> None:
+    before = children()
+    with pytest.raises(RewardError, match=message):
+        async with pool(function, processes=2, args=args):
+            pass
+    assert children() <= before
+
+
+@pytest.mark.parametrize("text", ["ok", "spin"])
+def test_processes_end_when_their_worker_is_killed(text: str) -> None:
+    script = f"""
+import asyncio
+from tests.rollout.test_reward import *
+async def main():
+    async with pool(timeout=600) as rewards:
+        print(int(await rewards.score(response("pid"), prompt())), flush=True)
+        await rewards.score(response({text!r}), prompt())
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        child = psutil.Process(int(worker.stdout.readline()))
+        worker.kill()
+    child.wait(timeout=10)
+
+
+async def test_reasoning_gym_scores_right_and_wrong_answers() -> None:
+    data = {"source": "reasoning_gym", "path": "chain_sum", "size": 50}
+    source = PromptSource.open(from_dict({"data": data}), make_chat())
+    async with pool("reasoning_gym", data=data) as rewards:
+        for seq in (0, 7):
+            task = source.prompt(seq)
+            right = str(task.answer)
+            assert await rewards.score(response(f" {right}\n"), task) == 1.0
+            assert await rewards.score(response(f"<answer>1</answer> no: <answer> {right} </answer>."), task) == 1.0
+            assert await rewards.score(response(right + "1"), task) < 1.0
+
+
+async def test_reasoning_gym_entries_keep_their_python_types() -> None:
+    """arc_agi compares tuples: an entry that went through JSON would score 0.05."""
+    data = {"source": "reasoning_gym", "path": "rearc", "size": 5}
+    task = PromptSource.open(from_dict({"data": data}), make_chat()).prompt(2)
+    async with pool("reasoning_gym", data=data) as rewards:
+        assert await rewards.score(response(str(task.answer)), task) == 1.0
+
+
+async def test_reasoning_gym_scorers_that_raise_on_garbage() -> None:
+    data = {"source": "reasoning_gym", "path": "prime_factorization", "size": 5}
+    task = PromptSource.open(from_dict({"data": data}), make_chat()).prompt(0)
+    async with pool("reasoning_gym", data=data) as rewards:
+        assert await rewards.score(response("garbage [["), task) == 0.0
+        assert await rewards.score(response(str(task.answer)), task) == 1.0
+
+
+async def test_reasoning_gym_entries_from_a_file() -> None:
+    data = {"source": "jsonl", "path": "unused.jsonl"}
+    row = {"question": "1 + 1", "metadata": {"source_dataset": "chain_sum"}}
+    async with pool("reasoning_gym", data=data) as rewards:
+        assert await rewards.score(response("2"), prompt("2", metadata=row)) == 1.0
+        with pytest.raises(RewardError, match=r"metadata\.source_dataset"):
+            await rewards.score(response("2"), prompt("2"))
+
+
+async def test_math_verify() -> None:
+    async with pool("math_verify") as rewards:
+        assert await rewards.score(response("so it is $\\boxed{0.5}$"), prompt("\\frac{1}{2}")) == 1.0
+        assert await rewards.score(response("<answer>1/2</answer>"), prompt("$\\frac{1}{2}$")) == 1.0
+        assert await rewards.score(response("3"), prompt("\\frac{1}{2}")) == 0.0
+        assert await rewards.score(response("no idea"), prompt("2")) == 0.0
+        with pytest.raises(RewardError, match="needs a reference answer"):
+            await rewards.score(response("3"), prompt(None))
+
+
+def test_extract_answer() -> None:
+    assert extract_answer(" plain \n") == "plain"
+    assert extract_answer("<answer>a</answer><answer>\nb\nc </answer> tail") == "b\nc"
+    assert extract_answer("<answer>open") == "<answer>open"
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "score"),
+    [
+        ("1234", "stop", 1.0),
+        ("1234", "length", 0.8),
+        ("1235", "stop", 0.8),
+        ("12", "stop", 0.4),
+        ("12345", "stop", 4 / 6),
+        ("", "stop", 0.0),
+        ("9999", "stop", 0.2),
+    ],
+)
+def test_copy_reward(text: str, finish: str, score: float) -> None:
+    assert copy_reward(response(text, finish), prompt("1234")) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "score"),
+    [
+        ("12", "stop", 1.0),
+        ("5 + 7 = 12.", "stop", 1.0),
+        ("12", "length", 0.0),
+        ("11", "stop", 0.1),
+        ("12 or 13", "stop", 0.1),
+        ("twelve", "stop", 0.0),
+        ("19 - 7 - 12", "stop", 1.0),
+        ("-12", "stop", 0.1),
+    ],
+)
+def test_addition_reward(text: str, finish: str, score: float) -> None:
+    assert addition_reward(response(text, finish), prompt("12")) == score
+
+
+def test_own_tasks_are_pure_and_varied() -> None:
+    assert copy_digits(3, 1) == copy_digits(3, 1)
+    assert len({copy_digits(i, 1)["prompt"] for i in range(200)}) > 150
+    assert copy_digits(3, 1) != copy_digits(3, 2)
+    row = copy_digits(5, 0, digits=6)
+    assert row["prompt"] == row["answer"] + "="
+    assert len(row["answer"]) == 6
+    numbers = [addition(i, 0, low=2, high=3) for i in range(50)]
+    assert {row["answer"] for row in numbers} == {"4", "5", "6"}
+    assert numbers[0]["prompt"].startswith("What is ")

@@ -1,0 +1,92 @@
+"""What a user might bring: data, rewards and workflows, good and bad."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.session import Session
+from streamrl.rollout.workflow import TrajectoryBuilder
+from streamrl.types import Prompt, Trajectory
+
+
+def row(index: int, seed: int, *, word: str = "item") -> dict[str, Any]:
+    return {"prompt": f"{word} {index} of {seed}", "answer": str(index), "level": index % 3}
+
+
+def no_row(index: int, seed: int) -> Any:
+    return "not a row"
+
+
+def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
+    """Does what the response says, so that one function covers all cases."""
+    match response.text.split():
+        case ["sleep", seconds]:
+            time.sleep(float(seconds))
+        case ["spin"]:
+            while True:
+                pass
+        case ["exit", status]:
+            os._exit(int(status))
+        case ["abort"]:
+            os.abort()
+        case ["sysexit"]:
+            sys.exit(3)
+        case ["raise"]:
+            raise LookupError("no such thing")
+        case ["nan"]:
+            return float("nan")
+        case ["text"]:
+            return "good"
+        case ["print"]:
+            print("\x01\x02" * 3000, flush=True)
+            os.write(1, b"straight to the descriptor")
+            input_text = sys.stdin.read()
+            return float(len(input_text))
+        case ["pid"]:
+            return os.getpid()
+        case ["spawn", path]:
+            process = subprocess.Popen(["sleep", "600"])
+            Path(path).write_text(str(process.pid))
+            time.sleep(600)
+        case ["meet", path, count]:  # returns only once `count` calls are here at the same time
+            Path(path, str(os.getpid())).touch()
+            while len(os.listdir(path)) < int(count):
+                time.sleep(0.01)
+    return scale
+
+
+async def async_reward(response: Response, prompt: Prompt) -> float:
+    return 1.0
+
+
+def length_reward(response: Response, prompt: Prompt) -> float:
+    return float(response.output_tokens)
+
+
+def failing_reward(response: Response, prompt: Prompt) -> float:
+    raise LookupError("no such thing")
+
+
+class Hinted:
+    """Puts a hint before the prompt."""
+
+    def __init__(self, *, hint: str) -> None:
+        self.hint = hint
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        builder = TrajectoryBuilder()
+        builder.append_prompt(session.chat.encode(self.hint))
+        builder.append_prompt(prompt.input_ids)
+        generation = await session.generate(builder.input_ids, max_new_tokens=3)
+        builder.append_sampled(generation)
+        return builder.build(reward=0.5, finish_reason="hinted")
+
+
+class NotAWorkflow:
+    pass

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 
 from streamrl.errors import DeadlineExceeded, PeerLost
+from streamrl.metrics import StepReport as StepReport
 from streamrl.transport import http
 
 Role = Literal["gserver", "rollout", "master", "model_worker"]
@@ -35,6 +37,9 @@ Reply = TypeVar("Reply")
 
 LONG_POLL_SECONDS = 20.0
 """How long the manager holds a waiting call before it answers empty-handed."""
+
+ADMIT_RETRY_SECONDS = (0.1, 0.5, 2.0)
+"""Pauses before an admission whose connection broke is asked for again."""
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -90,6 +95,8 @@ class Admit(msgspec.Struct, frozen=True):
     worker: int
     count: int
     """How many groups the worker can start."""
+    ticket: str = ""
+    """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -183,23 +190,6 @@ class PublishReply(msgspec.Struct, frozen=True):
     """gservers that were lost in this update."""
 
 
-class StepReport(msgspec.Struct, frozen=True):
-    """What one training step did; one line of `metrics.jsonl`."""
-
-    step: int
-    """The policy version that the step made."""
-    time: float
-    """Seconds since the epoch at the end of the step."""
-    metrics: dict[str, float]
-    """Scalars by name."""
-    token_ages: dict[int, int]
-    """Age in versions → tokens that entered the loss."""
-    spans: list[tuple[str, float, float]] = []
-    """What the trainer did: (name, begin, end) in seconds since the epoch."""
-    seqs: list[int] = []
-    """The sequence numbers that were trained on."""
-
-
 class FinishRun(msgspec.Struct, frozen=True):
     reason: str
     error: str = ""
@@ -280,17 +270,25 @@ class ControlClient:
         """Addresses of the first `count` processes of `role`, once all have registered."""
         deadline = time.monotonic() + patience
         while True:
-            reply = await self._get(f"/topology?role={role}&count={count}", Topology)
+            wait = min(LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+            reply = await self._get(f"/topology?role={role}&count={count}&wait={wait:.3f}", Topology)
             if reply.complete:
                 return reply.peers
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
                     f"{len(reply.peers)} of {count} {role} processes registered within {patience:.0f} s; "
                     "look at the others' logs, or start them"
                 )
 
     async def admit(self, message: Admit) -> AdmitReply:
-        return await self._post("/admit", message, AdmitReply)
+        """Groups to start; asks again when the connection breaks, which gives no group twice."""
+        ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
+        for delay in ADMIT_RETRY_SECONDS:
+            try:
+                return await self._post("/admit", ticketed, AdmitReply)
+            except PeerLost:
+                await asyncio.sleep(delay)
+        return await self._post("/admit", ticketed, AdmitReply)
 
     async def route(self, message: Route) -> RouteReply:
         return await self._post("/route", message, RouteReply)
@@ -312,7 +310,7 @@ class ControlClient:
         return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
 
     async def report(self, message: StepReport) -> None:
-        await self._post("/report", message, Done)
+        await self._post("/report", message.finite(), Done)
 
     async def finish_run(self, message: FinishRun) -> None:
         await self._post("/finish_run", message, Done)

@@ -49,7 +49,7 @@ async def call(
                 content = await response.read()
                 status = response.status
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:.0f} s") from error
+        raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
     if status >= 400:
@@ -58,7 +58,7 @@ async def call(
         raise refusal
     try:
         return msgspec.json.decode(content, type=reply)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(
             f"{peer} answered {method} {url} with something else than a {reply.__name__}: "
             f"{error}; it said {content[:200]!r}"
@@ -68,5 +68,5 @@ async def call(
 def _error_text(content: bytes) -> str:
     try:
         return msgspec.json.decode(content, type=ErrorReply).error.message
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return content[:500].decode(errors="replace")

@@ -9,7 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from streamrl.errors import PeerError, PeerLost, StreamRLError
+from streamrl.errors import PeerLost, StreamRLError
+from streamrl.metrics import finite
 from streamrl.transport.control import ControlClient, Heartbeat, Register, Role
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,17 @@ class Membership:
         """Register, waiting up to `patience` seconds for the manager, and start to beat."""
         interval = await self._register(patience)
         self._beating = asyncio.create_task(self._beat(interval), name=f"heartbeat of {self.name}")
+        self._beating.add_done_callback(self._beat_ended)
 
     async def fail(self, error: BaseException) -> None:
-        """Tell the manager that this process has to give up, which stops the run."""
-        await self._send(error=f"{self.name}: {type(error).__name__}: {error}")
+        """Tell the manager that this process has to give up, which stops the run.
+
+        A manager that cannot be told is only logged: the caller raises `error` itself.
+        """
+        try:
+            await self._send(error=f"{self.name}: {type(error).__name__}: {error}")
+        except StreamRLError as unheard:
+            log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
 
     async def leave(self) -> None:
         """Stop beating."""
@@ -87,7 +95,7 @@ class Membership:
             try:
                 await self._send()
                 heard = time.monotonic()
-            except (PeerError, StreamRLError) as error:
+            except StreamRLError as error:
                 silent = time.monotonic() - heard
                 if silent > self._patience:
                     self.lost = PeerLost(f"{self.name}: the manager has been silent for {silent:.0f} s: {error}")
@@ -96,12 +104,20 @@ class Membership:
                 else:
                     log.warning("%s: heartbeat failed, trying on: %s", self.name, error)
 
+    def _beat_ended(self, beating: asyncio.Task[None]) -> None:
+        """A heartbeat that dies of a bug must not leave a process that nobody knows is there."""
+        error = None if beating.cancelled() else beating.exception()
+        if error is not None:
+            self.lost = StreamRLError(f"{self.name}: the heartbeat failed: {type(error).__name__}: {error}")
+            log.error("%s; leaving", self.lost, exc_info=error)
+            self.stopping.set()
+
     async def _send(self, *, error: str = "") -> None:
         reply = await self.client.heartbeat(
             Heartbeat(
                 role=self.role,
                 index=self.index,
-                stats=self._stats(),
+                stats=finite(self._stats()),
                 waiting_for=self.waiting_for,
                 error=error,
             )

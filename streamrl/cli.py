@@ -58,7 +58,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     resolved = claim_run_dir(asked)
     console = _console()
     if resolved.run.name != asked.run.name:
-        console.print(f"{asked.run_dir} exists already: this run's folder is [bold]{resolved.run_dir}[/]")
+        console.print(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}", markup=False)
     try:
         code = run_locally(resolved, display=make_display(console, config=resolved))
     finally:
@@ -81,9 +81,9 @@ def manager(
 
     def tell(url: str) -> None:
         console = _console()
-        console.print(f"the manager listens at [bold]{url}[/]; join it with")
+        console.print(f"the manager listens at {url}; join it with", soft_wrap=True)
         for role in ("gserver", "trainer", "rollout"):
-            console.print(f"  streamrl {role} {config} --manager {url}", highlight=False, soft_wrap=True)
+            console.print(f"  streamrl {role} {config} --manager {url}", markup=False, soft_wrap=True)
 
     code = run_manager(
         config, overrides or (), host=host, port=port, on_ready=_teller(answer_fd, tell), component=component
@@ -165,18 +165,21 @@ def model_worker(
 
 
 @app.command(hidden=True)
-def checkpoint(config: ConfigFile, overrides: Overrides = None, answer_fd: AnswerFd = None) -> None:
+def checkpoint(
+    config: ConfigFile, overrides: Overrides = None, component: Component = None, answer_fd: AnswerFd = None
+) -> None:
     """Make the folder with the run's initial weights and tokenizer, and tell where it is."""
     from streamrl.launch.role import run_checkpoint
 
-    tell = _teller(answer_fd, lambda folder: _console().print(folder, soft_wrap=True))
-    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=tell))
+    tell = _teller(answer_fd, lambda folder: _console().print(folder, soft_wrap=True, markup=False))
+    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=tell, component=component))
 
 
 @app.command(rich_help_panel=LOOK)
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a configuration; show it completed, and what it would start."""
     from rich.syntax import Syntax
+    from rich.text import Text
 
     from streamrl import config as configuration
     from streamrl.launch.dashboard import plan_table
@@ -185,9 +188,11 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     resolved = configuration.load(config, overrides or ())
     console = _console()
     toml = configuration.to_toml(resolved)
-    console.print(Syntax(toml, "toml", background_color="default") if console.is_terminal else toml, soft_wrap=True)
+    coloured = Syntax(toml, "toml", background_color="default")
+    console.print(coloured if console.is_terminal else Text(toml), soft_wrap=True)
     console.print(plan_table(plan(resolved, gpus=visible_gpus())))
-    console.print(f"[green]{config} is valid[/]; run folder {resolved.run_dir}, fingerprint {resolved.digest()}")
+    told = f"{config} is valid; its run folder is {resolved.run_dir}, its fingerprint {resolved.digest()}"
+    console.print(Text(told, style="green"), soft_wrap=True)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import matplotlib as mpl
+import matplotlib.ticker
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -45,6 +46,7 @@ STYLE: Final = {
 
 def write_plots(records: Records, folder: Path) -> list[Path]:
     """Write `reward.png`, `staleness.png`, `throughput.png` and `timeline.png`; answers the files."""
+    folder.mkdir(exist_ok=True)
     files = []
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         for name, draw in (
@@ -105,7 +107,7 @@ def _draw_staleness(records: Records) -> Figure:
     share = [m / (m + t) if m + t else 0.0 for m, t in zip(masked, trained, strict=True)]
     below.fill_between([s.step for s in records.steps], share, color=PAUSE_COLOUR, alpha=0.7, step="mid", linewidth=0)
     below.set(xlabel="policy version", ylabel="masked", ylim=(0, max(0.05, *share, 0.0) * 1.1), xlim=axes.get_xlim())
-    below.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+    below.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     return figure
 
 
@@ -182,7 +184,9 @@ def _draw_trainer(axes: Axes, steps: Sequence[StepReport], *, begin: float, lane
         for name, start, stop in step.spans:
             by_name.setdefault(name, []).append((start - begin, stop - start))
     for name, pieces in by_name.items():
-        axes.broken_barh(pieces, (lane - 0.4, 0.8), facecolors=SPAN_COLOUR.get(name, "#ff9da7"), linewidth=0)
+        # Weight updates run beside the computation of the next step: a strip of their own below it.
+        place = (lane + 0.2, 0.2) if name == "publish" else (lane - 0.4, 0.55)
+        axes.broken_barh(pieces, place, facecolors=SPAN_COLOUR.get(name, "#ff9da7"), linewidth=0)
 
 
 def _gservers(records: Records) -> dict[str, list[TimelineEntry]]:

@@ -3,8 +3,8 @@
 | file | written by | holds |
 |---|---|---|
 | `config.toml` | launcher | the resolved configuration |
-| `metrics.jsonl` | manager | one `StepReport` a line |
-| `timeline.jsonl` | manager | one line for each heartbeat (`TimelineEntry`) and, with `kind = "publication"`, weight update |
+| `metrics.jsonl` | master | one `StepReport` a line |
+| `timeline.jsonl` | manager | one `TimelineEntry` a line: heartbeats, weight updates (`kind` = `publication`) |
 | `final.json` | master | `Final`: the manager's last word, and the master's own counts |
 
 Tolerant by purpose: a run that crashed is read as far as it got, torn lines are skipped.
@@ -43,8 +43,8 @@ class TimelineEntry(msgspec.Struct, frozen=True):
 class Final(msgspec.Struct, frozen=True):
     """`final.json`: how the run stood when it ended. Counts are in groups."""
 
-    status: Status
-    """The manager's last word, after the master settled everything."""
+    status: Status | None
+    """The manager's last word, after the master settled everything; None if it did not answer."""
     groups_trained: int
     """Groups that entered a training step."""
     groups_held: int

@@ -1,4 +1,4 @@
-"""The report of a run, made from its folder: `summary.json`, plots, and a table.
+"""The report of a run, made from its folder: `summary.json`, `plots/`, and a table.
 
 Pure but for reading and writing files; works on a run that crashed, as far as it got.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 from streamrl.records import Final, Records, TimelineEntry, read_records
@@ -28,11 +29,12 @@ class Summary(msgspec.Struct, frozen=True):
         groups_lost = next_seq - rejected - running - returned - groups_trained - groups_held
 
     It is 0 in a healthy run, above 0 when a finished group vanished, below 0 when one was trained twice.
+    It is None for a run that did not finish: the ledger had not heard of all groups that the trainer held.
     """
 
     run: str
     state: str
-    """`finished`, `failed`, or `unknown` when the run left no last word."""
+    """`finished`, `failed`, `stopped` before its end, or `unknown` when the run left no last word."""
     message: str
     """Why it ended."""
     steps: int
@@ -76,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def write_report(run_dir: Path) -> Summary:
-    """Make `summary.json` and, if the run took a step, the plots; answers the summary."""
+    """Make `summary.json` and, if the run took a step, `plots/*.png`; answers the summary."""
     records = read_records(run_dir)
     summary = summarize(records, name=run_dir.name)
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
@@ -84,7 +86,7 @@ def write_report(run_dir: Path) -> Summary:
     if records.steps and (records.config is None or records.config.metrics.plots):
         from streamrl.plots import write_plots  # matplotlib takes a second to load
 
-        write_plots(records, run_dir)
+        write_plots(records, run_dir / "plots")
     return summary
 
 
@@ -105,9 +107,10 @@ def summarize(records: Records, *, name: str) -> Summary:
     )
     step_seconds = sum(values(steps, "step_seconds"))
     status = final.status if final else None
+    state = status.state if status else "unknown"
     return Summary(
         run=name,
-        state=status.state if status else "unknown",
+        state="stopped" if state in ("joining", "running") else state,
         message=status.message if status else "",
         steps=len(steps),
         reward_first=mean(rewards[:tenth]),
@@ -115,7 +118,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         train_seconds=end - begin,
         seconds_per_step=(end - begin) / len(steps) if steps else None,
         groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
-        groups_lost=groups_lost(final) if final else None,
+        groups_lost=groups_lost(final) if final and state == "finished" else None,
         groups_duplicated=final.groups_duplicated if final else None,
         groups_rejected=status.ledger.rejected if status else None,
         groups_dropped=status.ledger.dropped if status else None,
@@ -138,8 +141,10 @@ def summarize(records: Records, *, name: str) -> Summary:
     )
 
 
-def groups_lost(final: Final) -> int:
+def groups_lost(final: Final) -> int | None:
     """See `Summary`."""
+    if final.status is None:
+        return None
     ledger = final.status.ledger
     on_their_way = ledger.running + ledger.returned
     return ledger.next_seq - ledger.rejected - on_their_way - final.groups_trained - final.groups_held
@@ -148,7 +153,7 @@ def groups_lost(final: Final) -> int:
 def summary_table(summary: Summary) -> Table:
     """The summary for people."""
     s = summary
-    table = Table(title=f"run {s.run}: {s.state}", caption=s.message or None, title_justify="left")
+    table = Table(title=escape(f"run {s.run}: {s.state}"), caption=escape(s.message) or None, title_justify="left")
     for heading in ("", "figure", "meaning"):
         table.add_column(heading, justify="right" if heading == "figure" else "left", no_wrap=heading != "meaning")
 
@@ -213,7 +218,8 @@ def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
     ages: dict[int, int] = {}
     for step in steps:
         for age, count in step.token_ages.items():
-            ages[age] = ages.get(age, 0) + count
+            if count:
+                ages[age] = ages.get(age, 0) + count
     return ages
 
 

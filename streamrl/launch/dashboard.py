@@ -20,7 +20,7 @@ from streamrl.launch.history import History
 from streamrl.launch.plan import ProcessPlan
 from streamrl.transport.control import ProcessStatus, Status, StepReport
 
-LINES_BESIDE_PROCESSES = 21
+LINES_BESIDE_PROCESSES = 23
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""
 STATE_STYLE = {
     "joining": "yellow",
@@ -120,7 +120,7 @@ def step_line(step: StepReport, *, steps: int | None = None) -> str:
             parts.append(f"{label} {m[metric]:{form}}{unit}")
     if tokens:
         mean_age = sum(age * count for age, count in step.token_ages.items()) / tokens
-        parts.append(f"age {mean_age:.1f} (max {max(step.token_ages)})")
+        parts.append(f"age {mean_age:.1f} (max {max(age for age, count in step.token_ages.items() if count)})")
     if "tokens_per_second" in m:
         parts.append(f"{m['tokens_per_second']:.0f} tok/s")
     return "  ".join(parts)
@@ -143,11 +143,12 @@ def _header(history: History, status: Status, config: Config | None, now: float)
             f"elapsed [bold]{duration(now - history.started)}[/]  eta [bold]{eta}[/]",
         )
     model = f" · {config.model.path}" if config else ""
+    title = Text.assemble(("streamrl", "bold"), f" · {status.run}{model}")
     style = STATE_STYLE[status.state]
     note = f": {status.message}" if status.message and config else ""
     return Panel(
         line,
-        title=f"[bold]streamrl[/] · {status.run}{model}",
+        title=title,
         subtitle=Text(f"{status.state}{note}"[:90], style=style),
         border_style=style,
     )
@@ -155,8 +156,8 @@ def _header(history: History, status: Status, config: Config | None, now: float)
 
 def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     grid = Table.grid(expand=True)
-    grid.add_column(ratio=1)
-    grid.add_column(ratio=1)
+    grid.add_column(ratio=11)
+    grid.add_column(ratio=9)
     grid.add_row(left, right)
     return grid
 
@@ -166,12 +167,15 @@ def _reward(history: History) -> Panel:
     if not rewards:
         return Panel(Text("no step yet\n", style="dim"), title="reward")
     m = history.steps[-1].metrics
-    first = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 36), "green"))
-    return Panel(
-        Group(first, _figures(m, ("response_length_mean", "length", ".1f"), ("entropy", "entropy", ".2f"),
-                              ("grad_norm", "grad", ".2f"), ("reward_std", "std", ".2f"))),
-        title="reward",
-    )  # fmt: skip
+    first = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 40), "green"))
+    figures = _figures(
+        m,
+        ("response_length_mean", "length", ".1f"),
+        ("entropy", "entropy", ".2f"),
+        ("grad_norm", "grad", ".2f"),
+        ("reward_std", "std", ".2f"),
+    )
+    return Panel(Group(first, figures), title="reward")
 
 
 def _throughput(history: History) -> Panel:
@@ -181,19 +185,18 @@ def _throughput(history: History) -> Panel:
         ("trained on", history.values("tokens_per_second")[-60:], "magenta"),
     ):
         rate = f"{values[-1]:7,.0f} tok/s" if values else "      – tok/s"
-        grid.add_row(name, Text(rate, style=f"bold {style}"), Text(sparkline(values, 20), style=style))
+        grid.add_row(name, Text(rate, style=f"bold {style}"), Text(sparkline(values, 16), style=style))
     return Panel(grid, title="tokens per second")
 
 
 def _times(history: History) -> Panel:
     pool = history.pool_shares()
     shares = {"busy": pool.busy, "paused": pool.paused, "idle": pool.idle} if pool else {}
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row("generation", _share_bar(shares, 33))
-    grid.add_row("", _share_legend(shares))
-    grid.add_row("trainer", _share_bar(history.trainer_shares(), 33))
-    grid.add_row("", _share_legend(history.trainer_shares()))
-    return Panel(grid, title="where the time goes", height=7)
+    lines: list[Text] = []
+    for name, pool_shares in (("generation", shares), ("trainer", history.trainer_shares())):
+        lines.append(Text.assemble(f"{name:<11}", _share_bar(pool_shares, 39)))
+        lines.append(_share_legend(pool_shares))
+    return Panel(Group(*lines), title="where the time goes", height=7)
 
 
 def _share_bar(shares: Mapping[str, float], width: int) -> Text:
@@ -229,9 +232,9 @@ def _staleness(history: History, status: Status) -> Panel:
         share = sum(count for age, count in ages.items() if low <= age <= high) / total if total else 0.0
         label = f"{low}" if wide == 1 else f"{low}–{high}"
         grid.add_row(
-            label, Text("█" * round(share * 28) or "▏", style="cyan" if high <= limit else "blue"), f"{share:.0%}"
+            label, Text("█" * round(share * 26) or "▏", style="cyan" if high <= limit else "blue"), f"{share:.0%}"
         )
-    return Panel(grid, title=f"age of tokens trained on, in versions (limit {limit})", height=7)
+    return Panel(grid, title=f"age of tokens in versions, limit {limit}", height=7)
 
 
 def _groups(history: History, status: Status, config: Config | None) -> Panel:

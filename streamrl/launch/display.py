@@ -16,6 +16,7 @@ from typing import Self
 import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
@@ -51,7 +52,7 @@ class Display:
     def note(self, text: str) -> None:
         """Tell what the launcher does."""
         elapsed = duration(time.monotonic() - self._history.started)
-        self._console.print(f"[dim]{elapsed:>7}[/]  {text}", highlight=False)
+        self._console.print(Text.assemble((f"{elapsed:>7}  ", "dim"), text), soft_wrap=True)
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""

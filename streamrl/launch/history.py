@@ -44,7 +44,8 @@ class History:
         self._seen.append((now, gservers))
         while len(self._seen) > 2 and now - self._seen[0][0] > self._window:
             self._seen.popleft()
-        self.generated_rates.append(self._growth("tokens_generated_total"))
+        if self._servers_in_both():
+            self.generated_rates.append(self._growth("tokens_generated_total"))
         if status.last_step is not None:
             self.add_steps([status.last_step])
 
@@ -71,11 +72,14 @@ class History:
         return PoolShares(busy=busy, paused=paused, idle=1.0 - busy - paused)
 
     def trainer_shares(self) -> dict[str, float]:
-        """Share of the last step's time by span name; what no span covers is `other`."""
-        if not self.steps or not self.steps[-1].spans:
+        """Share of the last step's time by span name; what no span covers is `other`.
+
+        Without `publish`, which runs beside the next step.
+        """
+        spans = [span for span in self.steps[-1].spans if span[0] != "publish"] if self.steps else []
+        if not spans:
             return {}
-        spans = self.steps[-1].spans
-        total = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
+        total = max(self.steps[-1].time, *(end for _, _, end in spans)) - min(begin for _, begin, _ in spans)
         if total <= 0:
             return {}
         shares: dict[str, float] = {}

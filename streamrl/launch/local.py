@@ -28,7 +28,6 @@ from streamrl.launch.children import Child, Children, describe_exit
 from streamrl.launch.display import Display
 from streamrl.launch.plan import (
     COMPONENTS,
-    PlanRole,
     ProcessPlan,
     checkpoint_command,
     command,
@@ -67,7 +66,7 @@ def run_locally(
     config: Config,
     *,
     display: Display,
-    components: Mapping[PlanRole, str] = COMPONENTS,
+    components: Mapping[str, str] = COMPONENTS,
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before); answers the exit code.
 
@@ -81,7 +80,7 @@ def run_locally(
 class LocalRun:
     """The processes of one run, from the first to the last."""
 
-    def __init__(self, config: Config, *, display: Display, components: Mapping[PlanRole, str] = COMPONENTS) -> None:
+    def __init__(self, config: Config, *, display: Display, components: Mapping[str, str] = COMPONENTS) -> None:
         self._config = config
         self._config_file = config.run_dir / "config.toml"
         self._display = display
@@ -116,7 +115,7 @@ class LocalRun:
         self._display.note(f"preparing the model {self._config.model.path}")
         self._model_dir = Path(
             await children.ask(
-                checkpoint_command(self._config_file),
+                checkpoint_command(self._config_file, components=self._components),
                 name="checkpoint",
                 environment=thread_environment(self._config.trainer.threads),
                 timeout=CHECKPOINT_SECONDS,

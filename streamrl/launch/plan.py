@@ -19,14 +19,15 @@ from streamrl.config import Config
 
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout"]
 
-COMPONENTS: Mapping[PlanRole, str] = {
+COMPONENTS: Mapping[str, str] = {
+    "checkpoint": "streamrl.models:ensure_checkpoint",
     "manager": "streamrl.gserver.manager:serve",
     "gserver": "streamrl.gserver.process:serve",
     "model_worker": "streamrl.trainer.model_worker:serve",
     "master": "streamrl.trainer.master:serve",
     "rollout": "streamrl.rollout.worker:serve",
 }
-"""What runs in a process of each role: `module:function`."""
+"""What runs in a process of each role, and what makes the model folder: `module:function`."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout"}),
@@ -142,7 +143,7 @@ def command(
     manager_url: str | None = None,
     model_dir: Path | None = None,
     overrides: Sequence[str] = (),
-    components: Mapping[PlanRole, str] = COMPONENTS,
+    components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
     """The command line of `process`: the one to type by hand, completed by what the launcher knows already."""
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
@@ -152,14 +153,20 @@ def command(
         words += ["--index", str(process.index)]
     if model_dir is not None:
         words += ["--model-dir", str(model_dir)]
-    if components[process.role] != COMPONENTS[process.role]:
-        words += ["--component", components[process.role]]
-    return words
+    return words + _component_option(process.role, components)
 
 
-def checkpoint_command(config_file: Path, overrides: Sequence[str] = ()) -> list[str]:
+def checkpoint_command(
+    config_file: Path, *, overrides: Sequence[str] = (), components: Mapping[str, str] = COMPONENTS
+) -> list[str]:
     """The command line that makes the run's model folder and tells where it is."""
-    return [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
+    words = [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
+    return words + _component_option("checkpoint", components)
+
+
+def _component_option(role: str, components: Mapping[str, str]) -> list[str]:
+    chosen = components.get(role, COMPONENTS[role])
+    return [] if chosen == COMPONENTS[role] else ["--component", chosen]
 
 
 def visible_gpus() -> list[str]:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvloop
@@ -131,6 +131,13 @@ def run_component(prepare: Callable[[], Component], *, lifeline: Lifeline | None
     except StreamRLError as error:
         log.error("%s: %s", type(error).__name__, error)
         return EXIT_FAILED
+    except ExceptionGroup as group:
+        expected, unexpected = group.split(StreamRLError)
+        for error in _leaves(expected) if expected else ():
+            log.error("%s: %s", type(error).__name__, error)
+        if unexpected:
+            log.error("unexpected errors", exc_info=unexpected)
+        return EXIT_FAILED
     except Exception:  # the tolerance point of a process: whatever it is, it is logged and becomes the exit code
         log.exception("unexpected error")
         return EXIT_FAILED
@@ -145,6 +152,14 @@ def run_until_stopped(
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_until_stopped(component, lifeline, before_force))
+
+
+def _leaves(group: ExceptionGroup[Any]) -> Iterator[Exception]:
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 async def _until_stopped(

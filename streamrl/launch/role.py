@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +57,21 @@ def run_member(
     """A process that joins the manager at `manager_url`; answers its exit code."""
 
     def arguments(config: Config) -> dict[str, Any]:
-        folder = make_checkpoint(config) if model_dir is None else model_dir
+        folder = _make_checkpoint(config) if model_dir is None else model_dir
         return {"manager_url": manager_url, "index": index, "model_dir": folder}
 
     return _run_role(role, index, config_file, overrides, component, arguments)
 
 
-def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Callable[[str], None]) -> int:
+def run_checkpoint(
+    config_file: Path, overrides: Sequence[str], *, on_ready: Callable[[str], None], component: str | None
+) -> int:
     """Make the run's model folder and tell where it is; answers the exit code."""
     set_up_logging("checkpoint")
     lifeline = Lifeline.from_environment()
 
     def prepare() -> Component:
-        folder = make_checkpoint(configuration.load(config_file, overrides))
+        folder = _make_checkpoint(configuration.load(config_file, overrides), component)
 
         async def tell() -> None:
             on_ready(str(folder))
@@ -77,13 +79,6 @@ def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Cal
         return tell
 
     return run_component(prepare, lifeline=lifeline)
-
-
-def make_checkpoint(config: Config) -> Path:
-    """The folder with the run's initial weights and tokenizer; made if it is not there."""
-    models: Any = importlib.import_module("streamrl.models")  # loads torch: not before it is needed
-    folder: Path = models.ensure_checkpoint(config)
-    return folder
 
 
 def answer(descriptor: int, line: str) -> None:
@@ -113,8 +108,14 @@ def _run_role(
     return run_component(prepare, lifeline=lifeline)
 
 
-def _load(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
-    """The function that `module:function` names."""
+def _make_checkpoint(config: Config, component: str | None = None) -> Path:
+    """The folder with the run's initial weights and tokenizer; made if it is not there."""
+    folder: Path = _load(component or COMPONENTS["checkpoint"])(config)
+    return folder
+
+
+def _load(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names; loads torch with most of them."""
     module, _, function = name.partition(":")
-    serve: Callable[..., Coroutine[Any, Any, None]] = getattr(importlib.import_module(module), function)
-    return serve
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found

@@ -41,14 +41,14 @@ async def until_finished(children: Children, *, client: ControlClient, restart: 
     while True:
         child = await children.next_exit()
         assert child.process is not None
-        if child.process.role == "master" and child.exit_code == 0:
-            break
         state, message = await _state(client)
         if state == "failed":
             raise ProcessDied(await _failure(children, child, message))
-        over = state == "finished" or child.process.role == "manager"
-        if child.exit_code == 0 and over:
+        # A manager that does not answer may have left already; if it broke, its own exit code tells.
+        if child.exit_code == 0 and state in ("finished", "unknown"):
             log.debug("%s left", child.name)
+            if child.process.role == "master":
+                break
         elif not (child.exit_code != 0 and await restart(child)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             raise ProcessDied(early + child.obituary())

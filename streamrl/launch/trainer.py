@@ -14,7 +14,6 @@ from streamrl.launch.children import Children
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
 from streamrl.launch.plan import (
     COMPONENTS,
-    PlanRole,
     checkpoint_command,
     command,
     plan,
@@ -34,7 +33,7 @@ async def run_trainer(
     overrides: Sequence[str],
     manager_url: str,
     model_dir: Path | None = None,
-    components: Mapping[PlanRole, str] = COMPONENTS,
+    components: Mapping[str, str] = COMPONENTS,
 ) -> None:
     """Start master and model workers, and watch them until the run is over.
 
@@ -45,7 +44,7 @@ async def run_trainer(
         if model_dir is None:
             model_dir = Path(
                 await children.ask(
-                    checkpoint_command(config_file, overrides),
+                    checkpoint_command(config_file, overrides=overrides, components=components),
                     name="checkpoint",
                     environment=thread_environment(config.trainer.threads),
                     timeout=CHECKPOINT_SECONDS,

@@ -1,0 +1,148 @@
+"""Tiny components with the entries of the real ones, to try the launcher with real processes.
+
+What each does is told by `config.data.args`: `{"rollout": "die"}` and so on; see `_act`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from streamrl.config import Config
+from streamrl.errors import ModelError
+from streamrl.transport.control import LedgerStatus, ProcessStatus, Status, StepReport
+
+log = logging.getLogger("streamrl.standin")
+
+COMPONENTS = {
+    role: f"tests.launch.standins:{role}"
+    for role in ("checkpoint", "manager", "gserver", "model_worker", "master", "rollout")
+}
+
+
+def checkpoint(config: Config) -> Path:
+    if config.data.args.get("checkpoint") == "fail":
+        raise ModelError("no such model: nowhere")
+    return config.run_dir
+
+
+async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Answers /status; the run is finished once the master said so."""
+    over = asyncio.Event()
+    state = {"state": "running", "message": ""}
+    began = time.time()
+
+    async def status(request: web.Request) -> web.Response:
+        body = Status(
+            run=config.run.name,
+            state=state["state"],  # type: ignore[arg-type]
+            message=state["message"],
+            ledger=LedgerStatus(3, 4, 10, 6, 2, 0, 0, 0, 0, 5),
+            processes=[ProcessStatus("gserver", 0, "", 1, "here", 0.1, {}, "", "live")],
+            last_step=StepReport(step=3, time=began, metrics={"reward_mean": 0.5}, token_ages={0: 10}),
+            publication={},
+        )
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def end(request: web.Request) -> web.Response:
+        state.update(await request.json())
+        over.set()
+        return web.Response()
+
+    async def wait(request: web.Request) -> web.Response:
+        await over.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/status", status), web.post("/end", end), web.get("/wait", wait)])
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    on_ready(f"http://{host}:{site._server.sockets[0].getsockname()[1]}")  # type: ignore[union-attr]
+    _note(config, "manager")
+    try:
+        if config.data.args.get("manager"):
+            await _act(config, "manager", 0)
+        await over.wait()
+        await asyncio.sleep(0.3)
+    finally:
+        await runner.cleanup()
+
+
+async def gserver(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    await _member(config, "gserver", manager_url, index)
+
+
+async def model_worker(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    await _member(config, "model_worker", manager_url, index)
+
+
+async def rollout(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    await _member(config, "rollout", manager_url, index)
+
+
+async def master(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Writes what a master writes, waits until all are there, and ends the run if it is to."""
+    import aiohttp
+
+    _note(config, "master")
+    action = config.data.args.get("master", "finish")
+    async with aiohttp.ClientSession() as session:
+        if action == "finish":
+            while len(list(config.run_dir.glob("*.pid"))) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await session.post(f"{manager_url}/end", json={"state": "finished", "message": "3 steps are done"})
+        elif action == "fail":
+            message = "gserver/0: ModelError: out of memory"
+            await session.post(f"{manager_url}/end", json={"state": "failed", "message": message})
+        else:
+            await _act(config, "master", index)
+
+
+async def _member(config: Config, role: str, manager_url: str, index: int) -> None:
+    import aiohttp
+
+    _note(config, f"{role}{index}")
+    await _act(config, role, index)
+    async with aiohttp.ClientSession() as session, session.get(f"{manager_url}/wait"):
+        pass
+    if config.data.args.get("master") == "fail" and role == "gserver":
+        raise ModelError("out of memory")
+
+
+async def _act(config: Config, role: str, index: int) -> None:
+    """Misbehave as told."""
+    count = len((config.run_dir / "starts.txt").read_text().split())
+    action = config.data.args.get(role, "work")
+    if action == "die":
+        log.error("%s %d: something broke", role, index)
+        os._exit(3)
+    if action == "raise":
+        raise ModelError(f"the model of {role} is broken")
+    if action == "die-once" and count == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stubborn":
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: log.warning("no"))
+        time.sleep(60)  # noqa: ASYNC251
+    if action == "wait":
+        await asyncio.Event().wait()
+
+
+def _note(config: Config, name: str) -> None:
+    """Leave a file that tells this process's id."""
+    (config.run_dir / f"{name}.pid").write_text(str(os.getpid()))
+    if name.startswith("rollout"):
+        with (config.run_dir / "starts.txt").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    elif not (config.run_dir / "starts.txt").exists():
+        (config.run_dir / "starts.txt").touch()

@@ -1,0 +1,116 @@
+"""The live picture: fits the terminal, and says what it should."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from streamrl.config import from_dict
+from streamrl.launch.dashboard import dashboard, duration, plan_table, sparkline, step_line
+from streamrl.launch.history import History
+from streamrl.launch.plan import plan
+from tests.launch.statuses import history, status, step_report
+
+CONFIG = from_dict({"run": {"name": "addition", "steps": 200}})
+
+
+def drawn(picture: RenderableType, *, width: int = 100, height: int = 30) -> list[str]:
+    console = Console(record=True, width=width, height=height, file=io.StringIO())
+    console.print(picture)
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("gservers", [1, 4, 20])
+@pytest.mark.parametrize("warnings", [[], ["gserver/0 slow"], ["a", "b", "c", "d" * 300]])
+def test_fits_100_by_30(gservers: int, warnings: list[str]) -> None:
+    lines = drawn(dashboard(history(gservers=gservers), now=12.0, config=CONFIG, warnings=warnings))
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+
+
+def test_says_what_goes_on() -> None:
+    text = "\n".join(drawn(dashboard(history(), now=12.0, config=CONFIG, warnings=["gserver/0 slow"])))
+    for part in (
+        "addition · smollm2-135m-instruct",
+        "step 37/200",
+        "eta 5:26",  # 163 steps of 2 s
+        "450 tok/s",
+        "400 tok/s",
+        "busy 80%",
+        "paused 5%",
+        "actor_train 45%",
+        "wait 20%",
+        "age of tokens in versions, limit 4",
+        "running 12",
+        "accepted, not trained 9",  # 305 - 37 * 8
+        "room 19",
+        "weight update 0.31 s",
+        "waits for 3 of 8 groups",
+        "silent for 12 s",
+        "gserver/0 slow",
+    ):
+        assert part in text, part
+
+
+def test_troubled_processes_come_first() -> None:
+    text = "\n".join(drawn(dashboard(history(gservers=20), now=12.0, config=CONFIG)))
+    assert "waits for 3 of 8 groups" in text
+    assert "rollout/0" in text
+    assert "more" in text
+
+
+def test_without_anything_yet() -> None:
+    assert "waiting for the manager" in drawn(dashboard(History(started=0.0), now=0.0, config=CONFIG))[1]
+    early = History(started=0.0)
+    early.add_status(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
+    text = "\n".join(drawn(dashboard(early, now=0.0, config=CONFIG)))
+    assert "joining: 1 gserver is missing" in text
+    assert "no step yet" in text
+
+
+def test_without_configuration() -> None:
+    assert "step 37" in "\n".join(drawn(dashboard(history(), now=12.0)))
+
+
+def test_restarted_gserver_does_not_count_backwards() -> None:
+    made = history(seconds=3)
+    before = made.generated_rates[-1]
+    made.add_status(status(0), now=3.0)  # its counters began again at 0
+    assert before == pytest.approx(450.0)
+    assert made.generated_rates[-1] == 0.0
+
+
+def test_steps_are_taken_once() -> None:
+    made = History(started=0.0)
+    assert len(made.add_steps([step_report(1), step_report(2)])) == 2
+    assert made.add_steps([step_report(2), step_report(3)]) == [step_report(3)]
+
+
+def test_step_line() -> None:
+    line = step_line(step_report(7), steps=100)
+    assert line.startswith("step 7/100  reward 0.3")
+    assert "wait 0.40 s" in line
+    assert "age 0.8 (max 3)" in line
+
+
+def test_plan_table() -> None:
+    text = "\n".join(drawn(plan_table(plan(from_dict({"gserver": {"count": 3, "threads": 2}})))))
+    assert "gserver" in text
+    assert "http://127.0.0.1:free port" in text
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 80))
+def test_sparkline_fits(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), width)
+    if len(set(line)) > 1:
+        assert {"▁", "█"} <= set(line)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (187, "3:07"), (3723, "1:02:03")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,83 @@
+"""What a configuration starts, and how."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, from_dict
+from streamrl.errors import ConfigError
+from streamrl.launch.local import claim_run_dir
+from streamrl.launch.plan import COMPONENTS, STOP_ORDER, command, plan, visible_gpus
+
+
+def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
+    return from_dict(
+        {
+            "run": run,
+            "gserver": {"count": gservers, "threads": 3},
+            "trainer": {"data_parallel": model_workers, "batch_groups": 16, "threads": 2},
+            "rollout": {"workers": workers},
+        }
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 4))
+def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, workers: int, gpus: int) -> None:
+    names = [str(i) for i in range(gpus)]
+    processes = plan(config(gservers, model_workers, workers), gpus=names)
+    assert [p.role for p in processes] == (
+        ["manager"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["master"] + ["rollout"] * workers
+    )
+    assert len({p.name for p in processes}) == len(processes)
+    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER)
+    used = [p.gpu for p in processes if p.gpu is not None]
+    if gpus > 1:
+        assert len(used) == gservers + model_workers
+        counts = [used.count(name) for name in names]
+        assert max(counts) - min(counts) <= 1
+    else:
+        assert used == []
+
+
+def test_threads_reach_the_environment() -> None:
+    threads = {p.role: p.environment["OMP_NUM_THREADS"] for p in plan(config())}
+    assert threads == {"manager": "1", "gserver": "3", "model_worker": "2", "master": "1", "rollout": "1"}
+
+
+def test_cpu_runs_get_no_gpu() -> None:
+    assert all(p.gpu is None for p in plan(config(device="cpu"), gpus=["0", "1"]))
+
+
+def test_command_is_the_one_to_type() -> None:
+    (worker,) = [p for p in plan(config()) if p.role == "model_worker"]
+    words = command(worker, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
+    assert words[1:] == [
+        "-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0", "--model-dir", "d",
+    ]  # fmt: skip
+    assert words[0] == sys.executable
+    own = command(worker, config_file=Path("c.toml"), components={**COMPONENTS, "model_worker": "a:b"})
+    assert own[-2:] == ["--component", "a:b"]
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc")
+    assert visible_gpus() == ["2", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
+    first = config(name="a", dir=str(tmp_path))
+    names = [claim_run_dir(first).run.name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+
+
+def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        claim_run_dir(config(dir=str(tmp_path / "file")))

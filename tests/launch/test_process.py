@@ -1,0 +1,126 @@
+"""A component's process: signals, lifeline, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import asyncio, sys
+from streamrl.errors import ConfigError, ModelError, StreamRLError
+from streamrl.launch.process import Lifeline, run_component, set_up_logging
+set_up_logging("trial/0")
+def go(component):
+    sys.exit(run_component(lambda: component, lifeline=Lifeline.from_environment()))
+"""
+WAITS = """
+async def component():
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+go(component)
+"""
+HANGS = """
+import time
+async def component():
+    print("ready", flush=True)
+    time.sleep(60)
+go(component)
+"""
+
+
+def start(script: str, **environment: str) -> subprocess.Popen[str]:
+    descriptors = [int(value) for key, value in environment.items() if key == "STREAMRL_LIFELINE"]
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + script],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        pass_fds=descriptors,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_cleans_up(number: signal.Signals) -> None:
+    process = start(WAITS)
+    until_ready(process)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=10)
+    assert output == "cleaned up\n"
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+
+
+def test_second_signal_ends_at_once() -> None:
+    process = start(
+        """
+async def component():
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+go(component)
+"""
+    )
+    until_ready(process)
+    process.terminate()
+    until_ready(process)
+    process.terminate()
+    assert process.wait(10) in (128 + signal.SIGTERM, -signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize(("script", "least", "most"), [(WAITS, 0.0, 3.0), (HANGS, 4.0, 9.0)], ids=["waits", "hangs"])
+def test_cut_lifeline_ends_the_process(script: str, least: float, most: float) -> None:
+    reader, writer = os.pipe()
+    process = start(script, STREAMRL_LIFELINE=str(reader))
+    until_ready(process)
+    begin = time.monotonic()
+    os.close(writer)
+    process.wait(20)
+    output, _ = process.communicate()
+    assert least <= time.monotonic() - begin <= most
+    assert ("cleaned up" in output) == (script == WAITS)
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said", "traceback"),
+    [
+        ('ModelError("no weights")', 1, "ERROR   trial/0 ModelError: no weights", False),
+        ('ConfigError("bad key")', 2, "ERROR   trial/0 bad key", False),
+        ('ValueError("what")', 1, "ValueError: what", True),
+        (
+            'ExceptionGroup("both", [ModelError("a"), ExceptionGroup("c", [ModelError("b")])])',
+            1,
+            "ModelError: b",
+            False,
+        ),
+        ('ExceptionGroup("both", [ModelError("a"), ValueError("b")])', 1, "ValueError: b", True),
+    ],
+)
+def test_exit_codes_of_errors(raised: str, code: int, said: str, traceback: bool) -> None:
+    process = start(f"async def component():\n    raise {raised}\ngo(component)\n")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert said in errors
+    assert ("Traceback" in errors) == traceback

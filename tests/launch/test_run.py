@@ -1,0 +1,182 @@
+"""`streamrl run` from the outside, with real processes: how it ends, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30.0
+MEMBERS = ("manager", "gserver0", "model_worker0", "rollout0", "master")
+
+
+class Launched:
+    """A launcher under test."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        config = folder / "config.toml"
+        config.write_text(f'[run]\nname = "trial"\ndir = "{folder}/runs"\n')
+        self.run_dir = folder / "runs" / "trial"
+        self.output = folder / "output.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.launch.run_standins", str(config), *overrides],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "COLUMNS": "140"},
+            )
+
+    def pids(self) -> dict[str, int]:
+        return {file.stem: int(file.read_text() or 0) for file in self.run_dir.glob("*.pid")}
+
+    def until_all_run(self) -> dict[str, int]:
+        until(lambda: set(self.pids()) == set(MEMBERS) and all(self.pids().values()), self)
+        return self.pids()
+
+    def ends(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+
+def until(true: Callable[[], bool], launched: Launched, *, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, launched.said()
+        time.sleep(0.02)
+
+
+def alive(pids: dict[str, int]) -> list[str]:
+    return [
+        name
+        for name, pid in pids.items()
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    launched: list[Launched] = []
+
+    def start(*overrides: str) -> Launched:
+        launched.append(Launched(tmp_path, *overrides))
+        return launched[-1]
+
+    yield start
+    for one in launched:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_normal_end(launch: Callable[..., Launched]) -> None:
+    run = launch()
+    assert run.ends() == 0, run.said()
+    assert alive(run.pids()) == []
+    assert set(run.pids()) == set(MEMBERS)
+    assert (run.run_dir / "config.toml").exists()
+    assert (run.run_dir / "summary.json").exists()
+    logs = {file.stem for file in (run.run_dir / "logs").iterdir()}
+    assert logs == {
+        "checkpoint",
+        "manager-0",
+        "gserver-0",
+        "model_worker-0",
+        "master-0",
+        "rollout-0",
+    }
+
+
+def test_second_run_gets_its_own_folder(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "trial").mkdir(parents=True)
+    (tmp_path / "runs" / "trial-2").mkdir()
+    run = launch()
+    assert run.ends() == 0, run.said()
+    assert "trial-3" in run.said()
+    assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
+
+
+def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait"}')
+    pids = run.until_all_run()
+    begin = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends() == 130, run.said()
+    assert time.monotonic() - begin < 10
+    assert alive(pids) == []
+    assert "run trial" in run.said()  # the summary of what was done
+    assert "Traceback" not in run.said()
+
+
+def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait", rollout="stubborn"}')
+    pids = run.until_all_run()
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends() == 130, run.said()
+    assert alive(pids) == []
+    assert "rollout/0 did not stop within 5 s" in run.said()
+
+
+def test_death_of_a_gserver_stops_the_run(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait"}')
+    pids = run.until_all_run()
+    os.kill(pids["gserver0"], signal.SIGKILL)
+    assert run.ends() == 1
+    assert alive(pids) == []
+    assert f"gserver/0 (pid {pids['gserver0']}) was ended by SIGKILL (out of memory?)" in run.said()
+
+
+def test_error_shows_the_last_lines_of_the_log(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait", model_worker="raise"}')
+    assert run.ends() == 1
+    assert "model_worker/0" in run.said()
+    assert "ended with exit code 1" in run.said()
+    assert "ModelError: the model of model_worker is broken" in run.said()
+    assert "Traceback" not in run.said()
+    assert alive(run.pids()) == []
+
+
+def test_run_that_gives_up_names_the_culprit(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="fail"}')
+    assert run.ends() == 1
+    assert "the run failed: gserver/0: ModelError: out of memory" in run.said()
+    assert "gserver-0.log" in run.said()
+
+
+def test_failed_checkpoint(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={checkpoint="fail"}')
+    assert run.ends() == 1
+    assert "no such model: nowhere" in run.said()
+    assert run.pids() == {}
+
+
+def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={rollout="die-once"}')
+    assert run.ends() == 0, run.said()
+    assert len((run.run_dir / "starts.txt").read_text().split()) == 2
+    assert "started again (1 of 3)" in run.said()
+
+
+def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait", rollout="die"}', "rollout.restarts=2")
+    assert run.ends() == 1
+    assert len((run.run_dir / "starts.txt").read_text().split()) == 3
+    assert "rollout 0: something broke" in run.said()
+    assert alive(run.pids()) == []
+
+
+@pytest.mark.parametrize("rollout", ["work", "stubborn"])
+def test_killed_launcher_leaves_nothing(launch: Callable[..., Launched], rollout: str) -> None:
+    run = launch(f'data.args={{master="wait", rollout="{rollout}"}}')
+    pids = run.until_all_run()
+    run.process.kill()
+    until(lambda: alive(pids) == [], run, seconds=15)

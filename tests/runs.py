@@ -1,0 +1,59 @@
+"""Made-up run folders, to report on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.config import from_dict, to_toml
+from streamrl.transport.control import LedgerStatus, StepReport
+from tests.launch.statuses import EPOCH, status, step_report
+
+
+def write_run(folder: Path, *, steps: int = 60, gservers: int = 2, seconds: float = 2.0, **final: Any) -> Path:
+    """A healthy run that finished; `final` replaces entries of `final.json`."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(from_dict({"run": {"name": folder.name}})))
+    reports = [step_report(step, seconds=seconds) for step in range(1, steps + 1)]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(report, str_keys=True) for report in reports])
+    write_lines(folder / "timeline.jsonl", heartbeats(steps * seconds, gservers=gservers))
+    ledger = LedgerStatus(steps, 4, steps * 8 + 30, steps * 8 + 13, 12, 3, 2, 1, 4, 0)
+    last = msgspec.structs.replace(status(0, state="finished", message="all steps are done"), ledger=ledger)
+    content = {"status": last, "groups_trained": steps * 8, "groups_held": 13, "groups_duplicated": 5} | final
+    (folder / "final.json").write_bytes(msgspec.json.encode(content))
+    return folder
+
+
+def heartbeats(seconds: float, *, gservers: int) -> list[dict[str, Any]]:
+    chance = random.Random(1)
+    lines: list[dict[str, Any]] = []
+    busy = paused = tokens = 0.0
+    for second in range(int(seconds) + 1):
+        for index in range(gservers):
+            stats = {
+                "tokens_generated_total": tokens,
+                "busy_seconds_total": busy,
+                "pause_seconds_total": paused,
+                "running": 12.0,
+                "queued": 1.0,
+            }
+            lines.append({"time": EPOCH + second, "role": "gserver", "index": index, "stats": stats})
+        share = chance.choice([1.0, 1.0, 0.9, 0.6])
+        busy, paused, tokens = busy + share * 0.97, paused + 0.03, tokens + 420 * share
+        lines.append({"time": EPOCH + second, "role": "master", "index": 0, "stats": {}, "waiting_for": "3 groups"})
+        if second % 2:
+            lines.append({"time": EPOCH + second, "kind": "publication", "version": second // 2, "seconds": 0.3})
+    return lines
+
+
+def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_steps(folder: Path) -> list[StepReport]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [msgspec.json.decode(line, type=StepReport) for line in lines]

@@ -1,0 +1,130 @@
+"""The command line from the outside: speed of --help, what `check` shows, errors and exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.runs import write_run
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "aiohttp")
+
+
+def streamrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "streamrl", *words],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(f'[run]\nname = "trial"\ndir = "{tmp_path}/runs"\n[gserver]\ncount = 2\nthreads = 3\n')
+    return file
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom streamrl import cli\nsys.argv = ['streamrl', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    *text, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    for command in ("run", "manager", "gserver", "rollout", "trainer", "check", "status", "report"):
+        assert any(command in line for line in text)
+    assert not any("model-worker" in line for line in text)
+
+
+@pytest.mark.parametrize("command", ["run", "gserver", "trainer"])
+def test_help_of_commands(command: str) -> None:
+    done = streamrl(command, "--help")
+    assert done.returncode == 0
+    assert "KEY=VALUE" in done.stdout
+    assert "--component" not in done.stdout
+
+
+def test_launcher_loads_no_torch() -> None:
+    """The launcher stays light: a whole run is started, watched and shown without a model library."""
+    modules = "streamrl.launch.local, streamrl.launch.trainer, streamrl.report"
+    script = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_check_shows_configuration_and_processes(config: Path) -> None:
+    done = streamrl("check", str(config), "trainer.lr=0.5", "rollout.workers=4", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    toml, _, rest = done.stdout.partition("\nprocesses ")
+    assert tomllib.loads(toml)["trainer"]["lr"] == 0.5
+    rows = {cells[0]: cells[1:] for line in rest.splitlines() if (cells := [c.strip() for c in line.split("│")[1:-1]])}
+    assert rows["gserver"] == ["2", "3", "cpu", "http://127.0.0.1:free port"]
+    assert rows["rollout"][:2] == ["4", "1"]
+    assert set(rows) == {"manager", "gserver", "model_worker", "master", "rollout"}
+    assert "is valid" in rest
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["check", "nowhere.toml"], 2, "nowhere.toml: cannot be read"),
+        (["check", "CONFIG", "trainer.lrr=1"], 2, "did you mean trainer.lr?"),
+        (["check", "CONFIG", "trainer.lr=-1"], 2, "trainer.lr"),
+        (["run", "CONFIG", "trainer"], 2, "section.key=value"),
+        (["report", "nowhere"], 2, "nowhere: no such folder"),
+        (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
+        (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 1, "AttributeError"),
+        (["gserver", "CONFIG", "trainer.lr=-1", "--manager", "http://127.0.0.1:1"], 2, "trainer.lr"),
+        (["gserver", "CONFIG"], 2, "--manager"),
+    ],
+)
+def test_errors(config: Path, words: list[str], code: int, said: str) -> None:
+    done = streamrl(*[str(config) if word == "CONFIG" else word for word in words])
+    assert done.returncode == code
+    assert said in done.stderr
+    assert ("Traceback" in done.stderr) == ("AttributeError" in said)  # only what nobody expected has one
+
+
+def test_manager_refuses_the_folder_of_another_run(config: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "trial", steps=1)
+    done = streamrl("manager", str(config), "--component", "tests.launch.standins:manager")
+    assert done.returncode == 2
+    assert "holds another run" in done.stderr
+
+
+def test_bad_log_level(config: Path) -> None:
+    done = streamrl("run", str(config), STREAMRL_LOG="LOUD")
+    assert done.returncode == 2
+    assert "STREAMRL_LOG=LOUD" in done.stderr
+
+
+def test_report_command(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "trial", steps=3)
+    done = streamrl("report", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "run trial: finished" in done.stdout
+    assert (folder / "plots" / "timeline.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid(example: Path) -> None:
+    done = streamrl("check", str(example))
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"smollm2_addition", "chain_sum", "copy_scratch"}

@@ -1,0 +1,117 @@
+"""The report of a run: figures, plots, and what it makes of broken folders."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from streamrl.records import TimelineEntry, read_records
+from streamrl.report import growth, summary_table, write_report
+from tests.runs import read_steps, write_run
+
+PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
+
+
+def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    summary = write_report(folder)
+    steps = read_steps(folder)
+    assert summary.state == "finished"
+    assert summary.steps == 60
+    assert summary.reward_first == pytest.approx(sum(s.metrics["reward_mean"] for s in steps[:6]) / 6)
+    assert summary.reward_final == pytest.approx(sum(s.metrics["reward_mean"] for s in steps[-6:]) / 6)
+    assert summary.train_seconds == pytest.approx(120.0)
+    assert summary.groups_trained == 480
+    assert summary.groups_lost == 0  # 510 given out = 2 rejected + 12 running + 3 returned + 480 + 13
+    assert summary.groups_duplicated == 5
+    assert summary.groups_rejected == 2
+    assert summary.oldest_token_age == 3  # no token of age 4 in the made-up steps
+    assert summary.max_staleness == 4
+    assert summary.over_age == "mask"
+    assert summary.masked_share == pytest.approx(40 / 840)
+    assert summary.tokens_trained == 48_000
+    assert 2 * 420 * 120 * 0.6 < summary.tokens_generated <= 2 * 420 * 120
+    assert summary.trainer_wait_share == pytest.approx(0.2)
+    assert summary.overhead_share == pytest.approx(0.01)
+    assert summary.generation_busy_share is not None
+    assert 0.58 < summary.generation_busy_share < 0.97
+    assert json.loads((folder / "summary.json").read_text())["groups_lost"] == 0
+    assert {file.name for file in (folder / "plots").iterdir()} == PLOTS
+
+
+@pytest.mark.parametrize(("held", "lost"), [(13, 0), (10, 3), (14, -1)])
+def test_lost_and_doubled_groups_are_seen(tmp_path: Path, held: int, lost: int) -> None:
+    assert write_report(write_run(tmp_path / "run", steps=3, groups_held=held)).groups_lost == lost
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "timeline.jsonl", "final.json"])
+def test_missing_files(tmp_path: Path, missing: str) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    (folder / missing).unlink()
+    summary = write_report(folder)
+    assert summary.steps == (0 if missing == "metrics.jsonl" else 4)
+    assert (summary.groups_lost is None) == (missing == "final.json")
+    assert (summary.max_staleness is None) == (missing == "config.toml")
+    assert (summary.tokens_generated == 0) == (missing == "timeline.jsonl")
+
+
+def test_torn_files(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=10)
+    for name in ("metrics.jsonl", "timeline.jsonl", "final.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-20])
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b"\n\xff\xfe\x00 no\n")
+    (folder / "config.toml").write_text("run = [")
+    summary = write_report(folder)
+    assert summary.steps == 9
+    assert summary.state == "unknown"
+    assert summary.groups_trained == 72
+    assert {file.name for file in (folder / "plots").iterdir()} == PLOTS
+
+
+def test_run_without_a_step(tmp_path: Path) -> None:
+    summary = write_report(tmp_path)
+    assert summary.steps == 0
+    assert summary.reward_final is None
+    assert not (tmp_path / "plots").exists()
+    Console(file=io.StringIO()).print(summary_table(summary))
+
+
+def test_stopped_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1, status=None)
+    assert write_report(folder).state == "unknown"
+    assert write_report(folder).steps == 1
+
+
+def test_a_step_reported_again_counts_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[-1] + "\n")
+    assert [step.step for step in read_records(folder).steps] == [1, 2, 3, 4, 5]
+
+
+def test_table_shows_the_figures(tmp_path: Path) -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(summary_table(write_report(write_run(tmp_path / "run"))))
+    text = console.export_text()
+    for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
+        assert part in text, part
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_growth_survives_restarts(lives: list[list[int]]) -> None:
+    """A counter that restarts at 0 counts everything it ever counted."""
+    entries, expected = [], 0
+    for increments in lives:
+        count = 0
+        for increment in [0, *increments]:
+            count += increment
+            entries.append(TimelineEntry(time=0.0, stats={"n": count}))
+        expected += count
+    assert growth(entries, "n") == expected

@@ -80,7 +80,7 @@ class GroupPuller:
         self._wake_sender.setblocking(False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a pusher that reconnects replaces its dead connection
-        self._socket.set(zmq.MAXMSGSIZE, limits.max_group_bytes)
+        self._socket.set(zmq.MAXMSGSIZE, max(limits.max_group_bytes, codec.MAX_HEADER_BYTES))
         self._socket.set(zmq.LINGER, LINGER_MS)
         keep_alive(self._socket)
         self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
@@ -92,7 +92,7 @@ class GroupPuller:
 
     def wake(self) -> None:
         """Places became free: look again who waits for one. May be called from any thread."""
-        with suppress(BlockingIOError):  # as many wake-ups as fit are on their way already
+        with suppress(OSError):  # as many wake-ups as fit are on their way already, or it is closed
             self._wake_sender.send(b"\0")
 
     def close(self) -> None:
@@ -100,6 +100,7 @@ class GroupPuller:
         self._closing = True
         if self._thread.ident is None:
             self._release()
+            self.finished.set_result(None)
             return
         self.wake()
         self._thread.join()

@@ -105,11 +105,11 @@ class GroupPusher:
     ) -> None:
         """`endpoints`: of the heads, by data-parallel rank. Call with the event loop running."""
         self._max_group_bytes = max_group_bytes
+        self._closed = False
         self._links = [
             _Link(worker=worker, head=head, endpoint=endpoint, resend_seconds=resend_seconds, warn_seconds=warn_seconds)
             for head, endpoint in enumerate(endpoints)
         ]
-        self._closed = False
 
     async def push(self, group: TrajectoryGroup) -> None:
         """Send `group` to its head and return once it is stored there, now or before.
@@ -183,6 +183,7 @@ class _Link:
 
     @property
     def waiting_credit(self) -> int:
+        """Groups that were offered and not sent yet."""
         return len(self._pending) - self._under_way
 
     async def push(self, seq: int, frames: list[codec.Frame]) -> None:
@@ -192,6 +193,8 @@ class _Link:
                 return twin.done.result()
         item = _Pending(frames, self._loop.create_future(), time.monotonic())
         self._pending[seq] = item
+        if seq in self._withdrawn:
+            self._withdrawn.remove(seq)  # it is in hand again
         if self._under_way < self._eager:
             self._send(seq, item)
             self._flush_soon()
@@ -334,9 +337,9 @@ class _Link:
             )
         else:
             log.warning(
-                "%s waits for credit of %s: %d of %d groups held there, %d wait here, oldest seq %d for %.0f s",
+                "%s waits for credit of %s: %d of %d groups held there, %d not stored yet, oldest seq %d for %.0f s",
                 *(self._worker, self._name, self._head_held, self._head_capacity),
-                *(self.waiting_credit, oldest, now - started),
+                *(len(self._pending), oldest, now - started),
             )
 
 

@@ -1,0 +1,64 @@
+"""Trajectory groups for tests: one by hand, and a hypothesis strategy for any."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from streamrl.types import NO_VERSION, TrajectoryGroup
+
+
+def make_group(
+    seq: int = 0,
+    *,
+    seqlens: tuple[int, ...] = (5, 7),
+    prompt_length: int = 3,
+    version: int = 0,
+    worker: str = "rollout/0",
+) -> TrajectoryGroup:
+    """Siblings of `seqlens` tokens that share a prompt; every other token was sampled under `version`."""
+    mask = np.concatenate([np.arange(n) >= prompt_length for n in seqlens])
+    return TrajectoryGroup(
+        seq=seq,
+        worker=worker,
+        prompt_length=prompt_length,
+        seqlens=np.array(seqlens, dtype=np.int32),
+        rewards=np.linspace(0, 1, len(seqlens), dtype=np.float32),
+        packed_input_ids=np.concatenate([np.arange(n) % 1000 for n in seqlens]).astype(np.int32),
+        packed_loss_mask=mask,
+        packed_behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        packed_policy_versions=np.where(mask, version, NO_VERSION).astype(np.int32),
+        finish_reasons=["stop"] * len(seqlens),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TrajectoryGroup:
+    """Any valid group: several turns, versions that change in the middle of a turn."""
+    siblings = draw(st.integers(1, 5))
+    prompt_length = draw(st.integers(0, 6))
+    lengths = draw(st.lists(st.integers(1, 12), min_size=siblings, max_size=siblings))
+    seqlens = np.array(lengths, dtype=np.int32) + prompt_length
+    tokens = int(seqlens.sum())
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    starts = np.cumsum(seqlens) - seqlens
+    ids = random.integers(0, 1000, tokens).astype(np.int32)
+    mask = random.random(tokens) < draw(st.sampled_from([0.2, 0.9, 1.0]))
+    for start in starts:
+        ids[start : start + prompt_length] = ids[:prompt_length]
+        mask[start : start + prompt_length] = False
+    mask[starts[0] + prompt_length] = True
+    versions = np.sort(random.integers(0, draw(st.integers(1, 9)), tokens))
+    return TrajectoryGroup(
+        seq=draw(st.integers(0, 2**40)),
+        worker=draw(st.text(max_size=12)),
+        prompt_length=prompt_length,
+        seqlens=seqlens,
+        rewards=random.normal(size=siblings).astype(np.float32),
+        packed_input_ids=ids,
+        packed_loss_mask=mask,
+        packed_behavior_logprobs=np.where(mask, -random.random(tokens), 0).astype(np.float32),
+        packed_policy_versions=np.where(mask, versions, NO_VERSION).astype(np.int32),
+        finish_reasons=draw(st.lists(st.text(max_size=8), min_size=siblings, max_size=siblings)),
+        generation_seconds=draw(st.floats(0, 1e6)),
+    )

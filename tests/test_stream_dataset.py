@@ -1,0 +1,134 @@
+"""`StreamDataset`: stores once, holds until discarded, never more than it may."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from streamrl.stream_dataset import SeqSet, StreamDataset
+from streamrl.transport.puller import Offer
+from streamrl.types import SampleMeta
+from tests.groups import make_group
+
+sparse_seqs = st.one_of(st.integers(0, 40), st.integers(8180, 8200), st.integers(0, 2**60))
+
+
+@given(st.lists(st.tuples(st.booleans(), sparse_seqs)))
+def test_seq_set_is_a_set(changes: list[tuple[bool, int]]) -> None:
+    ours, plain = SeqSet(), set[int]()
+    for add, seq in changes:
+        if add:
+            ours.add(seq)
+            plain.add(seq)
+        else:
+            ours.remove(seq)
+            plain.discard(seq)
+        assert (seq in ours) is (seq in plain)
+    ranges = ours.ranges()
+    assert [seq for first, end in ranges for seq in range(first, end)] == sorted(plain)
+    assert all(before[1] < after[0] for before, after in pairwise(ranges)), "not merged"
+
+
+def test_seq_set_stays_small_however_long_the_run() -> None:
+    ours = SeqSet()
+    for seq in range(0, 200_000, 2):  # every other one was rejected
+        ours.add(seq)
+    assert sum(map(len, ours._chunks.values())) <= 200_000 / 8 + 1024
+
+
+class Dataset(RuleBasedStateMachine):
+    """A data set beside a plain model of it."""
+
+    @initialize(capacity=st.integers(1, 4))
+    def open(self, capacity: int) -> None:
+        self.told: list[SampleMeta] = []
+        self.freed = 0
+        self.dataset = StreamDataset(rank=2, capacity_groups=capacity, on_stored=self.told.append)
+        self.dataset.notify_freed(self.count_freed)
+        self.capacity = capacity
+        self.held: list[int] = []
+        self.known: set[int] = set()
+        self.stored = self.duplicated = 0
+
+    def count_freed(self) -> None:
+        self.freed += 1
+
+    @rule(seq=st.integers(0, 9))
+    def offer(self, seq: int) -> None:
+        outcome = self.dataset.offer(make_group(seq))
+        if seq in self.known:
+            assert outcome is Offer.DUPLICATE
+            self.duplicated += 1
+        elif len(self.held) == self.capacity:
+            assert outcome is Offer.FULL
+        else:
+            assert outcome is Offer.STORED
+            self.held.append(seq)
+            self.known.add(seq)
+            self.stored += 1
+            assert self.told[-1].seq == seq
+            assert self.told[-1].head == 2
+
+    @rule(data=st.data(), forget=st.booleans())
+    def discard(self, data: st.DataObject, forget: bool) -> None:
+        seqs = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
+        freed = self.freed
+        self.dataset.discard(seqs, forget=forget)
+        assert self.freed == freed + 1
+        self.held = [seq for seq in self.held if seq not in seqs]
+        self.known -= set(seqs) if forget else set()
+
+    @rule(seq=st.integers(0, 9))
+    def ask_for_what_is_not_held(self, seq: int) -> None:
+        if seq not in self.held:
+            with pytest.raises(KeyError, match=rf"head 2 holds {len(self.held)} groups, but not \[{seq}\]"):
+                self.dataset.get([*self.held, seq])
+            with pytest.raises(KeyError):
+                self.dataset.discard([*self.held, seq], forget=False)
+
+    @rule()
+    def resume(self) -> None:
+        """A resumed head knows what was done with, and has to get again what was only held."""
+        again = StreamDataset(rank=2, capacity_groups=self.capacity)
+        again.restore(self.dataset.state())
+        assert [seq for seq in range(10) if again.knows(seq)] == sorted(self.known - set(self.held))
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert len(self.dataset) == len(self.held) <= self.capacity
+        assert [group.seq for group in self.dataset.get(self.held)] == self.held
+        assert sorted(self.dataset.held()) == sorted(self.held)
+        assert [seq for seq in range(10) if self.dataset.knows(seq)] == sorted(self.known)
+        assert len(self.told) == self.stored
+        group_bytes = 2 * 8 + 12 * 13
+        assert self.dataset.stats() == {
+            "groups_stored_total": self.stored,
+            "groups_duplicated_total": self.duplicated,
+            "groups_refused_total": 0,
+            "groups_held": len(self.held),
+            "bytes_held": len(self.held) * group_bytes,
+        }
+
+
+TestStreamDataset = Dataset.TestCase
+
+
+def test_many_threads_store_each_group_once() -> None:
+    dataset = StreamDataset(rank=0, capacity_groups=200)
+    outcomes: list[Offer] = []
+
+    def offer_all() -> None:
+        outcomes.extend([dataset.offer(make_group(seq)) for seq in range(100)])
+
+    threads = [threading.Thread(target=offer_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(Offer.STORED) == 100
+    assert outcomes.count(Offer.DUPLICATE) == 300

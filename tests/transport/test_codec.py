@@ -1,0 +1,186 @@
+"""The group codec: round trip, and a refusal for everything that breaks a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import WireError
+from streamrl.transport import codec
+from streamrl.types import NO_VERSION, TrajectoryGroup
+from tests.groups import groups, make_group
+
+LIMITS = codec.Limits(max_group_bytes=1 << 20, vocab_size=1000)
+Message = tuple[codec.GroupHeader, list[bytes]]
+_header_decoder = msgspec.msgpack.Decoder(codec.GroupHeader)
+
+
+def message(group: TrajectoryGroup) -> Message:
+    header, *frames = codec.encode(group, max_group_bytes=1 << 20)
+    return _header_decoder.decode(header), [bytes(frame) for frame in frames]
+
+
+def decode(header: codec.GroupHeader, frames: list[bytes], limits: codec.Limits = LIMITS) -> TrajectoryGroup:
+    return codec.decode(header, frames, limits=limits, sender="rollout/0")
+
+
+def assert_equal(one: TrajectoryGroup, other: TrajectoryGroup) -> None:
+    for name in one.__struct_fields__:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype
+            np.testing.assert_array_equal(mine, theirs)
+        else:
+            assert mine == theirs
+
+
+@given(groups())
+def test_round_trip(group: TrajectoryGroup) -> None:
+    back = decode(*message(group))
+    assert_equal(back, group)
+    assert not any(getattr(back, name).flags.writeable for name in codec.ARRAYS)
+    assert codec.group_bytes(back) == sum(getattr(group, name).nbytes for name in codec.ARRAYS)
+
+
+def test_large_frames_are_not_copied_and_small_ones_are_aligned() -> None:
+    header, frames = message(make_group(seqlens=(4000, 4000)))
+    unaligned = [memoryview(bytearray(b"?" + frame))[1:] for frame in frames]
+    group = codec.decode(header, unaligned, limits=codec.Limits(max_group_bytes=1 << 20), sender="rollout/0")
+    assert np.shares_memory(group.packed_input_ids, np.frombuffer(unaligned[2], np.uint8))
+    assert group.seqlens.flags.aligned
+    assert group.rewards.flags.aligned
+
+
+def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
+    """The rules once more, token by token."""
+    if len(group.seqlens) == 0 or min(group.seqlens) < 1 or sum(map(int, group.seqlens)) != group.tokens:
+        return False
+    if not 0 <= group.prompt_length <= min(group.seqlens) or not any(group.packed_loss_mask):
+        return False
+    if not all(np.isfinite(reward) for reward in group.rewards):
+        return False
+    at = 0
+    for seqlen in map(int, group.seqlens):
+        for i in range(seqlen):
+            sampled = bool(group.packed_loss_mask[at + i])
+            logprob = float(group.packed_behavior_logprobs[at + i])
+            version = int(group.packed_policy_versions[at + i])
+            if int(group.packed_loss_mask.view(np.uint8)[at + i]) not in (0, 1):
+                return False
+            if not 0 <= group.packed_input_ids[at + i] < vocab_size:
+                return False
+            if sampled and not (version >= 0 and -np.inf < logprob <= codec.LOGPROB_TOLERANCE):
+                return False
+            if not sampled and not (version == NO_VERSION and logprob == 0):
+                return False
+            if i < group.prompt_length and (sampled or group.packed_input_ids[at + i] != group.packed_input_ids[i]):
+                return False
+        at += seqlen
+    return True
+
+
+@given(groups(), st.data())
+def test_one_wrong_value_is_refused_exactly_when_it_breaks_a_rule(group: TrajectoryGroup, data: st.DataObject) -> None:
+    header, frames = message(group)
+    which = data.draw(st.integers(0, len(frames) - 1))
+    dtype = np.dtype(list(codec.ARRAYS.values())[which])
+    array = np.frombuffer(bytearray(frames[which]), np.uint8 if dtype == np.bool_ else dtype)
+    position = data.draw(st.integers(0, len(array) - 1))
+    array[position] = data.draw(
+        st.sampled_from([np.nan, np.inf, -np.inf, 0.5, -2.0, 0.0, 1e-6])
+        if dtype == np.float32
+        else st.sampled_from([0, 1, 2, 5, 255])
+        if dtype == np.bool_
+        else st.sampled_from([-(2**31), -2, -1, 0, 1, 3, 999, 1000, 2**31 - 1])
+    )
+    frames[which] = array.tobytes()
+    fields = dict(zip(codec.ARRAYS, frames, strict=True))
+    corrupted = msgspec.structs.replace(
+        group, **{name: np.frombuffer(fields[name], codec.ARRAYS[name]) for name in codec.ARRAYS}
+    )
+    if keeps_the_rules(corrupted, vocab_size=1000):
+        assert_equal(decode(header, frames), corrupted)
+    else:
+        with pytest.raises(WireError, match=f"group {group.seq} from rollout/0: "):
+            decode(header, frames)
+
+
+def with_header(**changes: Any) -> Callable[[Message], Message]:
+    return lambda m: (msgspec.structs.replace(m[0], **changes), m[1])
+
+
+def with_frame(name: str, values: Any, dtype: str | None = None) -> Callable[[Message], Message]:
+    def change(m: Message) -> Message:
+        frames = list(m[1])
+        frames[list(codec.ARRAYS).index(name)] = np.array(values, dtype or codec.ARRAYS[name]).tobytes()
+        return m[0], frames
+
+    return change
+
+
+MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_header(seq=-1), "cannot be negative"),
+        (with_header(dtypes=("<i8", *list(codec.ARRAYS.values())[1:])), "dtypes"),
+        (with_header(prompt_length=6), "prompt_length 6 is not between 0 and 5"),
+        (with_header(prompt_length=-1), "prompt_length -1"),
+        (with_header(prompt_length=4), "not False over the 4 tokens of the prompt"),
+        (with_header(finish_reasons=["stop"]), "1 finish reasons"),
+        (with_header(generation_seconds=float("nan")), "generation_seconds"),
+        (lambda m: (m[0], m[1][:-1]), "5 array frames instead of 6"),
+        (lambda m: (m[0], [*m[1], b""]), "7 array frames"),
+        (lambda m: (m[0], [m[1][0][:-1], *m[1][1:]]), "seqlens has 7 bytes"),
+        (lambda m: (m[0], [*m[1][:-1], m[1][-1][:-4]]), "packed_policy_versions has 11 items"),
+        (with_frame("seqlens", [5, 8]), "seqlens add up to 13"),
+        (with_frame("seqlens", [0, 12]), "sibling of 0 tokens"),
+        (with_frame("seqlens", [-5, 17]), "sibling of -5 tokens"),
+        (with_frame("seqlens", []), "no siblings"),
+        (with_frame("rewards", [1.0, np.nan]), "rewards .* must be finite"),
+        (with_frame("rewards", [1.0]), "1 rewards"),
+        (with_frame("packed_input_ids", [*range(11), 1000]), "token ids from 0 to 1000"),
+        (with_frame("packed_input_ids", [*range(11), -1]), "token ids from -1"),
+        (with_frame("packed_input_ids", range(12)), "do not share"),
+        (with_frame("packed_loss_mask", [2 * bit for bit in MASK], "u1"), "neither 0 nor 1"),
+        (with_frame("packed_loss_mask", [0] * 12, "u1"), "policy versions must be 0 or more where"),
+        (with_frame("packed_behavior_logprobs", [0.0] * 11 + [0.1]), "at most 0"),
+        (with_frame("packed_behavior_logprobs", [0.0] * 11 + [np.nan]), "finite"),
+        (with_frame("packed_behavior_logprobs", [-0.1] * 12), "must be 0 where packed_loss_mask is False"),
+        (with_frame("packed_policy_versions", [3] * 12), "policy versions"),
+        (with_frame("packed_policy_versions", [-2] * 12), "policy versions"),
+    ],
+)
+def test_refusals_say_what_and_from_whom(change: Callable[[Message], Message], says: str) -> None:
+    with pytest.raises(WireError, match=rf"from rollout/0: .*{says}"):
+        decode(*change(message(make_group())))
+
+
+def test_a_group_without_sampled_tokens_is_refused() -> None:
+    with pytest.raises(WireError, match="no token was sampled"):
+        decode(*message(make_group(seqlens=(3, 3), prompt_length=3)))
+
+
+def test_a_group_over_the_limit_is_refused_on_both_sides() -> None:
+    group = make_group(seqlens=(500, 500))
+    with pytest.raises(WireError, match=r"more than the 1000 of stream\.max_group_mb"):
+        codec.encode(group, max_group_bytes=1000)
+    with pytest.raises(WireError, match=r"more than the 1000 of stream\.max_group_mb"):
+        decode(*message(group), limits=codec.Limits(max_group_bytes=1000))
+
+
+def test_wrong_dtypes_and_huge_headers_are_not_sent() -> None:
+    group = make_group()
+    wide = msgspec.structs.replace(group, packed_behavior_logprobs=group.packed_behavior_logprobs.astype(np.float64))
+    with pytest.raises(WireError, match="packed_behavior_logprobs must be a vector of float32, not float64"):
+        codec.encode(wide, max_group_bytes=1 << 20)
+    with pytest.raises(WireError, match="header of"):
+        codec.encode(msgspec.structs.replace(group, worker="w" * codec.MAX_HEADER_BYTES), max_group_bytes=1 << 20)

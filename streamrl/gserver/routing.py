@@ -80,6 +80,10 @@ class Fleet:
         """Whether no other process took its place."""
         return self._gservers.get(gserver.index) is gserver
 
+    def has_news_since(self, news: int) -> bool:
+        """Whether a gserver was heard of after `news` was read."""
+        return self.news != news
+
     def serving(self) -> list[Gserver]:
         """Those that take groups, by index."""
         return [g for g in self.all() if g.standing is Standing.SERVING]

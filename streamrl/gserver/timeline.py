@@ -17,10 +17,10 @@ from streamrl.transport.control import Role
 log = logging.getLogger(__name__)
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One heartbeat."""
 
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
     time: float
     """Seconds since the epoch."""
     role: Role
@@ -29,7 +29,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     waiting_for: str
 
 
-class PublicationInterval(msgspec.Struct, frozen=True, kw_only=True):
+class PublicationEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a weight update."""
 
     kind: Literal["publication"] = "publication"
@@ -57,12 +57,12 @@ class Timeline:
         except OSError as error:
             self._warn(error)
 
-    def beat(self, event: Beat) -> None:
+    def heartbeat(self, event: HeartbeatEntry) -> None:
         self._append(event)
 
     def publication(self, record: UpdateRecord) -> None:
         self._append(
-            PublicationInterval(
+            PublicationEntry(
                 time=record.end,
                 begin=record.begin,
                 end=record.end,

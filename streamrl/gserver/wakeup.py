@@ -26,3 +26,8 @@ class Wakeup:
         except TimeoutError:
             return ready()
         return True
+
+    async def sleep(self, timeout: float | None) -> None:
+        """Until the next `notify`, at most `timeout` seconds."""
+        changed = self._changed
+        await self.until(changed.is_set, timeout=timeout)

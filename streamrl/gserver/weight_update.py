@@ -340,9 +340,7 @@ class WeightUpdate:
     async def _resume_one(self, gserver: Gserver, *, since: float) -> None:
         try:
             if gserver in self._mixed:  # its requests must not go on under weights of two versions
-                await self._post(
-                    gserver, "/abort_request", AbortRequest(abort_all=True), timeout=self._resume_timeout
-                )
+                await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=self._resume_timeout)
         except StreamRLError as error:
             log.warning("%s: requests could not be aborted: %s", gserver.name, error)
         try:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,9 +98,14 @@ class WeightUpdates:
     async def commit(self, message: PublishCommit) -> PublishReply:
         """The publisher's end of the update; answers how it went, the same however often it is asked."""
         update, running = self._update, self._running
-        if update is None or running is None or (update.version, update.group.name) != (
-            message.version,
-            message.group_name,
+        if (
+            update is None
+            or running is None
+            or (update.version, update.group.name)
+            != (
+                message.version,
+                message.group_name,
+            )
         ):
             raise PublicationError(
                 f"there is no update to version {message.version} in group {message.group_name!r}; begin it first"
@@ -158,7 +164,7 @@ class WeightUpdates:
                 return live
             log.warning("weights v%d wait for a gserver: none of %d answers", version, len(candidates))
             left = max(deadline - time.monotonic(), 0)
-            if not await self._changed.until(lambda: self._fleet.news != seen, timeout=left):
+            if not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
                 raise PublicationError(
                     f"weights v{version} have nowhere to go: no gserver answered within "
                     f"{self._config.timeout_seconds:.0f} s; start one, or look at the gservers' logs"

@@ -332,6 +332,4 @@ class ControlClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        return await http.call(
-            self._session, method, self.url + path, body, reply, timeout=timeout, peer="the manager"
-        )
+        return await http.call(self._session, method, self.url + path, body, reply, timeout=timeout, peer="the manager")

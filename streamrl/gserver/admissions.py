@@ -1,0 +1,123 @@
+"""Admission with routes: the ledger's room, a gserver for each group, and what became of the prompts.
+
+Pure: times are passed in. Invariants: a group is in flight on a gserver exactly while its lease
+lasts; asking again under the same ticket gives the same groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from streamrl.gserver.routing import Fleet, Gserver
+from streamrl.ledger import Ledger
+from streamrl.transport.control import Admission
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""A prompt whose workers died so often is given up: it may well be what kills them."""
+REMEMBERED_TICKETS = 16
+"""Of each worker."""
+
+
+class Admissions:
+    """Gives prompts to rollout workers and takes account of them."""
+
+    def __init__(self, *, ledger: Ledger, fleet: Fleet) -> None:
+        self.admitted = 0
+        """Groups given out since the run began, those given out again included."""
+        self._ledger = ledger
+        self._fleet = fleet
+        self._deaths: Counter[int] = Counter()
+        self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether a group could start now."""
+        return self._ledger.room > 0 and bool(self._fleet.serving())
+
+    def given(self, worker: str, ticket: str) -> list[Admission] | None:
+        """What `worker` was given under `ticket`, if it asked before."""
+        return self._tickets.get(worker, OrderedDict()).get(ticket)
+
+    def take(self, worker: str, count: int, *, workers: int, ticket: str, now: float) -> list[Admission]:
+        """Up to `count` groups for `worker`, leaving room for the others of `workers` live ones."""
+        given = self.given(worker, ticket)
+        if given is not None:
+            return given
+        if not self.possible:
+            return []
+        share = math.ceil(self._ledger.room / max(1, workers))
+        admissions = []
+        for seq in self._ledger.admit(worker, min(count, share), now=now):
+            gserver = self._fleet.assign(seq)
+            assert gserver is not None, "one serves, as checked above"
+            admissions.append(Admission(seq=seq, gserver=gserver.address))
+        self.admitted += len(admissions)
+        if ticket and admissions:
+            remembered = self._tickets.setdefault(worker, OrderedDict())
+            remembered[ticket] = admissions
+            if len(remembered) > REMEMBERED_TICKETS:
+                remembered.popitem(last=False)
+        return admissions
+
+    def reroute(self, worker: str, seq: int, *, avoid: str) -> Gserver | None:
+        """Another gserver for `seq`; its load moves along only while `worker` holds the lease."""
+        if self._ledger.holder(seq) == worker:
+            return self._fleet.assign(seq, avoid=avoid)
+        return next((g for g in self._fleet.serving() if g.address != avoid), None)
+
+    def settle(self, finished: Sequence[int], dropped: Sequence[int]) -> None:
+        """The trainer stored `finished`, then discarded `dropped`."""
+        for seq in finished:
+            if self._ledger.finish(seq):
+                self._forget(seq)
+        for seq in dropped:
+            try:
+                self._ledger.drop([seq])
+            except ValueError as error:
+                log.warning("a drop is ignored, it was reported before: %s", error)
+
+    def reject(self, worker: str, seq: int, reason: str) -> None:
+        """`worker` gives `seq` up, which counts unless another holds it by now."""
+        holder = self._ledger.holder(seq)
+        if holder not in (worker, None) or not self._ledger.reject(seq):
+            log.info("%s gave seq %d up too late (%s); it is with %s", worker, seq, reason, holder or "nobody")
+            return
+        self._forget(seq)
+        log.info("%s gave seq %d up: %s", worker, seq, reason)
+
+    def worker_replaced(self, worker: str) -> None:
+        """The process behind `worker` is another one now: the old one's prompts go back."""
+        self._tickets.pop(worker, None)
+        self._came_back(self._ledger.release(worker), f"{worker} was replaced")
+
+    def expire(self, *, now: float) -> None:
+        """Prompts whose lease ran out go back."""
+        self._came_back(self._ledger.expire(now=now), "their leases ran out")
+
+    def next_expiry(self) -> float | None:
+        """When the next lease runs out unless it is renewed."""
+        return min((lease.expires for lease in self._ledger.leases()), default=None)
+
+    def _came_back(self, seqs: Sequence[int], why: str) -> None:
+        if seqs:
+            log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(seqs), seqs[0], why)
+        for seq in seqs:
+            self._fleet.release(seq)
+            self._deaths[seq] += 1
+            if self._deaths[seq] >= MAX_DEATHS:
+                self._ledger.reject(seq)
+                log.error(
+                    "seq %d is given up: %d workers in a row were lost while they had it; "
+                    "look at its prompt and at the reward function",
+                    seq,
+                    self._deaths.pop(seq),
+                )
+
+    def _forget(self, seq: int) -> None:
+        self._fleet.release(seq)
+        self._deaths.pop(seq, None)

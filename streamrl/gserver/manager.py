@@ -1,0 +1,69 @@
+"""The gserver manager as a process: the run's one address.
+
+It owns the `Manager` (what is decided, `manager_core.py`), the HTTP server in front of it, the watch
+over leases and silences, and its end: it leaves once the run is over and everyone alive was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.gserver.manager_core import Manager
+from streamrl.gserver.manager_http import application
+from streamrl.gserver.timeline import Timeline
+from streamrl.transport.generation import GenerationClient
+
+log = logging.getLogger(__name__)
+
+TELL_SECONDS = 10.0
+"""How long the manager stays after the end of the run for those who have not heard of it."""
+LINGER_SECONDS = 1.0
+"""After the last was told: who leaves may still ask for the run's final figures."""
+
+
+async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str], None] | None = None) -> None:
+    """Manage a run until it is over and everyone was told, or until cancelled.
+
+    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had.
+    """
+    async with AsyncExitStack() as stack:
+        client = GenerationClient(timeout=config.weights.timeout_seconds)
+        stack.push_async_callback(client.close)
+        timeline = Timeline(config.run_dir)
+        stack.callback(timeline.close)
+        manager = Manager(config, client=client, timeline=timeline)
+        stack.push_async_callback(manager.close)
+        # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
+        runner = web.AppRunner(application(manager), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        url = await _listen(runner, host, port)
+        log.info("the manager of run %r listens at %s", config.run.name, url)
+        if on_ready is not None:
+            on_ready(url)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(manager.watch(), name="leases and silences")
+            await manager.wait_until_told(timeout=TELL_SECONDS)
+            await asyncio.sleep(LINGER_SECONDS)
+            watching.cancel()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise StreamRLError(
+            f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
+            "is another one running there? choose another manager.port, or 0 for any"
+        ) from error
+    address = runner.addresses[0]
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{shown}:{address[1]}"

@@ -1,0 +1,118 @@
+"""The run as people see it: the `Status` of /status, and the words for what the run waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from streamrl.config import Config
+from streamrl.gserver.registry import Member, Registry
+from streamrl.gserver.routing import Fleet, Standing
+from streamrl.ledger import Ledger
+from streamrl.transport.control import LedgerStatus, ProcessStatus, Role, Status, StepReport
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where the run stands as a whole."""
+
+    name: Literal["joining", "running", "finished", "failed"] = "joining"
+    message: str = ""
+    """Why it ended."""
+
+    @property
+    def over(self) -> bool:
+        return self.name in ("finished", "failed")
+
+    def end(self, name: Literal["finished", "failed"], message: str) -> None:
+        self.name = name
+        self.message = message
+
+
+def waits_for_members(registry: Registry, config: Config) -> str:
+    """Which processes have not registered yet, in words; empty when all have."""
+    wanted: dict[Role, int] = {
+        "gserver": config.gserver.count,
+        "rollout": config.rollout.workers,
+        "model_worker": config.trainer.data_parallel,
+        "master": 1,
+    }
+    missing = [
+        f"{role}/{index}"
+        for role, count in wanted.items()
+        for index in range(count)
+        if registry.get(role, index) is None
+    ]
+    return ", ".join(missing)
+
+
+def build_status(
+    *,
+    config: Config,
+    state: RunState,
+    registry: Registry,
+    fleet: Fleet,
+    ledger: Ledger,
+    last_step: StepReport | None,
+    publication: dict[str, Any],
+    now: float,
+) -> Status:
+    """Everything that /status tells; `now` on the registry's clock."""
+    return Status(
+        run=config.run.name,
+        state=state.name,
+        message=state.message if state.over else _waits_for(config, state, registry, fleet),
+        ledger=LedgerStatus(
+            policy_version=ledger.policy_version,
+            max_staleness=ledger.max_staleness,
+            next_seq=ledger.next_seq,
+            accepted=ledger.accepted,
+            running=ledger.running,
+            returned=ledger.returned,
+            rejected=len(ledger.rejected),
+            dropped=ledger.dropped,
+            expired=ledger.expired,
+            room=ledger.room,
+        ),
+        processes=[_process(member, fleet, now=now) for member in registry.everyone()],
+        last_step=last_step,
+        publication=publication,
+    )
+
+
+def _waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet) -> str:
+    reasons = []
+    if state.name == "joining":
+        reasons.append(f"waits for {waits_for_members(registry, config)} to join")
+    elif not fleet.serving():
+        reasons.append("waits for a gserver: none takes groups")
+    silent = [member.name for member in registry.everyone() if member.silent]
+    if silent:
+        reasons.append(f"silent: {', '.join(silent)}")
+    return "; ".join(reasons)
+
+
+def _process(member: Member, fleet: Fleet, *, now: float) -> ProcessStatus:
+    return ProcessStatus(
+        role=member.role,
+        index=member.index,
+        address=member.address,
+        pid=member.pid,
+        host=member.host,
+        silent_seconds=now - member.heard,
+        stats=_stats(member, fleet),
+        waiting_for=member.waiting_for,
+        state=_state(member, fleet),
+    )
+
+
+def _state(member: Member, fleet: Fleet) -> Literal["live", "silent", "evicted"]:
+    if member.silent:
+        return "silent"
+    gserver = fleet.get(member.index) if member.role == "gserver" else None
+    return "live" if gserver is None or gserver.standing is Standing.SERVING else "evicted"
+
+
+def _stats(member: Member, fleet: Fleet) -> dict[str, float]:
+    gserver = fleet.get(member.index) if member.role == "gserver" else None
+    return member.stats if gserver is None else {**member.stats, "groups_in_flight": len(gserver.groups)}

@@ -1,0 +1,112 @@
+"""A manager that listens on a real port, and the processes that a test pretends to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.gserver import manager as manager_module
+from streamrl.transport.control import (
+    Admission,
+    Admit,
+    ControlClient,
+    Heartbeat,
+    HeartbeatReply,
+    ProcessStatus,
+    Register,
+    RegisterReply,
+    Role,
+    Status,
+)
+
+
+def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    """One gserver, one worker, batches of 2 groups, η = 1: room for 4 groups at version 0."""
+    tree: dict[str, Any] = {
+        "run": {"dir": str(folder)},
+        "gserver": {"count": 1},
+        "trainer": {"batch_groups": 2},
+        "staleness": {"max_staleness": 1},
+        "weights": {"timeout_seconds": 0.5},
+        "manager": {"lease_seconds": 30.0, "heartbeat_seconds": 0.05},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return configuration.from_dict(tree)
+
+
+class Run:
+    """A manager under test and a client of it."""
+
+    def __init__(self, config: Config, url: str, serving: asyncio.Task[None]) -> None:
+        self.config = config
+        self.url = url
+        self.serving = serving
+        self.client = ControlClient(url, timeout=10.0)
+
+    async def register(
+        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, digest: str | None = None
+    ) -> RegisterReply:
+        message = Register(
+            role=role,
+            index=index,
+            address=address,
+            config_digest=self.config.digest() if digest is None else digest,
+            pid=pid,
+            host="here",
+        )
+        return await self.client.register(message, patience=5.0)
+
+    async def beat(self, role: Role, index: int = 0, **fields: Any) -> HeartbeatReply:
+        return await self.client.heartbeat(Heartbeat(role=role, index=index, **{"stats": {}, **fields}))
+
+    async def admit(self, count: int = 100, *, worker: int = 0) -> list[Admission]:
+        return (await self.client.admit(Admit(worker=worker, count=count))).admissions
+
+    async def admit_seqs(self, count: int = 100, *, worker: int = 0) -> list[int]:
+        return [admission.seq for admission in await self.admit(count, worker=worker)]
+
+    async def process(self, role: Role, index: int = 0) -> ProcessStatus:
+        status = await self.client.status()
+        return next(p for p in status.processes if (p.role, p.index) == (role, index))
+
+    async def until(self, ready: Callable[[Status], bool], *, timeout: float = 5.0) -> Status:
+        """Ask for the status until it is as wanted: tests have no other way to see inside."""
+        async with asyncio.timeout(timeout):
+            while not ready(status := await self.client.status()):
+                await asyncio.sleep(0.01)
+        return status
+
+    async def until_live(self, *indices: int) -> None:
+        """Until the gservers `indices` are routed to."""
+        await self.until(lambda status: set(indices) <= live_gservers(status))
+
+
+def live_gservers(status: Status) -> set[int]:
+    return {p.index for p in status.processes if p.role == "gserver" and p.state == "live"}
+
+
+@asynccontextmanager
+async def managed(config: Config) -> AsyncIterator[Run]:
+    """A running manager; cancelled at the end if the run is not over."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(manager_module.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
+    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    run = Run(config, ready.result(), serving)
+    try:
+        yield run
+    finally:
+        await run.client.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def concurrently(*calls: Awaitable[Any]) -> list[Any]:
+    return list(await asyncio.gather(*calls))

@@ -1,0 +1,133 @@
+"""A gserver without an engine: it speaks the API over real HTTP and misbehaves where a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
+
+Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "nonsense_after"]
+"""`..._after`: the call takes effect, but its answer is late or nonsense."""
+
+
+class ScriptedGserver:
+    """`faults[path]` says how the next calls of `path` go wrong, one entry for each call."""
+
+    def __init__(self, *, staged: bool = True, version: str = "default") -> None:
+        self.staged = staged
+        self.weight_version = version
+        self.calls: list[str] = []
+        self.bodies: dict[str, list[Any]] = {}
+        self.faults: dict[str, list[Fault]] = {}
+        self.paused = False
+        self.paused_changed = asyncio.Event()
+        self.began = False
+        self.buckets = 0
+        self.pending_version = ""
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+        self._stalled = asyncio.Event()
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(self.calls)
+
+    async def start(self, *, port: int = 0) -> ScriptedGserver:
+        app = web.Application()
+        app.router.add_route("*", "/{path}", self._handle)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.05, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.url = "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+        return self
+
+    async def die(self) -> None:
+        """Like a killed process: connections break, and nobody listens any more."""
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+            server = self._runner.server
+            for connection in list(server.connections if server else []):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            runner, self._runner = self._runner, None
+            self._cleanup = asyncio.create_task(runner.cleanup())
+
+    async def close(self) -> None:
+        self._stalled.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        elif hasattr(self, "_cleanup"):
+            await asyncio.gather(self._cleanup, return_exceptions=True)
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.calls.append(path)
+        body = await request.read()
+        self.bodies.setdefault(path, []).append(msgspec.json.decode(body) if body else None)
+        queue = self.faults.get(path, [])
+        fault = queue.pop(0) if queue else None
+        if fault == "refuse":
+            return _json(Outcome(False, "not today"))
+        if fault == "nonsense":
+            return web.Response(body=b"\xff[nonsense")
+        if fault == "error":
+            return web.Response(status=500, body=b"Internal Server Error")
+        if fault == "stall":
+            await self._stalled.wait()
+        if fault == "die":
+            await self.die()
+        answer = self._carry_out(path)
+        if fault == "stall_after":
+            await self._stalled.wait()
+        if fault == "nonsense_after":
+            return web.Response(body=b"{}")
+        return _json(answer)
+
+    def _carry_out(self, path: str) -> msgspec.Struct:
+        match path:
+            case "/server_info":
+                return ServerInfo(engine="scripted", staged_weight_update=self.staged)
+            case "/model_info":
+                return ModelInfo(model_path="scripted", weight_version=self.weight_version)
+            case "/pause_generation":
+                self._set_paused(True)
+            case "/continue_generation":
+                self._set_paused(False)
+            case "/begin_weight_update":
+                self.began, self.buckets = True, 0
+            case "/update_weights_from_distributed":
+                self.buckets += 1
+                self.pending_version = self.bodies[path][-1]["weight_version"]
+                if not self.staged:
+                    self.weight_version = self.pending_version
+            case "/end_weight_update":
+                self.began = False
+                self.weight_version = self.pending_version
+        return Outcome(True)
+
+    def _set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        self.paused_changed.set()
+        self.paused_changed = asyncio.Event()
+
+
+@asynccontextmanager
+async def scripted(count: int = 1, **options: Any) -> AsyncIterator[list[ScriptedGserver]]:
+    gservers = [await ScriptedGserver(**options).start() for _ in range(count)]
+    try:
+        yield gservers
+    finally:
+        for gserver in gservers:
+            await gserver.close()
+
+
+def _json(content: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json")

@@ -69,7 +69,7 @@ def test_launcher_loads_no_torch() -> None:
 def test_check_shows_configuration_and_processes(config: Path) -> None:
     done = streamrl("check", str(config), "trainer.lr=0.5", "rollout.workers=4", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    toml, _, rest = done.stdout.partition("\nprocesses ")
+    toml, _, rest = done.stdout.partition("┏")
     assert tomllib.loads(toml)["trainer"]["lr"] == 0.5
     rows = {cells[0]: cells[1:] for line in rest.splitlines() if (cells := [c.strip() for c in line.split("│")[1:-1]])}
     assert rows["gserver"] == ["2", "3", "cpu", "http://127.0.0.1:free port"]

@@ -72,7 +72,7 @@ def dashboard(
 
 def plan_table(processes: Sequence[ProcessPlan]) -> Table:
     """What a configuration would start, one row for each role and device."""
-    table = Table(title="processes", title_justify="left")
+    table = Table()
     for heading in ("role", "count", "threads each", "device", "address"):
         table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
     for (role, threads, device, address), count in Counter(

@@ -133,8 +133,8 @@ def run_component(prepare: Callable[[], Component], *, lifeline: Lifeline | None
         return EXIT_FAILED
     except ExceptionGroup as group:
         expected, unexpected = group.split(StreamRLError)
-        for error in _leaves(expected) if expected else ():
-            log.error("%s: %s", type(error).__name__, error)
+        for leaf in _leaves(expected) if expected else ():
+            log.error("%s: %s", type(leaf).__name__, leaf)
         if unexpected:
             log.error("unexpected errors", exc_info=unexpected)
         return EXIT_FAILED

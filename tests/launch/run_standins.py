@@ -1,12 +1,13 @@
-"""`streamrl run` with stand-in components: `python -m tests.launch.run_standins CONFIG [OVERRIDE ...]`."""
+"""`streamrl run` or `streamrl trainer` with stand-in components, as the first argument says."""
 
 import sys
 from functools import partial
 
 from streamrl import cli
-from streamrl.launch import local
+from streamrl.launch import local, trainer
 from tests.launch.standins import COMPONENTS
 
 local.run_locally = partial(local.run_locally, components=COMPONENTS)
-sys.argv = ["streamrl", "run", *sys.argv[1:]]
+trainer.run_trainer = partial(trainer.run_trainer, components=COMPONENTS)
+sys.argv = ["streamrl", *sys.argv[1:]]
 cli.main()

@@ -134,6 +134,8 @@ async def _act(config: Config, role: str, index: int) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: log.warning("no"))
         time.sleep(60)  # noqa: ASYNC251
+    if action == "shout":
+        log.info("%s %d works", role, index)
     if action == "wait":
         await asyncio.Event().wait()
 

@@ -28,7 +28,7 @@ class Launched:
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.launch.run_standins", str(config), *overrides],
+                [sys.executable, "-m", "tests.launch.run_standins", "run", str(config), *overrides],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -96,15 +96,6 @@ def test_normal_end(launch: Callable[..., Launched]) -> None:
     }
 
 
-def test_second_run_gets_its_own_folder(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    (tmp_path / "runs" / "trial").mkdir(parents=True)
-    (tmp_path / "runs" / "trial-2").mkdir()
-    run = launch()
-    assert run.ends() == 0, run.said()
-    assert "trial-3" in run.said()
-    assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
-
-
 def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
     run = launch('data.args={master="wait"}')
     pids = run.until_all_run()
@@ -152,11 +143,15 @@ def test_run_that_gives_up_names_the_culprit(launch: Callable[..., Launched]) ->
     assert "gserver-0.log" in run.said()
 
 
-def test_failed_checkpoint(launch: Callable[..., Launched]) -> None:
+def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "trial").mkdir(parents=True)
+    (tmp_path / "runs" / "trial-2").mkdir()
     run = launch('data.args={checkpoint="fail"}')
     assert run.ends() == 1
     assert "no such model: nowhere" in run.said()
     assert run.pids() == {}
+    assert "trial-3" in run.said()
+    assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
 
 
 def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:

@@ -36,7 +36,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Body of POST /generate: `text` or `input_ids`, one prompt or a list of them."""
 
     text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[int | list[int]] | None = None
+    """Token ids of one prompt, or a list of them for each of several."""
     sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
     rid: str | list[str] | None = None
     return_logprob: bool = False

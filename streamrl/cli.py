@@ -262,4 +262,10 @@ def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable
 def _show_report(run_dir: Path) -> None:
     from streamrl.report import summary_table, write_report
 
-    _console().print(summary_table(write_report(run_dir)))
+    console = _console()
+    summary = write_report(run_dir)
+    if summary.steps:
+        console.print(summary_table(summary))
+        console.print(f"more in {run_dir}: summary.json, plots, checkpoints", markup=False, soft_wrap=True)
+    else:
+        console.print(f"run {summary.run}: no training step was finished", markup=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -18,10 +20,15 @@ from streamrl.transport.control import (
     Heartbeat,
     HeartbeatReply,
     ProcessStatus,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    PublishReply,
     Register,
     RegisterReply,
     Role,
     Status,
+    TensorSpec,
 )
 
 
@@ -49,17 +56,17 @@ class Run:
         self.serving = serving
         self.client = ControlClient(url, timeout=10.0)
 
+    def registration(self, role: Role, index: int = 0, *, address: str = "", pid: int = 1) -> Register:
+        return Register(
+            role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host="here"
+        )
+
     async def register(
         self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, digest: str | None = None
     ) -> RegisterReply:
-        message = Register(
-            role=role,
-            index=index,
-            address=address,
-            config_digest=self.config.digest() if digest is None else digest,
-            pid=pid,
-            host="here",
-        )
+        message = self.registration(role, index, address=address, pid=pid)
+        if digest is not None:
+            message = msgspec.structs.replace(message, config_digest=digest)
         return await self.client.register(message, patience=5.0)
 
     async def beat(self, role: Role, index: int = 0, **fields: Any) -> HeartbeatReply:
@@ -78,7 +85,7 @@ class Run:
     async def until(self, ready: Callable[[Status], bool], *, timeout: float = 5.0) -> Status:
         """Ask for the status until it is as wanted: tests have no other way to see inside."""
         async with asyncio.timeout(timeout):
-            while not ready(status := await self.client.status()):
+            while not ready(status := await self.client.status()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return status
 
@@ -108,5 +115,28 @@ async def managed(config: Config) -> AsyncIterator[Run]:
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def concurrently(*calls: Awaitable[Any]) -> list[Any]:
-    return list(await asyncio.gather(*calls))
+async def publish(
+    run: Run, version: int, *, group: str = "", buckets: int = 2, error: str = "", timeout: float = 10.0
+) -> PublishReply:
+    """The publisher's two calls, without any broadcast."""
+    begin = await begin_publication(run, version, group=group, buckets=buckets)
+    return await commit_publication(run, version, begin.group_name, error=error, timeout=timeout)
+
+
+async def begin_publication(run: Run, version: int, *, group: str = "", buckets: int = 2) -> PublishBeginReply:
+    message = PublishBegin(
+        version=version,
+        buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
+        master_address="127.0.0.1",
+        master_port=29500,
+        backend="gloo",
+        group_name=group,
+    )
+    return await run.client.publish_begin(message, timeout=10.0)
+
+
+async def commit_publication(
+    run: Run, version: int, group: str, *, error: str = "", timeout: float = 10.0
+) -> PublishReply:
+    message = PublishCommit(version=version, group_name=group, error=error)
+    return await run.client.publish_commit(message, timeout=timeout)

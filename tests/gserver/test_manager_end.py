@@ -1,0 +1,107 @@
+"""How a run ends: everyone is told, whoever ended it, and the manager leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.gserver import manager, manager_core
+from streamrl.transport.control import Admit, FinishRun
+from tests.gserver.harness import Run, managed, small_config
+
+
+@pytest.fixture(autouse=True)
+def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "LINGER_SECONDS", 0.2)
+
+
+async def everyone(run: Run) -> None:
+    for role in ("gserver", "rollout", "model_worker", "master"):
+        await run.register(role)  # type: ignore[arg-type]
+
+
+async def ended(run: Run, *, within: float = 3.0) -> None:
+    await asyncio.wait_for(asyncio.shield(run.serving), within)
+
+
+async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        assert not (await run.beat("rollout")).stop
+        admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
+        rejections = asyncio.create_task(run.client.rejections(0))
+        topology = asyncio.create_task(run.client.topology("gserver", 2, patience=0.5))
+        await run.client.finish_run(FinishRun(reason="all steps are done"))
+        assert (await admission).stop
+        assert await rejections == []
+        await asyncio.wait({topology})
+        assert topology.exception() is not None
+        status = await run.client.status()
+        assert (status.state, status.message) == ("finished", "all steps are done")
+        assert (await run.beat("gserver")).stop
+        assert not run.serving.done()
+        assert (await run.beat("model_worker")).stop
+        await ended(run)
+
+
+async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.3})) as run:
+        await everyone(run)
+        await run.client.finish_run(FinishRun(reason="done"))
+        await ended(run)
+
+
+async def test_the_manager_waits_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "TELL_SECONDS", 0.3)
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        await run.client.finish_run(FinishRun(reason="done"))
+        await ended(run)
+
+
+async def test_a_process_that_gives_up_ends_the_run_for_all(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        assert (await run.beat("model_worker", error="model_worker/0: out of memory")).stop
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "model_worker/0: out of memory")
+        for role in ("gserver", "rollout", "master"):
+            assert (await run.beat(role)).stop  # type: ignore[arg-type]
+        await ended(run)
+
+
+async def test_the_first_reason_stands(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await run.client.finish_run(FinishRun(reason="", error="the loss is not a number"))
+        await run.client.finish_run(FinishRun(reason="fine"))
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "the loss is not a number")
+
+
+async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        manager_core.Manager.__init__,
+        "__kwdefaults__",
+        {
+            "long_poll_seconds": 20.0,
+            "master_patience_seconds": 0.3,
+        },
+    )
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.1})) as run:
+        await run.register("master")
+        await run.until(lambda status: status.processes[0].silent_seconds > 0.2)
+        assert (await run.client.status()).state == "joining"
+        status = await run.until(lambda status: status.state == "failed")
+        assert "master/0 has been silent" in status.message
+
+
+async def test_a_cancelled_manager_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(admission, return_exceptions=True)
+    assert asyncio.all_tasks() == before

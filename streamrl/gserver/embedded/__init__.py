@@ -1,0 +1,6 @@
+"""The embedded engine: continuous batching in torch for Llama, Qwen2 and Qwen3 shaped models.
+
+`architecture` reads the shape from config.json, `parameters` holds the weights, `cache` the keys
+and values, `model` computes with them, `sampler` draws tokens, `scheduler` decides what is
+computed in a step, and `engine` runs the steps in a thread of its own.
+"""

@@ -1,0 +1,145 @@
+"""The shape of a model, read from its Hugging Face `config.json`; refuses what is not supported."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from streamrl.errors import ModelError
+from streamrl.models import check_checkpoint
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """Rotary position embedding."""
+
+    theta: float
+    kind: str = "default"
+    """`default`, `linear` or `llama3`."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """`[head_dim / 2]`, float32."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return frequencies / self.factor
+        if self.kind == "llama3":
+            return self._stretched(frequencies)
+        return frequencies
+
+    def _stretched(self, frequencies: Tensor) -> Tensor:
+        """Llama 3.1: low frequencies are divided by `factor`, high ones stay, between them a ramp."""
+        wavelengths = 2 * math.pi / frequencies
+        longest = self.original_max_position / self.low_freq_factor
+        shortest = self.original_max_position / self.high_freq_factor
+        ramp = (self.original_max_position / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - ramp) * frequencies / self.factor + ramp * frequencies
+        stretched = torch.where(wavelengths > longest, frequencies / self.factor, frequencies)
+        return torch.where((wavelengths <= longest) & (wavelengths >= shortest), between, stretched)
+
+
+class Architecture(msgspec.Struct, frozen=True):
+    """All that the forward pass needs to know besides the weights."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    """Positions that the model was made for."""
+    tied: bool
+    """The output head is the embedding."""
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    eos_token_ids: frozenset[int]
+    """Tokens that end a response, from config.json and generation_config.json."""
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read `folder/config.json`; raises `ModelError` with what is not supported."""
+    settings = check_checkpoint(folder)
+    kind = settings["model_type"]
+    _refuse_unsupported(settings, folder)
+    try:
+        heads = settings["num_attention_heads"]
+        bias = kind == "qwen2" or bool(settings.get("attention_bias"))
+        return Architecture(
+            vocab_size=settings["vocab_size"],
+            hidden_size=settings["hidden_size"],
+            intermediate_size=settings["intermediate_size"],
+            layers=settings["num_hidden_layers"],
+            heads=heads,
+            kv_heads=settings.get("num_key_value_heads") or heads,
+            head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+            rms_norm_eps=settings["rms_norm_eps"],
+            rope=_read_rope(settings, folder),
+            max_position=settings["max_position_embeddings"],
+            tied=settings.get("tie_word_embeddings", False),
+            qkv_bias=bias,
+            o_bias=bias and kind != "qwen2",
+            qk_norm=kind == "qwen3",
+            eos_token_ids=_read_eos(settings, folder),
+        )
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} lacks {error}") from error
+
+
+def _refuse_unsupported(settings: dict[str, Any], folder: Path) -> None:
+    problems = []
+    if settings.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act = {settings['hidden_act']!r} (supported: silu)")
+    if settings.get("mlp_bias"):
+        problems.append("mlp_bias = true")
+    if settings.get("use_sliding_window"):
+        problems.append("use_sliding_window = true")
+    if settings.get("quantization_config"):
+        problems.append("quantized weights")
+    if problems:
+        raise ModelError(f"the embedded gserver cannot serve {folder}: {', '.join(problems)} is not supported")
+
+
+def _read_rope(settings: dict[str, Any], folder: Path) -> Rope:
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"the embedded gserver cannot serve {folder}: rope {rope} is not supported "
+            "(supported rope types: default, linear, llama3)"
+        )
+    return Rope(
+        theta=rope.get("rope_theta") or settings.get("rope_theta") or 10000.0,
+        kind=kind,
+        factor=rope.get("factor", 1.0),
+        low_freq_factor=rope.get("low_freq_factor", 1.0),
+        high_freq_factor=rope.get("high_freq_factor", 4.0),
+        original_max_position=rope.get("original_max_position_embeddings", 8192),
+    )
+
+
+def _read_eos(settings: dict[str, Any], folder: Path) -> frozenset[int]:
+    found: set[int] = set()
+    sources = [settings]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        sources.append(msgspec.json.decode(generation.read_bytes()))
+    for source in sources:
+        eos = source.get("eos_token_id")
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(found)

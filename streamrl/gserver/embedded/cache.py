@@ -1,0 +1,72 @@
+"""Keys and values of all slots, in one tensor for each layer that grows with need.
+
+A slot holds one sequence. Slots that are in use are always the first ones, so that a decode step
+reads plain slices of these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from streamrl.gserver.embedded.architecture import Architecture
+
+FIRST_SLOTS = 8
+FIRST_LENGTH = 128
+
+
+class KVCache:
+    """`[slots, 2, kv_heads, length, head_dim]` for each layer; index 0 of the second are keys."""
+
+    def __init__(
+        self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots = min(FIRST_SLOTS, max_slots)
+        self.length = min(FIRST_LENGTH, max_length)
+        self._max_slots = max_slots
+        self._max_length = max_length
+        self._kv_heads = architecture.kv_heads
+        self._head_dim = architecture.head_dim
+        self._dtype = dtype
+        self._device = device
+        self.layers = [self._empty() for _ in range(architecture.layers)]
+        self._head_offsets = torch.arange(2 * self._kv_heads, device=device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+    def reserve(self, *, slots: int, length: int) -> None:
+        """Make room for so many slots of so many tokens; doubles, so that copies stay rare."""
+        if slots <= self.slots and length <= self.length:
+            return
+        old_slots, old_length = self.slots, self.length
+        while self.slots < slots:
+            self.slots = min(2 * self.slots, self._max_slots)
+        while self.length < length:
+            self.length = min(2 * self.length, self._max_length)
+        for i, old in enumerate(self.layers):
+            self.layers[i] = self._empty()
+            self.layers[i][:old_slots, :, :, :old_length] = old
+
+    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where keys and values of token i, at `positions[i]` of `slots[i]`, lie: `[tokens * 2 * kv_heads]`."""
+        lanes = slots[:, None] * (2 * self._kv_heads) + self._head_offsets
+        return (lanes * self.length + positions[:, None]).view(-1)
+
+    def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
+        """Store `keys_values` (`[tokens, 2 * kv_heads, head_dim]`, keys first) at `rows`."""
+        self.layers[layer].view(-1, self._head_dim).index_copy_(0, rows, keys_values.view(-1, self._head_dim))
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of a slot to others."""
+        for layer in self.layers:
+            for target in targets:
+                layer[target, :, :, :length] = layer[source, :, :, :length]
+
+    def _empty(self) -> Tensor:
+        # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
+        shape = (self.slots, 2, self._kv_heads, self.length, self._head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -1,0 +1,298 @@
+"""The embedded engine as the server sees it, and the one thread in which it computes.
+
+The thread takes commands between two steps, computes while there is something to compute, and
+sleeps otherwise. It touches no asyncio object: its news go to the event loop once a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from streamrl.checksum import WeightsChecksum
+from streamrl.errors import ModelError
+from streamrl.gserver.embedded.architecture import read_architecture
+from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.model import Model
+from streamrl.gserver.embedded.parameters import TIED_HEAD, Parameters
+from streamrl.gserver.embedded.request import Request
+from streamrl.gserver.embedded.scheduler import Event, Scheduler
+from streamrl.gserver.engine import Job, QueueFull, Ticket
+from streamrl.gserver.receiver import Expected, Staged, WeightReceiver
+from streamrl.gserver.text import Text
+from streamrl.transport.generation import InitWeightsUpdateGroup, PauseMode, UpdateWeightsFromDistributed
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+INITIAL_VERSION = "default"
+SEED_BITS = 64
+
+
+class EmbeddedEngine:
+    """Serves one model; see `gserver.engine.Engine` for the contract."""
+
+    name = "embedded"
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        text: Text,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: int,
+        max_running: int,
+        max_queued: int,
+        max_context: int,
+        seed: int,
+        update_timeout: float,
+    ) -> None:
+        architecture = read_architecture(folder)
+        if max_context > architecture.max_position:
+            log.info("contexts end at %d tokens, for which the model was made", architecture.max_position)
+        self.model_path = str(folder)
+        self.vocab_size = architecture.vocab_size
+        self.max_context = min(max_context, architecture.max_position)
+        self._folder = folder
+        self._architecture = architecture
+        self._text = text
+        self._device = device
+        self._threads = threads
+        self._max_running = max_running
+        self._capacity = max_running + max_queued
+        self._random = random.Random(seed)
+        self._parameters = Parameters(architecture, dtype=dtype, device=device)
+        cache = KVCache(architecture, max_slots=max_running, max_length=self.max_context, dtype=dtype, device=device)
+        self._scheduler = Scheduler(
+            model=Model(self._parameters, cache, max_length=self.max_context),
+            cache=cache,
+            max_running=max_running,
+            version=INITIAL_VERSION,
+        )
+        self._receiver = WeightReceiver(
+            expected=Expected(
+                shapes={name: tuple(tensor.shape) for name, tensor in self._parameters.named.items()},
+                dtype=dtype,
+                ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
+            ),
+            device=device,
+            timeout=update_timeout,
+        )
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tickets: set[Ticket] = set()
+        self._broken = asyncio.Event()
+        self._broken_by = ""
+        self._requests_total = 0
+        self._weight_updates = 0
+        self._pause_seconds = 0.0
+        self._paused_at: float | None = None
+
+    @property
+    def weight_version(self) -> str:
+        return self._scheduler.version
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await self._do(lambda: self._parameters.load(self._folder))
+
+    async def failed(self) -> None:
+        await self._broken.wait()
+        raise ModelError(self._broken_by)
+
+    async def close(self) -> None:
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+        await self._receiver.close()
+        self._fail_all("the gserver is stopping")
+
+    def submit(self, job: Job) -> Ticket:
+        if len(self._tickets) >= self._capacity:
+            raise QueueFull(
+                f"{len(self._tickets)} requests are running or waiting, no more are taken; try again later, "
+                "or raise gserver.max_queued"
+            )
+        ticket = Ticket(job)
+        seed = job.params.sampling_seed
+        request = Request(
+            ticket,
+            eos_token_ids=self._architecture.eos_token_ids,
+            seed=self._random.getrandbits(SEED_BITS) if seed is None else seed % 2**SEED_BITS,
+            decode=self._text.decode,
+        )
+        self._tickets.add(ticket)
+        self._requests_total += 1
+        self._commands.put(lambda: self._scheduler.submit(request))
+        return ticket
+
+    async def abort(self, rid: str) -> bool:
+        return await self._do(lambda: self._scheduler.abort(rid))
+
+    async def abort_all(self) -> int:
+        return await self._do(self._scheduler.abort_all)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._do(lambda: self._scheduler.pause(mode))
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    async def resume(self) -> None:
+        await self._do(self._scheduler.resume)
+        if self._paused_at is not None:
+            self._pause_seconds += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    async def flush(self) -> None:
+        await self._do(self._scheduler.flush)
+
+    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
+        await self._receiver.join_group(message)
+
+    async def leave_group(self, name: str) -> None:
+        await self._receiver.leave_group(name)
+
+    async def begin_update(self) -> None:
+        self._receiver.begin()
+
+    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
+        await self._receiver.receive(message)
+
+    async def end_update(self) -> str:
+        return await self._swap(self._receiver.take())
+
+    async def load(self, folder: Path, version: str | None) -> str:
+        if read_architecture(folder) != self._architecture:
+            raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
+        weights = await asyncio.to_thread(self._parameters.read, folder)
+        done = await self._swap(Staged(weights=weights, version=version))
+        self.model_path = str(folder)
+        return done
+
+    async def set_version(self, version: str) -> None:
+        await self._do(lambda: self._scheduler.set_version(version))
+
+    async def checksum(self) -> WeightsChecksum:
+        return await self._do(self._parameters.checksum)
+
+    def stats(self) -> dict[str, float]:
+        scheduler = self._scheduler
+        running = scheduler.occupied
+        paused = time.monotonic() - self._paused_at if self._paused_at is not None else 0.0
+        return {
+            "running": float(running),
+            "queued": float(max(0, len(self._tickets) - running)),
+            "tokens_generated_total": float(scheduler.tokens_generated),
+            "prompt_tokens_total": float(scheduler.prompt_tokens),
+            "busy_seconds_total": scheduler.busy_seconds,
+            "slot_seconds_total": scheduler.slot_seconds,
+            "requests_total": float(self._requests_total),
+            "pause_seconds_total": self._pause_seconds + paused,
+            "weight_updates_total": float(self._weight_updates),
+            "cache_bytes": float(scheduler.cache_bytes),
+        }
+
+    async def _swap(self, staged: Staged) -> str:
+        def swap() -> float:
+            began = time.perf_counter()
+            if staged.abort_all_requests:
+                self._scheduler.abort_all()
+            self._parameters.update(staged.weights)
+            self._scheduler.new_weights(staged.version)
+            return time.perf_counter() - began
+
+        seconds = await self._do(swap)
+        self._weight_updates += 1
+        return f"{len(staged.weights)} tensors swapped in within {seconds:.4f} s"
+
+    async def _do(self, command: Callable[[], Result]) -> Result:
+        """Run `command` in the engine's thread between two steps."""
+        assert self._loop is not None, "start() comes first"
+        loop = self._loop
+        if not self._thread.is_alive():
+            raise ModelError(self._broken_by or "the engine has stopped")
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run() -> None:
+            try:
+                result = command()
+            except Exception as error:  # tolerance point: belongs to the asking side, not to the thread
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self._commands.put(run)
+        return await future
+
+    def _run(self) -> None:
+        try:
+            self._compute()
+        except BaseException as error:  # tolerance point: nobody else sees what ends a thread
+            log.exception("the engine's thread has ended")
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._break, f"{type(error).__name__}: {error}")
+
+    def _break(self, reason: str) -> None:
+        """The thread is gone: nothing will be computed any more."""
+        self._broken_by = f"the engine has stopped: {reason}"
+        self._broken.set()
+        self._fail_all(self._broken_by)
+
+    def _fail_all(self, message: str) -> None:
+        for ticket in self._tickets:
+            ticket.fail(message)
+        self._tickets.clear()
+
+    def _compute(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while True:
+                for command in self._take_commands():
+                    if command is None:
+                        return
+                    command()
+                if not self._scheduler.idle:
+                    self._scheduler.step()
+                self._report()
+
+    def _take_commands(self) -> Sequence[Callable[[], None] | None]:
+        """All that have come; waits for one if there is nothing to compute."""
+        commands = [self._commands.get()] if self._scheduler.idle else []
+        try:
+            while True:
+                commands.append(self._commands.get_nowait())
+        except Empty:
+            return commands
+
+    def _report(self) -> None:
+        events, self._scheduler.events = self._scheduler.events, []
+        if events and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for ticket, news in events:
+            if isinstance(news, str):
+                ticket.fail(news)
+            else:
+                ticket.deliver(news)
+            if ticket.done:
+                self._tickets.discard(ticket)

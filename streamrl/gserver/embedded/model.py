@@ -1,0 +1,166 @@
+"""The forward pass: `extend` adds prompts to the cache, `decode` adds one token to every running slot.
+
+Tokens of different sequences are packed without padding; only attention knows sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamrl.gserver.embedded.architecture import Architecture
+from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.parameters import LayerWeights, Parameters
+
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""Layer number, queries `[tokens, heads, head_dim]`, keys then values `[tokens, 2 * kv_heads, head_dim]`
+→ `[tokens, heads * head_dim]`."""
+
+
+class Extension(msgspec.Struct, frozen=True):
+    """New tokens of one slot, after `cached` tokens that the cache holds already."""
+
+    slot: int
+    cached: int
+    tokens: Sequence[int]
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """Extensions of equal lengths, next to each other in the packed tokens."""
+
+    start: int
+    slots: list[int]
+    cached: int
+    new: int
+
+
+class Model:
+    """Computes with `parameters` on `cache`; both are updated in place by their owners."""
+
+    def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int) -> None:
+        self.parameters = parameters
+        self.cache = cache
+        self._a: Architecture = parameters.architecture
+        self._device = parameters.device
+        self._groups = self._a.heads // self._a.kv_heads
+        self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
+        self._places = torch.arange(max_length, device=self._device)
+
+    def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
+        """Hidden states of all new tokens, packed, and where each extension's begin.
+
+        Extensions are best passed sorted by (cached, new) lengths: neighbours of equal lengths are
+        attended to together.
+        """
+        starts: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for extension in extensions:
+            starts.append(len(tokens))
+            tokens.extend(extension.tokens)
+            positions.extend(range(extension.cached, extension.cached + len(extension.tokens)))
+            slots.extend([extension.slot] * len(extension.tokens))
+        place = torch.tensor([tokens, positions, slots], device=self._device)
+        rows = self.cache.rows(place[2], place[1])
+        runs = _runs(extensions)
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self.cache.write(layer, rows, keys_values)
+            parts = [self._attend_run(layer, run, queries, keys_values) for run in runs]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return self._forward(place[0], place[1], attend), starts
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits `[n, vocab]` after `tokens[i]`, which stands at `positions[i]` of slot i."""
+        n = len(tokens)
+        place = torch.tensor([tokens, positions], device=self._device)
+        rows = self.cache.rows(self._places[:n], place[1])
+        longest = max(positions) + 1
+        mask = None
+        if min(positions) + 1 < longest:
+            hidden = self._places[:longest] > place[1][:, None]
+            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.dtype, device=self._device)
+            mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        a = self._a
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self.cache.write(layer, rows, keys_values)
+            held = self.cache.layers[layer][:n, :, :, :longest]
+            queries = queries.view(n, a.kv_heads, self._groups, a.head_dim)
+            return F.scaled_dot_product_attention(queries, held[:, 0], held[:, 1], attn_mask=mask).reshape(n, -1)
+
+        return self.logits(self._forward(place[0], place[1], attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, vocab]` in the weights' dtype."""
+        normed = F.rms_norm(hidden, (self._a.hidden_size,), self.parameters.norm, self._a.rms_norm_eps)
+        return F.linear(normed, self.parameters.head)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = F.embedding(tokens, self.parameters.embedding)
+        cos, sin = self._rotation[:, positions, None].unbind()
+        for i, layer in enumerate(self.parameters.layers):
+            x = self._layer(i, layer, x, cos, sin, attend)
+        return x
+
+    def _layer(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        a = self._a
+        normed = F.rms_norm(x, (a.hidden_size,), w.input_norm, a.rms_norm_eps)
+        qkv = F.linear(normed, w.qkv, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
+        rotated = qkv[:, : a.heads + a.kv_heads]
+        if w.q_norm is not None and w.k_norm is not None:
+            q = F.rms_norm(rotated[:, : a.heads], (a.head_dim,), w.q_norm, a.rms_norm_eps)
+            k = F.rms_norm(rotated[:, a.heads :], (a.head_dim,), w.k_norm, a.rms_norm_eps)
+            rotated = torch.cat((q, k), 1)
+        # `sin` carries the sign of rotate_half, so that a roll does for it.
+        rotated = torch.addcmul(rotated * cos, rotated.roll(a.head_dim // 2, -1), sin)
+        keys_values = torch.cat((rotated[:, a.heads :], qkv[:, a.heads + a.kv_heads :]), 1)
+        attended = attend(i, rotated[:, : a.heads], keys_values)
+        x = torch.addmm(x, attended, w.o.t())
+        if w.o_bias is not None:
+            x = x + w.o_bias
+        normed = F.rms_norm(x, (a.hidden_size,), w.post_norm, a.rms_norm_eps)
+        gate, up = F.linear(normed, w.gate_up).chunk(2, -1)
+        return torch.addmm(x, F.silu(gate).mul_(up), w.down.t())
+
+    def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
+        a = self._a
+        count, new, total = len(run.slots), run.new, run.cached + run.new
+        span = slice(run.start, run.start + count * new)
+        q = queries[span].view(count, new, a.heads, a.head_dim).transpose(1, 2)
+        if run.cached == 0:
+            held = keys_values[span].view(count, new, 2, a.kv_heads, a.head_dim).permute(0, 2, 3, 1, 4)
+        else:
+            kept = self.cache.layers[layer]
+            held = kept[run.slots[0], None, :, :, :total] if count == 1 else kept[run.slots, :, :, :total]
+        mask = None
+        if run.cached and new > 1:
+            mask = torch.ones(new, total, dtype=torch.bool, device=self._device).tril(run.cached)
+        attended = F.scaled_dot_product_attention(
+            q, held[:, 0], held[:, 1], attn_mask=mask, is_causal=not run.cached, enable_gqa=self._groups > 1
+        )
+        return attended.transpose(1, 2).reshape(count * new, -1)
+
+
+def _rotation_table(a: Architecture, max_length: int) -> Tensor:
+    """Cosines, and sines signed for `roll`: `[2, max_length, head_dim]`, float32."""
+    angles = torch.outer(torch.arange(max_length, dtype=torch.float32), a.rope.inverse_frequencies(a.head_dim))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
+
+def _runs(extensions: Sequence[Extension]) -> list[_Run]:
+    runs: list[_Run] = []
+    start = 0
+    for (cached, new), run in groupby(extensions, key=lambda e: (e.cached, len(e.tokens))):
+        slots = [extension.slot for extension in run]
+        runs.append(_Run(start=start, slots=slots, cached=cached, new=new))
+        start += len(slots) * new
+    return runs

@@ -1,0 +1,129 @@
+"""The weights that are served: fused for speed, addressed by their Hugging Face names.
+
+Q, K and V share one tensor, gate and up another; the names are views of their rows. So a copy
+into a named view updates what the forward pass reads, and nothing has to be rebuilt after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamrl.checksum import WeightsChecksum, dtype_name, weights_checksum
+from streamrl.errors import ModelError
+from streamrl.gserver.embedded.architecture import Architecture
+
+TIED_HEAD = "lm_head.weight"
+
+
+class LayerWeights(msgspec.Struct):
+    """One decoder layer; matrices are `[out, in]`."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    """`[(heads + 2 * kv_heads) * head_dim, hidden]`"""
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    """`[head_dim]`"""
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    """`[2 * intermediate, hidden]`"""
+    down: Tensor
+
+
+class Parameters:
+    """Owns every weight; `named` is the view of the outside."""
+
+    def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.architecture = architecture
+        self.dtype = dtype
+        self.device = device
+        self.named: dict[str, Tensor] = {}
+        """Hugging Face name → view of the live weights; without a tied head."""
+        a = architecture
+        self.embedding = self._new("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
+        self.norm = self._new("model.norm.weight", a.hidden_size)
+        self.head = self.embedding if a.tied else self._new(TIED_HEAD, a.vocab_size, a.hidden_size)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether `name` is a weight that repeats another one: the head of a tied model."""
+        return self.architecture.tied and name == TIED_HEAD
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy `weights` in place; all names must be known and all shapes right (see `problems`)."""
+        for name, tensor in weights.items():
+            self.named[name].copy_(tensor)
+
+    def load(self, folder: Path) -> None:
+        """Copy the checkpoint in `folder` in place, converting its dtype."""
+        self.update(self.read(folder))
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The checkpoint in `folder`, checked to have exactly these weights."""
+        found: dict[str, Tensor] = {}
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - no mapping
+                        if not self.is_ignored(name):
+                            found[name] = tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+        problems = [
+            f"{name} has shape {list(tensor.shape)} instead of {list(self.named[name].shape)}"
+            for name, tensor in found.items()
+            if name in self.named and tensor.shape != self.named[name].shape
+        ]
+        problems += [f"{name} is unknown" for name in found if name not in self.named]
+        problems += [f"{name} is missing" for name in self.named if name not in found]
+        if problems:
+            raise ModelError(f"the weights in {folder} do not fit its model: {'; '.join(problems[:8])}")
+        return found
+
+    def checksum(self) -> WeightsChecksum:
+        """Fingerprint of the live weights."""
+        return weights_checksum(self.named)
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        a = self.architecture
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q, kv, hidden = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size
+        qkv_rows = {f"{attention}{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+        gate_up_rows = {f"{mlp}gate_proj": a.intermediate_size, f"{mlp}up_proj": a.intermediate_size}
+        return LayerWeights(
+            input_norm=self._new(prefix + "input_layernorm.weight", hidden),
+            qkv=self._fused({f"{name}.weight": rows for name, rows in qkv_rows.items()}, hidden),
+            qkv_bias=self._fused({f"{name}.bias": rows for name, rows in qkv_rows.items()}) if a.qkv_bias else None,
+            q_norm=self._new(attention + "q_norm.weight", a.head_dim) if a.qk_norm else None,
+            k_norm=self._new(attention + "k_norm.weight", a.head_dim) if a.qk_norm else None,
+            o=self._new(attention + "o_proj.weight", hidden, q),
+            o_bias=self._new(attention + "o_proj.bias", hidden) if a.o_bias else None,
+            post_norm=self._new(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._fused({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden),
+            down=self._new(mlp + "down_proj.weight", hidden, a.intermediate_size),
+        )
+
+    def _new(self, name: str, *shape: int) -> Tensor:
+        return self._fused({name: shape[0]}, *shape[1:])
+
+    def _fused(self, rows: Mapping[str, int], *rest: int) -> Tensor:
+        """One tensor whose rows belong to several names."""
+        fused = torch.zeros(sum(rows.values()), *rest, dtype=self.dtype, device=self.device)
+        start = 0
+        for name, count in rows.items():
+            self.named[name] = fused[start : start + count]
+            start += count
+        return fused

@@ -1,0 +1,113 @@
+"""A job inside the embedded engine: its tokens, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streamrl.gserver.embedded.sampler import Draw
+from streamrl.gserver.engine import Job, Output, Ticket
+from streamrl.transport.generation import FinishReason, VersionSpan
+
+Decode = Callable[[list[int]], str]
+
+TAIL_MARGIN = 4
+"""Tokens looked at for a stop string besides one for each of its characters."""
+
+
+class Request:
+    """Owned by the scheduler's thread."""
+
+    def __init__(self, ticket: Ticket, *, eos_token_ids: frozenset[int], seed: int, decode: Decode) -> None:
+        job = ticket.job
+        params = job.params
+        self.ticket = ticket
+        self.job: Job = job
+        self.tokens = list(job.input_ids)
+        """Prompt and response so far."""
+        self.prompt_length = len(job.input_ids)
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[float, int]]] = []
+        self.input_logprobs: list[float | None] = []
+        self.input_top_logprobs: list[list[tuple[float, int]] | None] = []
+        self.cached_tokens = 0
+        self.num_retractions = 0
+        self.finish_reason: FinishReason | None = None
+        self.draw = Draw(
+            seed=seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+        )
+        self.stop_token_ids = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else eos_token_ids
+        )
+        self._tail = max((len(s) for s in job.stop), default=0) + TAIL_MARGIN
+        self._decode = decode
+        self._versions: list[tuple[str, int]] = []
+
+    @property
+    def produced(self) -> int:
+        """Length of the response so far, in tokens."""
+        return len(self.logprobs)
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        return 0 <= self.job.logprob_start_len < self.prompt_length and not self.input_logprobs
+
+    @property
+    def may_not_stop(self) -> bool:
+        return self.produced < self.job.params.min_new_tokens and bool(self.stop_token_ids)
+
+    def note_version(self, version: str) -> None:
+        """From the next token on, `version` makes them."""
+        if self._versions and self._versions[-1][1] == self.produced:
+            self._versions.pop()
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, self.produced))
+
+    def accept(self, token: int, logprob: float) -> None:
+        """Append one sampled token and see whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        produced = len(self.logprobs)
+        params = self.job.params
+        if produced >= params.min_new_tokens:
+            if token in self.stop_token_ids:
+                self.finish_reason = FinishReason(type="stop", matched=token)
+                return
+            if self.job.stop:
+                tail = self._decode(self.tokens[max(self.prompt_length, len(self.tokens) - self._tail) :])
+                for text in self.job.stop:
+                    if text in tail:
+                        self.finish_reason = FinishReason(type="stop", matched=text)
+                        return
+        if produced >= params.max_new_tokens:
+            self.finish_reason = FinishReason(type="length", length=params.max_new_tokens)
+
+    def abort(self, message: str) -> None:
+        self.finish_reason = FinishReason(type="abort", message=message)
+
+    def output(self, weight_version: str) -> Output:
+        """What the asking side sees now."""
+        final = self.finish_reason is not None
+        return Output(
+            output_ids=self.tokens[self.prompt_length :],
+            logprobs=list(self.logprobs),
+            weight_version=weight_version,
+            finish_reason=self.finish_reason,
+            spans=self._spans() if final else [],
+            top_logprobs=list(self.top_logprobs),
+            input_logprobs=self.input_logprobs,
+            input_top_logprobs=self.input_top_logprobs,
+            cached_tokens=self.cached_tokens,
+            num_retractions=self.num_retractions,
+        )
+
+    def _spans(self) -> list[VersionSpan]:
+        ends = [start for _, start in self._versions[1:]] + [self.produced]
+        return [
+            VersionSpan(version=version, start=start, end=end)
+            for (version, start), end in zip(self._versions, ends, strict=True)
+            if end > start
+        ]

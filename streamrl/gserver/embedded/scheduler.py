@@ -1,0 +1,315 @@
+"""Which requests are computed in a step: continuous batching over the slots of the cache.
+
+Request i of `running` sits in slot i; a finished one leaves a hole (None) that the next request
+takes, or else the last running one. Everything here happens in the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.model import Extension, Model
+from streamrl.gserver.embedded.prefixes import Prefixes
+from streamrl.gserver.embedded.request import Request
+from streamrl.gserver.embedded.sampler import Sampled, sample
+from streamrl.gserver.engine import Output, Refused, Ticket
+from streamrl.transport.generation import FinishReason, PauseMode
+
+log = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens computed between two decode steps (or one prompt, if it is longer)."""
+LOGITS_ROWS = 256
+"""Rows of logits computed at once for the log-probabilities of a prompt."""
+
+Event = tuple[Ticket, Output | str]
+"""News for a ticket: an output, or why it failed."""
+
+
+class Scheduler:
+    """Owns the requests and the cache; `step` computes, and leaves its news in `events`."""
+
+    def __init__(self, *, model: Model, cache: KVCache, max_running: int, version: str) -> None:
+        self.version = version
+        self.paused = False
+        self.running: list[Request | None] = []
+        self.waiting: deque[Request] = deque()
+        self.events: list[Event] = []
+        self.tokens_generated = 0
+        self.prompt_tokens = 0
+        self.busy_seconds = 0.0
+        self.slot_seconds = 0.0
+        self._model = model
+        self._cache = cache
+        self._max_running = max_running
+        self._prefixes = Prefixes()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute until a command comes."""
+        return self.paused or not (self.waiting or self.occupied)
+
+    @property
+    def occupied(self) -> int:
+        return len(self.running) - self.running.count(None)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.bytes
+
+    def submit(self, request: Request) -> None:
+        request.note_version(self.version)
+        self.waiting.append(request)
+
+    def abort(self, rid: str) -> bool:
+        for request in [*self.waiting, *filter(None, self.running)]:
+            if request.job.rid == rid:
+                self._abort([request])
+                return True
+        return False
+
+    def abort_all(self) -> int:
+        requests = [*filter(None, self.running), *self.waiting]
+        self._abort(requests)
+        return len(requests)
+
+    def pause(self, mode: PauseMode) -> None:
+        self.paused = True
+        if mode == "abort":
+            self.abort_all()
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def flush(self) -> None:
+        if self.occupied:
+            raise Refused(
+                f"{self.occupied} requests are running; wait for them, or pause with mode retract or abort first"
+            )
+        self._prefixes.clear()
+
+    def new_weights(self, version: str | None) -> None:
+        """The weights have changed in place."""
+        self._prefixes.new_weights()
+        if version is not None:
+            self.set_version(version)
+
+    def set_version(self, version: str) -> None:
+        self.version = version
+        for request in [*filter(None, self.running), *self.waiting]:
+            request.note_version(version)
+
+    def step(self) -> None:
+        """Take in waiting requests, then make one token for each running one."""
+        began = time.perf_counter()
+        self._admit()
+        self._close_holes()
+        slots = len(self.running)
+        self._decode()
+        seconds = time.perf_counter() - began
+        self.busy_seconds += seconds
+        self.slot_seconds += seconds * slots
+
+    def _admit(self) -> None:
+        batch = self._next_batch()
+        if not batch:
+            return
+        try:
+            self._prefill(batch)
+        except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
+            log.exception("prefill of %d requests failed", len(batch))
+            self._fail(batch, f"the prompt could not be computed: {type(error).__name__}: {error}")
+
+    def _next_batch(self) -> list[Request]:
+        batch: list[Request] = []
+        room = self._max_running - self.occupied
+        tokens = 0
+        while self.waiting and len(batch) < room and (not batch or tokens < PREFILL_TOKENS):
+            request = self.waiting.popleft()
+            tokens += len(request.tokens)
+            batch.append(request)
+        return batch
+
+    def _prefill(self, batch: Sequence[Request]) -> None:
+        slots = self._take_slots(batch)
+        self._cache.reserve(slots=len(self.running), length=max(len(r.tokens) for r in batch))
+        extensions: dict[int, Extension] = {}
+        followers: dict[int, list[int]] = {}
+        leaders: dict[tuple[int, ...], int] = {}
+        for request, slot in zip(batch, slots, strict=True):
+            key = tuple(request.tokens)
+            if key in leaders and not request.wants_input_logprobs:
+                followers[leaders[key]].append(slot)
+                request.cached_tokens = len(request.tokens) - 1
+                continue
+            extensions[slot] = self._extension(request, slot)
+            followers[slot] = []
+            leaders.setdefault(key, slot)
+        ordered = sorted(extensions.values(), key=lambda e: (e.cached, len(e.tokens)))
+        hidden, starts = self._model.extend(ordered)
+        ends = [start + len(extension.tokens) for start, extension in zip(starts, ordered, strict=True)]
+        order: list[int] = []
+        rows: list[int] = []
+        for extension, start, end in zip(ordered, starts, ends, strict=True):
+            leader = self._at(extension.slot)
+            if leader.wants_input_logprobs:
+                self._score_prompt(leader, hidden[start:end], extension.cached)
+            if followers[extension.slot]:
+                self._cache.copy(extension.slot, followers[extension.slot], len(leader.tokens))
+            for slot in (extension.slot, *followers[extension.slot]):
+                order.append(slot)
+                rows.append(end - 1)
+        requests = [self._at(slot) for slot in order]
+        for slot, request in zip(order, requests, strict=True):
+            self._prefixes.place(slot, request.tokens)
+        self.prompt_tokens += sum(len(extension.tokens) for extension in ordered)
+        self._sample_for(order, self._logits_of(hidden, rows))
+
+    def _take_slots(self, batch: Sequence[Request]) -> list[int]:
+        slots = [i for i, request in enumerate(self.running) if request is None][: len(batch)]
+        slots += range(len(self.running), len(self.running) + len(batch) - len(slots))
+        self.running.extend([None] * (max(slots) + 1 - len(self.running)))
+        for slot, request in zip(slots, batch, strict=True):
+            self.running[slot] = request
+        return slots
+
+    def _extension(self, request: Request, slot: int) -> Extension:
+        """What has to be computed of `request` after the longest prefix that the cache holds."""
+        limit = len(request.tokens) - 1
+        if request.wants_input_logprobs:
+            limit = min(limit, max(0, request.job.logprob_start_len - 1))
+        source, cached = self._prefixes.longest(request.tokens, limit=limit)
+        if cached and source != slot:
+            self._cache.copy(source, [slot], cached)
+        self._prefixes.remove(slot)
+        request.cached_tokens = cached
+        return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:])
+
+    def _logits_of(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits of `rows`, computed once for rows that repeat."""
+        distinct = sorted(set(rows))
+        logits = self._model.logits(hidden[distinct])
+        if len(distinct) == len(rows) and list(rows) == distinct:
+            return logits
+        where = {row: i for i, row in enumerate(distinct)}
+        return logits[[where[row] for row in rows]]
+
+    def _score_prompt(self, request: Request, hidden: Tensor, first: int) -> None:
+        """Log-probabilities of the prompt's tokens; `hidden[0]` belongs to token `first`."""
+        start, end = request.job.logprob_start_len, request.prompt_length
+        count = request.job.top_logprobs_num
+        if start == 0:
+            request.input_logprobs.append(None)
+            request.input_top_logprobs.append(None)
+            start = 1
+        for low in range(start, end, LOGITS_ROWS):
+            high = min(low + LOGITS_ROWS, end)
+            logprobs = self._model.logits(hidden[low - 1 - first : high - 1 - first]).float().log_softmax(-1)
+            targets = torch.tensor(request.tokens[low:high], device=logprobs.device)
+            request.input_logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
+            if count:
+                request.input_top_logprobs.extend(_top(logprobs, count))
+
+    def _close_holes(self) -> None:
+        """Move the last requests into the holes, so that slots in use are the first ones."""
+        while None in self.running:
+            last = self.running.pop()
+            if last is None:
+                continue
+            hole = self.running.index(None)
+            self._cache.copy(len(self.running), [hole], len(last.tokens) - 1)
+            self._prefixes.move(len(self.running), hole)
+            self.running[hole] = last
+
+    def _decode(self) -> None:
+        requests = [request for request in self.running if request is not None]
+        if not requests:
+            return
+        try:
+            positions = [len(request.tokens) - 1 for request in requests]
+            self._cache.reserve(slots=len(requests), length=max(positions) + 1)
+            logits = self._model.decode([request.tokens[-1] for request in requests], positions)
+            self._sample_for(range(len(requests)), logits)
+        except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
+            log.exception("a decode step of %d requests failed", len(requests))
+            self._fail(requests, f"a token could not be computed: {type(error).__name__}: {error}")
+
+    def _sample_for(self, slots: Sequence[int], logits: Tensor) -> None:
+        """Give the requests in `slots` a token each, drawn from their rows of `logits`."""
+        requests = [self._at(slot) for slot in slots]
+        for i, request in enumerate(requests):
+            if request.may_not_stop:
+                logits[i, list(request.stop_token_ids)] = -math.inf
+        sampled = sample(logits, [r.draw for r in requests], [len(r.logprobs) for r in requests])
+        self._add_top_logprobs(requests, sampled)
+        for slot, request, token, logprob in zip(slots, requests, sampled.tokens, sampled.logprobs, strict=True):
+            if math.isnan(logprob):
+                self._fail([request], "the model computed NaN: its weights are broken")
+                continue
+            if request.job.params.max_new_tokens:
+                request.accept(token, logprob)
+                self.tokens_generated += 1
+            else:
+                request.finish_reason = FinishReason(type="length", length=0)
+            if request.finish_reason is not None:
+                self.running[slot] = None
+                self._tell(request)
+            elif request.job.stream:
+                self._tell(request)
+
+    def _add_top_logprobs(self, requests: Sequence[Request], sampled: Sampled) -> None:
+        rows = [i for i, r in enumerate(requests) if r.job.top_logprobs_num and r.job.params.max_new_tokens]
+        if rows:
+            count = max(requests[i].job.top_logprobs_num for i in rows)
+            for i, top in zip(rows, _top(sampled.probabilities[rows].log(), count), strict=True):
+                requests[i].top_logprobs.append(top[: requests[i].job.top_logprobs_num])
+
+    def _retract(self) -> None:
+        for slot in reversed(range(len(self.running))):
+            request = self.running[slot]
+            if request is not None:
+                request.num_retractions += 1
+                self._prefixes.remove(slot)
+                self.waiting.appendleft(request)
+        self.running.clear()
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.abort("aborted on request")
+            self._tell(request)
+        self._forget(requests)
+
+    def _fail(self, requests: Sequence[Request], message: str) -> None:
+        self.events.extend((request.ticket, message) for request in requests)
+        self._forget(requests)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        gone = set(map(id, requests))
+        for slot, request in enumerate(self.running):
+            if request is not None and id(request) in gone:
+                self.running[slot] = None
+        self.waiting = deque(request for request in self.waiting if id(request) not in gone)
+
+    def _tell(self, request: Request) -> None:
+        self.events.append((request.ticket, request.output(self.version)))
+
+    def _at(self, slot: int) -> Request:
+        request = self.running[slot]
+        assert request is not None
+        return request
+
+
+def _top(logprobs: Tensor, count: int) -> list[list[tuple[float, int]]]:
+    """The `count` likeliest tokens of each row, with their log-probabilities."""
+    values, indices = logprobs.topk(min(count, logprobs.shape[-1]), -1)
+    return [list(zip(v, i, strict=True)) for v, i in zip(values.tolist(), indices.tolist(), strict=True)]

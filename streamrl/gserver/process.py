@@ -1,0 +1,122 @@
+"""One gserver process: engine, HTTP server, membership in the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from streamrl.config import Config
+from streamrl.device import resolve_device, resolve_dtype
+from streamrl.gserver.embedded.engine import EmbeddedEngine
+from streamrl.gserver.engine import Engine
+from streamrl.gserver.server import Server
+from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.gserver.text import Text
+from streamrl.transport.control import ControlClient
+from streamrl.transport.membership import Membership
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 1.0
+"""How long open requests may go on when the gserver stops."""
+
+
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Serve `model_dir` until the run is over."""
+    client = ControlClient(manager_url)
+    try:
+        async with running(config, index=index, model_dir=model_dir) as (engine, url):
+            membership = Membership(
+                client,
+                role="gserver",
+                index=index,
+                address=url,
+                config_digest=config.digest(),
+                stats=engine.stats,
+            )
+            await membership.join(patience=config.manager.join_timeout_seconds)
+            try:
+                log.info("%s serves %s with the %s engine at %s", membership.name, model_dir, engine.name, url)
+                await _until_over(membership, engine)
+                if membership.lost is not None:
+                    raise membership.lost
+            finally:
+                await membership.leave()
+    finally:
+        await client.close()
+
+
+async def _until_over(membership: Membership, engine: Engine) -> None:
+    """Wait for the end of the run; an engine that fails before it stops the run."""
+    stopping = asyncio.create_task(membership.stopping.wait())
+    failed = asyncio.create_task(engine.failed())
+    try:
+        await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            error = failed.exception()
+            if error is not None:
+                await membership.fail(error)
+                raise error
+    finally:
+        for task in (stopping, failed):
+            task.cancel()
+        await asyncio.gather(stopping, failed, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Engine, str]]:
+    """An engine behind its HTTP server, and the server's URL."""
+    text = Text(model_dir)
+    engine = make_engine(config, index=index, model_dir=model_dir, text=text)
+    await engine.start()
+    try:
+        runner = web.AppRunner(
+            Server(engine, text=text).application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.gserver.host, 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            yield engine, f"http://{host}:{port}"
+        finally:
+            await asyncio.shield(runner.cleanup())
+    finally:
+        await engine.close()
+
+
+def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> Engine:
+    """The engine that the configuration asks for, not started."""
+    settings = config.gserver
+    seed = config.run.seed * 2**20 + index
+    if settings.engine == "simulated":
+        return SimulatedEngine(
+            settings.simulation,
+            model_path=str(model_dir),
+            max_running=settings.max_running,
+            max_queued=settings.max_queued,
+            max_context=settings.max_context,
+            seed=seed,
+            update_timeout=config.weights.timeout_seconds,
+        )
+    device = resolve_device(config.run.device, index=index)
+    return EmbeddedEngine(
+        folder=model_dir,
+        text=text,
+        dtype=resolve_dtype(settings.dtype, device),
+        device=device,
+        threads=settings.threads,
+        max_running=settings.max_running,
+        max_queued=settings.max_queued,
+        max_context=settings.max_context,
+        seed=seed,
+        update_timeout=config.weights.timeout_seconds,
+    )

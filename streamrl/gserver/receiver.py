@@ -1,0 +1,228 @@
+"""The receiving end of a weight update: process groups, and the set of tensors that waits aside.
+
+Between `begin` and `take` tensors collect in a staged set; nobody serves them. Receiving blocks a
+thread of its own, so that generation goes on. A receive that fails discards the set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from streamrl.checksum import dtype_name
+from streamrl.errors import PublicationError
+from streamrl.gserver.engine import Refused
+from streamrl.transport.collective import broadcast, destroy_group, form_group
+from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES_SHOWN = 8
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """The weights that an engine serves."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Hugging Face name → shape."""
+    dtype: torch.dtype
+    ignored: frozenset[str] = frozenset()
+    """Names that may come and are not kept (the head of a tied model)."""
+
+
+class Staged(msgspec.Struct):
+    """Tensors received since `begin`."""
+
+    weights: dict[str, Tensor] = {}
+    version: str | None = None
+    """The last one that was named."""
+    abort_all_requests: bool = False
+
+
+class WeightReceiver:
+    """Owns the weight groups of one gserver and its staged set."""
+
+    def __init__(self, *, expected: Expected | None, device: torch.device, timeout: float) -> None:
+        """`expected` None: tensors of any name are received and thrown away."""
+        self._expected = expected
+        self._device = device
+        self._timeout = timeout
+        self._groups: dict[str, tuple[Any, torch.device]] = {}
+        self._staged: Staged | None = None
+        self._busy = asyncio.Lock()
+
+    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
+        """Meet the others; raises `PublicationError` when they do not come."""
+        if message.group_name in self._groups:
+            raise Refused(f"weight group {message.group_name} exists already; destroy it first")
+        if message.backend == "nccl" and self._device.type != "cuda":
+            raise Refused('backend "nccl" needs a CUDA device and this gserver computes on the CPU; use "gloo"')
+        await self._exclusively(self._join_group, message)
+
+    async def leave_group(self, name: str) -> None:
+        if name not in self._groups:
+            raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
+        await self._exclusively(self._leave_group, name)
+
+    def begin(self) -> None:
+        """Start an empty staged set."""
+        self._staged = Staged()
+
+    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
+        """Receive what `message` announces, in its order; all or nothing."""
+        if self._staged is None:
+            raise Refused("no weight update has begun; call /begin_weight_update first")
+        if message.group_name not in self._groups:
+            raise Refused(
+                f"there is no weight group {message.group_name}; call /init_weights_update_group first "
+                f"(known: {', '.join(self._groups) or 'none'})"
+            )
+        self._check(message)
+        await self._exclusively(self._receive, message)
+
+    def take(self) -> Staged:
+        """End the update and hand the complete set over; raises `Refused` when tensors are missing."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
+        if self._expected is not None:
+            missing = [name for name in self._expected.shapes if name not in staged.weights]
+            if missing:
+                raise Refused(
+                    f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
+                    "the old weights are kept, begin again"
+                )
+        return staged
+
+    async def close(self) -> None:
+        for name in list(self._groups):
+            await self._exclusively(self._leave_group, name)
+
+    async def _exclusively(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Run `call` in a thread, one at a time, to its end even if the asking side goes away."""
+
+        async def run() -> None:
+            async with self._busy:
+                await _in_thread(lambda: call(argument))
+
+        task = asyncio.create_task(run())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(task)
+
+    def _join_group(self, message: InitWeightsUpdateGroup) -> None:
+        group = form_group(
+            address=message.master_address,
+            port=message.master_port,
+            rank=message.rank_offset,
+            world_size=message.world_size,
+            name=message.group_name,
+            backend=message.backend,
+            timeout=self._timeout,
+        )
+        device = self._device if message.backend == "nccl" else torch.device("cpu")
+        self._groups[message.group_name] = group, device
+
+    def _leave_group(self, name: str) -> None:
+        group, _ = self._groups.pop(name)
+        destroy_group(group)
+
+    def _check(self, message: UpdateWeightsFromDistributed) -> None:
+        if not len(message.names) == len(message.dtypes) == len(message.shapes) > 0:
+            raise Refused("names, dtypes and shapes must be lists of equal length, one entry for each tensor")
+        unknown = [f"{n}: {d}" for n, d in zip(message.names, message.dtypes, strict=True) if d not in DTYPES]
+        if unknown:
+            raise Refused(f"dtypes must be {', '.join(DTYPES)}; got {_some(unknown)}")
+        if self._expected is None:
+            return
+        problems = []
+        for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+            if name in self._expected.ignored:
+                continue
+            if name not in self._expected.shapes:
+                problems.append(f"{name} is unknown")
+            elif tuple(shape) != self._expected.shapes[name]:
+                problems.append(f"{name} has shape {shape} instead of {list(self._expected.shapes[name])}")
+            elif DTYPES[dtype] != self._expected.dtype:
+                problems.append(f"{name} is {dtype}, served as {dtype_name(self._expected.dtype)}")
+        if problems:
+            raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
+
+    def _receive(self, message: UpdateWeightsFromDistributed) -> None:
+        staged = self._staged
+        group, device = self._groups[message.group_name]
+        dtypes = [DTYPES[dtype] for dtype in message.dtypes]
+        try:
+            if message.load_format == "flattened_bucket":
+                received = self._receive_bucket(message, dtypes, group, device)
+            else:
+                received = {}
+                for name, dtype, shape in zip(message.names, dtypes, message.shapes, strict=True):
+                    received[name] = torch.empty(shape, dtype=dtype, device=device)
+                    broadcast(received[name], group, what=name)
+        except PublicationError:
+            if self._staged is staged:
+                self._staged = None
+            raise
+        if staged is None:
+            return
+        if self._expected is not None:
+            staged.weights.update((n, t) for n, t in received.items() if n not in self._expected.ignored)
+        staged.version = message.weight_version or staged.version
+        staged.abort_all_requests |= message.abort_all_requests
+
+    def _receive_bucket(
+        self, message: UpdateWeightsFromDistributed, dtypes: list[torch.dtype], group: Any, device: torch.device
+    ) -> dict[str, Tensor]:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(message.shapes, dtypes, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        broadcast(flat, group, what=f"a bucket of {len(sizes)} tensors from {message.names[0]} on")
+        received = {}
+        offset = 0
+        for name, dtype, shape, size in zip(message.names, dtypes, message.shapes, sizes, strict=True):
+            piece = flat[offset : offset + size]
+            if offset % dtype.itemsize:
+                piece = piece.clone()  # a view as `dtype` needs an aligned start
+            received[name] = piece.view(dtype).view(shape)
+            offset += size
+        return received
+
+
+async def _in_thread(call: Callable[[], Result]) -> Result:
+    """Run `call` in a daemon thread: one that hangs in a collective does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="weight receiver", daemon=True).start()
+    return await future
+
+
+def _some(items: list[str]) -> str:
+    rest = len(items) - NAMES_SHOWN
+    return "; ".join(items[:NAMES_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,0 +1,319 @@
+"""The HTTP server of a gserver: SGLang's native API in front of an `Engine`.
+
+| status | when |
+|---|---|
+| 400 | the request is wrong, or refused in the present state; the message says why and what to do |
+| 404, 405 | there is no such call |
+| 500 | the engine failed on this request, or a weight update failed; the server lives on |
+| 503 | the queue is full |
+
+A client that goes away aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from streamrl.errors import ModelError, StreamRLError
+from streamrl.gserver.api import Generation, Limits, TextCodec, parse, reply
+from streamrl.gserver.engine import Engine, Job, QueueFull, Refused, Ticket
+from streamrl.transport.generation import (
+    AbortRequest,
+    DestroyWeightsUpdateGroup,
+    Empty,
+    GenerateReply,
+    InitWeightsUpdateGroup,
+    ModelInfo,
+    Outcome,
+    PauseGeneration,
+    SamplingParams,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromDistributed,
+    WeightsChecker,
+)
+from streamrl.transport.http import ErrorDetail, ErrorReply
+
+log = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 256 * 2**20
+"""A batch of long prompts, or the names of all tensors of a model."""
+HEALTH_SECONDS = 20.0
+"""How long /health_generate waits for its token."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class UpdateWeightVersion(msgspec.Struct, frozen=True):
+    """Body of POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class StreamPart(msgspec.Struct, frozen=True):
+    """One event of a streamed answer; `index` tells the responses of a batch apart."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: Any
+    index: int
+
+
+class Server:
+    """Owns the live requests of one engine."""
+
+    def __init__(self, engine: Engine, *, text: TextCodec) -> None:
+        self._engine = engine
+        self._text = text
+        self._limits = Limits(vocab_size=engine.vocab_size, max_context=engine.max_context)
+        self._live: dict[str, Generation] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    def application(self) -> web.Application:
+        """All calls; run it with `handler_cancellation=True`, or requests of lost clients go on."""
+        app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health_generate),
+                web.get("/model_info", self._model_info),
+                web.get("/get_model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.get("/get_server_info", self._server_info),
+                _post("/pause_generation", PauseGeneration, self._pause),
+                _post("/continue_generation", Empty, self._continue),
+                _post("/abort_request", AbortRequest, self._abort),
+                _post("/flush_cache", Empty, self._flush),
+                web.get("/flush_cache", self._flush_by_get),
+                _post("/init_weights_update_group", InitWeightsUpdateGroup, self._join_group),
+                _post("/destroy_weights_update_group", DestroyWeightsUpdateGroup, self._leave_group),
+                _post("/begin_weight_update", Empty, self._begin_update),
+                _post("/update_weights_from_distributed", UpdateWeightsFromDistributed, self._receive),
+                _post("/end_weight_update", Empty, self._end_update),
+                _post("/update_weights_from_disk", UpdateWeightsFromDisk, self._load),
+                _post("/update_weight_version", UpdateWeightVersion, self._set_version),
+                _post("/weights_checker", WeightsChecker, self._checksum),
+            ]
+        )
+        return app
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        began = time.monotonic()
+        generation = parse(await request.read(), limits=self._limits, text=self._text)
+        if generation.rid in self._live:
+            raise Refused(f"a request with rid {generation.rid} is not finished yet; give every request its own")
+        self._live[generation.rid] = generation
+        tickets: list[Ticket] = []
+        try:
+            for job in generation.jobs:
+                tickets.append(self._engine.submit(job))
+            if generation.stream:
+                return await self._stream(request, generation, tickets, began)
+            replies = [self._reply(generation, t.job, await t.result(), began) for t in tickets]
+            return _json(replies[0] if generation.single else replies)
+        finally:
+            del self._live[generation.rid]
+            self._abandon(tickets)
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, tickets: list[Ticket], began: float
+    ) -> web.StreamResponse:
+        """Server-sent events with all content so far, then `[DONE]`."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            async for index, ticket, output in _merged(tickets):
+                answer: msgspec.Struct = self._reply(generation, ticket.job, output, began)
+                if not generation.single:
+                    answer = StreamPart(**msgspec.structs.asdict(answer), index=index)
+                await response.write(b"data: " + _encode(answer) + b"\n\n")
+        except StreamRLError as error:  # the status line is gone, so the error becomes an event
+            await response.write(b"data: " + _encode(_error(error)) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _reply(self, generation: Generation, job: Job, output: Any, began: float) -> GenerateReply:
+        return reply(output, job, text=self._text, return_logprob=generation.return_logprob, began=began)
+
+    def _abandon(self, tickets: list[Ticket]) -> None:
+        """Abort what nobody waits for any more."""
+
+        async def abort(unfinished: list[Ticket]) -> None:
+            for ticket in unfinished:
+                await self._engine.abort(ticket.job.rid)
+
+        unfinished = [ticket for ticket in tickets if not ticket.done]
+        if unfinished:
+            task = asyncio.create_task(abort(unfinished), name="abort of an abandoned request")
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        job = Job(rid=f"health-{time.monotonic_ns()}", input_ids=[0], params=SamplingParams(max_new_tokens=1))
+        ticket = self._engine.submit(job)
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await ticket.result()
+        except TimeoutError:
+            return _json(_error(Refused(f"no token within {HEALTH_SECONDS:.0f} s; is generation paused?")), status=503)
+        finally:
+            self._abandon([ticket])
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return _json(ModelInfo(model_path=self._engine.model_path, weight_version=self._engine.weight_version))
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return _json(
+            {
+                "engine": self._engine.name,
+                "staged_weight_update": True,
+                "stats": self._engine.stats(),
+                "model_path": self._engine.model_path,
+                "weight_version": self._engine.weight_version,
+                "vocab_size": self._engine.vocab_size,
+                "context_length": self._engine.max_context,
+            }
+        )
+
+    async def _pause(self, message: PauseGeneration) -> Outcome:
+        await self._engine.pause(message.mode)
+        return Outcome(success=True, message=f"paused with mode {message.mode}")
+
+    async def _continue(self, message: Empty) -> Outcome:
+        await self._engine.resume()
+        return Outcome(success=True, message="generation goes on")
+
+    async def _abort(self, message: AbortRequest) -> Outcome:
+        if message.abort_all:
+            return Outcome(success=True, message=f"{await self._engine.abort_all()} requests aborted")
+        if not message.rid:
+            raise Refused("give a rid, or abort_all = true")
+        generation = self._live.get(message.rid)
+        names = [job.rid for job in generation.jobs] if generation else [message.rid]
+        aborted = [name for name in names if await self._engine.abort(name)]
+        return Outcome(success=True, message=f"{len(aborted)} responses of request {message.rid} aborted")
+
+    async def _flush(self, message: Empty) -> Outcome:
+        await self._engine.flush()
+        return Outcome(success=True, message="cached prompts forgotten")
+
+    async def _flush_by_get(self, request: web.Request) -> web.Response:
+        return _json(await self._flush(Empty()))
+
+    async def _join_group(self, message: InitWeightsUpdateGroup) -> Outcome:
+        await self._engine.join_group(message)
+        return Outcome(success=True, message=f"joined {message.group_name} as rank {message.rank_offset}")
+
+    async def _leave_group(self, message: DestroyWeightsUpdateGroup) -> Outcome:
+        await self._engine.leave_group(message.group_name)
+        return Outcome(success=True, message=f"left {message.group_name}")
+
+    async def _begin_update(self, message: Empty) -> Outcome:
+        await self._engine.begin_update()
+        return Outcome(success=True, message="a weight update has begun")
+
+    async def _receive(self, message: UpdateWeightsFromDistributed) -> Outcome:
+        await self._engine.receive(message)
+        return Outcome(success=True, message=f"{len(message.names)} tensors received")
+
+    async def _end_update(self, message: Empty) -> Outcome:
+        return Outcome(success=True, message=await self._engine.end_update())
+
+    async def _load(self, message: UpdateWeightsFromDisk) -> Outcome:
+        if message.abort_all_requests:
+            await self._engine.abort_all()
+        return Outcome(success=True, message=await self._engine.load(Path(message.model_path), message.weight_version))
+
+    async def _set_version(self, message: UpdateWeightVersion) -> Outcome:
+        if message.abort_all_requests:
+            await self._engine.abort_all()
+        await self._engine.set_version(message.new_version)
+        return Outcome(success=True, message=f"the weights are now called {message.new_version}")
+
+    async def _checksum(self, message: WeightsChecker) -> Any:
+        return await self._engine.checksum()
+
+
+async def _merged(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Ticket, Any]]:
+    """Updates of all tickets as they come, until each is finished; raises `GenerationFailed`."""
+    queue: asyncio.Queue[tuple[int, Ticket, Any] | StreamRLError | None] = asyncio.Queue()
+
+    async def forward(index: int, ticket: Ticket) -> None:
+        try:
+            async for output in ticket.updates():
+                queue.put_nowait((index, ticket, output))
+        except StreamRLError as error:
+            queue.put_nowait(error)
+        queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(forward(i, ticket)) for i, ticket in enumerate(tickets)]
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            item = await queue.get()
+            if item is None:
+                unfinished -= 1
+            elif isinstance(item, StreamRLError):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -> web.RouteDef:
+    """A call that takes a `body` and answers with a Struct."""
+
+    async def handle(request: web.Request) -> web.Response:
+        content = await request.read()
+        try:
+            message = msgspec.json.decode(content or b"{}", type=body)
+        except msgspec.MsgspecError as error:
+            raise Refused(f"the body of {path} is not what it takes: {error}") from error
+        return _json(await call(message))
+
+    return web.post(path, handle)
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (Refused, ModelError) as error:
+        return _json(_error(error), status=400)
+    except QueueFull as error:
+        return _json(_error(error), status=503)
+    except StreamRLError as error:
+        log.warning("%s %s failed: %s", request.method, request.path, error)
+        return _json(_error(error), status=500)
+    except web.HTTPException as error:
+        return _json(_error(f"{request.method} {request.path}: {error.reason}"), status=error.status)
+    except Exception as error:  # tolerance point: one request, not the server
+        log.exception("%s %s failed", request.method, request.path)
+        return _json(_error(f"fault of the gserver: {type(error).__name__}: {error}"), status=500)
+
+
+def _error(error: StreamRLError | str) -> ErrorReply:
+    return ErrorReply(error=ErrorDetail(message=str(error)))
+
+
+def _json(content: Any, *, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(content), status=status, content_type="application/json")

@@ -226,10 +226,11 @@ class GroupPuller:
 
     def _answer(self) -> None:
         """Send each pusher one message with everything that is new for it."""
-        held, capacity = len(self._sink), self._sink.capacity_groups
+        held = len(self._sink)
+        taken, capacity = held + self._book.reserved, self._book.capacity
         eager = self._book.eager(held=held)
         for sender, reply in self._replies.items():
-            reply.held, reply.capacity, reply.eager = held, capacity, eager
+            reply.taken, reply.capacity, reply.eager = taken, capacity, eager
             # To a pusher that is gone this goes nowhere; one that is back offers its groups again.
             self._socket.send_multipart([sender, _encoder.encode(reply)], zmq.NOBLOCK)
         self._replies.clear()

@@ -77,10 +77,10 @@ class Reply(msgspec.Struct):
     """Groups stored, now or before."""
     refused: list[Refusal] = []
     """Groups that break the wire format; sending them again would not help."""
-    held: int = 0
-    """Groups that the head holds now."""
+    taken: int = 0
+    """Places taken at the head: by groups that it holds, and by groups on their way."""
     capacity: int = 0
-    """Groups that it can hold."""
+    """Places that it has."""
     eager: int = 0
     """Groups that the pusher may have under way without having asked."""
 
@@ -167,7 +167,7 @@ class _Link:
         self._withdrawn: list[int] = []
         self._heard: float | None = None
         self._warned = 0.0
-        self._head_held = self._head_capacity = self._eager = 0
+        self._taken = self._capacity = self._eager = 0
         self._under_way = 0
         self._flushing: asyncio.Handle | None = None
         self._tending: asyncio.TimerHandle | None = None
@@ -262,7 +262,7 @@ class _Link:
 
     def _handle(self, reply: Reply) -> None:
         self._heard = time.monotonic()
-        self._head_held, self._head_capacity, self._eager = reply.held, reply.capacity, reply.eager
+        self._taken, self._capacity, self._eager = reply.taken, reply.capacity, reply.eager
         for seq in reply.stored:
             item = self._take(seq)
             if item is not None:
@@ -337,8 +337,8 @@ class _Link:
             )
         else:
             log.warning(
-                "%s waits for credit of %s: %d of %d groups held there, %d not stored yet, oldest seq %d for %.0f s",
-                *(self._worker, self._name, self._head_held, self._head_capacity),
+                "%s waits for credit of %s: %d of %d places taken there, %d groups wait here, oldest seq %d for %.0f s",
+                *(self._worker, self._name, self._taken, self._capacity),
                 *(len(self._pending), oldest, now - started),
             )
 

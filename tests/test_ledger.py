@@ -1,0 +1,320 @@
+"""The ledger's rules over random schedules: workers that crash, fall silent and come late, and a
+trainer that selects, drops and steps, under all three `over_age` policies.
+
+The model here follows the real protocol: workers are admitted and reject; the trainer stores each
+group once and reports that in order, late; leases live from heartbeat to heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from streamrl.ledger import Ledger, OverAge, count_over_age, next_in_order, select_batch
+from streamrl.types import SampleMeta
+
+LEASE = 10.0
+WORKERS = ["rollout/0", "rollout/1", "rollout/2"]
+workers = st.sampled_from(WORKERS)
+
+
+def meta(seq: int, versions: list[int]) -> SampleMeta:
+    """A group of one sibling with one token for each of `versions`."""
+    return SampleMeta(
+        seq=seq,
+        head=0,
+        worker="rollout/0",
+        size=1,
+        tokens=len(versions),
+        rewards=[0.0],
+        response_lengths=[len(versions)],
+        version_counts=dict(Counter(versions)),
+        generation_seconds=0.0,
+    )
+
+
+class Run(RuleBasedStateMachine):
+    """A ledger between workers and a trainer."""
+
+    @initialize(
+        batch=st.integers(1, 3),
+        staleness=st.integers(0, 3),
+        over_age=st.sampled_from(["mask", "wait", "drop"]),
+        faults=st.booleans(),
+    )
+    def open(self, batch: int, staleness: int, over_age: OverAge, faults: bool) -> None:
+        self.batch, self.staleness, self.over_age, self.faults = batch, staleness, over_age, faults
+        self.ledger = Ledger(groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE)
+        self.now = 0.0
+        # what the ledger ought to know
+        self.leased: dict[int, str] = {}
+        self.expires: dict[int, float] = {}
+        self.returned: set[int] = set()
+        self.accepted: set[int] = set()
+        self.rejected: set[int] = set()
+        # the workers: versions of the tokens so far
+        self.generating: dict[tuple[str, int], list[int]] = {}
+        # the trainer
+        self.held: dict[int, SampleMeta] = {}
+        self.trained: list[int] = []
+        self.reports: deque[tuple[str, int]] = deque()
+
+    @property
+    def bound(self) -> int:
+        return (self.ledger.policy_version + self.staleness + 1) * self.batch
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    @rule(worker=workers, count=st.integers(1, 5))
+    def admit(self, worker: str, count: int) -> None:
+        room, fresh = self.ledger.room, self.ledger.next_seq
+        assert room == max(0, self.bound - len(self.accepted) - len(self.leased))
+        again = sorted(self.returned)[: min(count, room)]
+        admitted = self.ledger.admit(worker, count, now=self.now)
+        assert admitted == [*again, *range(fresh, fresh + min(count, room) - len(again))]
+        for seq in admitted:
+            self.returned.discard(seq)
+            self.leased[seq] = worker
+            self.expires[seq] = self.now + LEASE
+            self.generating[worker, seq] = []
+        if admitted:
+            assert self.ledger.accepted + self.ledger.running <= self.bound
+
+    @precondition(lambda self: self.generating)
+    @rule(data=st.data())
+    def generate(self, data: st.DataObject) -> None:
+        """Some groups get a token, sampled under the version of the moment."""
+        for key in data.draw(st.sets(st.sampled_from(sorted(self.generating)), min_size=1)):
+            self.generating[key].append(self.ledger.policy_version)
+
+    @rule(data=st.data(), steps=st.integers(1, 4))
+    def carry_on(self, data: st.DataObject, steps: int) -> None:
+        """A few good training steps, while some groups take long."""
+        stragglers = data.draw(st.sets(st.sampled_from(sorted(self.generating)))) if self.generating else set()
+        for _ in range(steps):
+            for worker in WORKERS:
+                self.admit(worker, 3)
+            for key in sorted(self.generating):
+                self.generating[key].append(self.ledger.policy_version)
+                if key not in stragglers:
+                    self.push(*key)
+            self.train()
+
+    @precondition(lambda self: any(self.generating.values()))
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        """A group is done, and pushed, though its lease may have run out long ago."""
+        key = data.draw(st.sampled_from(sorted(key for key, tokens in self.generating.items() if tokens)))
+        self.push(*key)
+
+    def push(self, worker: str, seq: int) -> None:
+        tokens = self.generating.pop((worker, seq))
+        if seq not in self.held and seq not in self.trained:
+            self.held[seq] = meta(seq, tokens)
+            self.reports.append(("finish", seq))
+
+    @precondition(lambda self: self.generating)
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        worker, seq = data.draw(st.sampled_from(sorted(self.generating)))
+        del self.generating[worker, seq]
+        if self.ledger.holder(seq) in (worker, None):  # the manager sees to that
+            room = self.ledger.room
+            took_place = seq in self.leased
+            effective = self.ledger.reject(seq)
+            assert effective is (took_place or seq in self.returned)
+            assert not self.ledger.reject(seq), "a second time changes nothing"
+            if effective:
+                del_lease(self, seq)
+                self.rejected.add(seq)
+                free = self.bound - len(self.accepted) - len(self.leased)
+                assert self.ledger.room == max(0, free) >= room, "a rejection gives the place back"
+
+    @precondition(lambda self: self.faults)
+    @rule(worker=workers)
+    def crash(self, worker: str) -> None:
+        """The worker is gone; its leases remain until they run out."""
+        for key in [key for key in self.generating if key[0] == worker]:
+            del self.generating[key]
+
+    @precondition(lambda self: self.faults)
+    @rule(worker=workers)
+    def replace(self, worker: str) -> None:
+        """Another process takes the worker's name: what the old one had goes back at once."""
+        self.crash(worker)
+        theirs = sorted(seq for seq, holder in self.leased.items() if holder == worker)
+        assert self.ledger.release(worker) == theirs
+        for seq in theirs:
+            del_lease(self, seq)
+            self.returned.add(seq)
+
+    @rule(worker=workers)
+    def beat(self, worker: str) -> None:
+        self.ledger.renew(worker, now=self.now)
+        for seq, holder in self.leased.items():
+            if holder == worker:
+                self.expires[seq] = self.now + LEASE
+
+    @precondition(lambda self: self.faults)
+    @rule(seconds=st.floats(0.5, 12))
+    def time_passes(self, seconds: float) -> None:
+        """Who did not beat loses its leases, but may still be at work."""
+        self.now += seconds
+        due = sorted(seq for seq, expires in self.expires.items() if expires <= self.now)
+        assert self.ledger.expire(now=self.now) == due
+        for seq in due:
+            del_lease(self, seq)
+            self.returned.add(seq)
+
+    # --- trainer ---------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 4))
+    def report(self, count: int) -> None:
+        for _ in range(min(count, len(self.reports))):
+            what, seq = self.reports.popleft()
+            if what == "drop":
+                self.ledger.drop([seq])
+                self.accepted.remove(seq)
+                self.returned.add(seq)
+            elif self.ledger.finish(seq):
+                assert seq not in self.accepted
+                assert not self.ledger.finish(seq), "a second time changes nothing"
+                del_lease(self, seq)
+                self.returned.discard(seq)
+                self.accepted.add(seq)
+            else:  # given up by another worker in the meantime
+                assert seq in self.rejected
+                del self.held[seq]
+
+    @rule()
+    def train(self) -> None:
+        self.report(len(self.reports))
+        version = self.ledger.policy_version
+        order = next_in_order(self.trained, self.rejected, start=0, count=self.batch)
+        selection = select_batch(
+            self.held,
+            policy_version=version,
+            groups_per_batch=self.batch,
+            max_staleness=self.staleness,
+            over_age=self.over_age,
+            next_in_order=order if self.over_age == "wait" else (),
+        )
+        over_age = {
+            seq: count_over_age(held.version_counts, policy_version=version, max_staleness=self.staleness)
+            for seq, held in self.held.items()
+        }
+        assert set(selection.drop) == ({s for s, n in over_age.items() if n} if self.over_age == "drop" else set())
+        for seq in selection.drop:
+            del self.held[seq]
+            self.reports.append(("drop", seq))
+        assert len(selection.batch) == (0 if selection.short else self.batch)
+        if not selection.batch:
+            assert selection.short > 0
+            return
+        assert selection.batch == sorted(selection.batch)
+        for seq in selection.batch:
+            tokens = self.held.pop(seq)
+            young = {v: n for v, n in tokens.version_counts.items() if version - v <= self.staleness}
+            assert sum(young.values()) == tokens.sampled_tokens - over_age[seq]
+            if self.over_age != "mask":
+                assert over_age[seq] == 0, "every token of every group is young enough"
+            if self.staleness == 0 and not self.faults:
+                assert set(tokens.version_counts) == {version}, "on-policy"
+            self.trained.append(seq)
+        if self.over_age == "wait":
+            assert selection.batch == order
+        self.ledger.advance(version + 1)
+
+    # --- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def each_seq_is_in_one_place(self) -> None:
+        ledger = self.ledger
+        assert {lease.seq: lease.worker for lease in ledger.leases()} == self.leased
+        assert {lease.seq: lease.expires for lease in ledger.leases()} == self.expires
+        assert (ledger.running, ledger.returned) == (len(self.leased), len(self.returned))
+        assert (ledger.accepted, set(ledger.rejected)) == (len(self.accepted), self.rejected)
+        assert len(ledger.rejected) == len(self.rejected)
+        places = [*self.leased, *self.returned, *self.accepted, *self.rejected]
+        assert sorted(places) == list(range(ledger.next_seq)), "one is lost, or in two places"
+
+    @invariant()
+    def each_seq_ends_once(self) -> None:
+        assert len(self.trained) == len(set(self.trained))
+        assert self.accepted >= set(self.trained)
+        assert not self.rejected & set(self.trained)
+        assert len(self.trained) == self.ledger.policy_version * self.batch
+
+    def teardown(self) -> None:
+        """Whatever happened, healthy workers bring the run forward."""
+        if not hasattr(self, "ledger"):
+            return
+        goal = self.ledger.policy_version + self.staleness + 2
+        for _ in range(20 * (self.staleness + 2)):
+            if self.ledger.policy_version >= goal:
+                return
+            for worker in WORKERS:
+                self.replace(worker)
+                self.admit(worker, 100)
+            for key in sorted(self.generating):
+                self.generating[key].append(self.ledger.policy_version)
+                self.push(*key)
+            self.train()
+        pytest.fail(f"the run is stuck at version {self.ledger.policy_version}")
+
+
+def del_lease(run: Run, seq: int) -> None:
+    run.leased.pop(seq, None)
+    run.expires.pop(seq, None)
+    run.returned.discard(seq)
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@given(
+    trained=st.sets(st.integers(0, 30)),
+    rejected=st.sets(st.integers(0, 30)),
+    start=st.integers(0, 10),
+    count=st.integers(0, 8),
+)
+def test_next_in_order_skips_what_is_settled(trained: set[int], rejected: set[int], start: int, count: int) -> None:
+    found = next_in_order(trained, rejected, start=start, count=count)
+    assert len(found) == count
+    if found:
+        assert sorted({*found, *(s for s in trained | rejected if start <= s < found[-1])}) == list(
+            range(start, found[-1] + 1)
+        )
+        assert not set(found) & (trained | rejected)
+
+
+def test_a_batch_waits_for_the_missing_by_name() -> None:
+    held = {seq: meta(seq, [0]) for seq in (0, 3)}
+    selection = select_batch(
+        held, policy_version=0, groups_per_batch=3, max_staleness=1, over_age="wait", next_in_order=[0, 1, 3]
+    )
+    assert (selection.batch, selection.missing, selection.short) == ([], [1], 1)
+
+
+def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
+    held = {seq: meta(seq, versions) for seq, versions in {5: [4], 2: [1, 4], 7: [4], 9: [3]}.items()}
+    arguments = {"policy_version": 4, "groups_per_batch": 2, "max_staleness": 2}
+    assert select_batch(held, over_age="mask", **arguments).batch == [2, 5]  # type: ignore[arg-type]
+    selection = select_batch(held, over_age="drop", **arguments)  # type: ignore[arg-type]
+    assert (selection.batch, selection.drop) == ([5, 7], [2])
+
+
+def test_the_ledger_refuses_what_cannot_be() -> None:
+    ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
+    (seq,) = ledger.admit("rollout/0", 5, now=0.0)
+    with pytest.raises(ValueError, match="seq 0 was not accepted"):
+        ledger.drop([seq])
+    assert not ledger.finish(17)
+    ledger.advance(1)
+    with pytest.raises(ValueError, match="went back from 1 to 0"):
+        ledger.advance(0)

@@ -55,7 +55,17 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
         owned.push_async_callback(membership.leave)
-        work = asyncio.create_task(_work(config, control, membership, activity, model_dir), name=membership.name)
+        work = asyncio.create_task(
+            _work(
+                config,
+                control=control,
+                membership=membership,
+                activity=activity,
+                model_dir=model_dir,
+                owned=owned,  # not closed by the task: its cancellation would cut the closing short
+            ),
+            name=membership.name,
+        )
         stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
         try:
             await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -72,52 +82,57 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 
 async def _work(
-    config: Config, control: ControlClient, membership: Membership, activity: Activity, model_dir: Path
+    config: Config,
+    *,
+    control: ControlClient,
+    membership: Membership,
+    activity: Activity,
+    model_dir: Path,
+    owned: AsyncExitStack,
 ) -> None:
-    """Build the parts and make groups, until cancelled or the manager says stop."""
-    async with AsyncExitStack() as owned:
-        membership.waiting_for = "reward processes and tokenizer"
-        rewards = RewardPool.of(config)
-        owned.push_async_callback(rewards.close)
-        workflow = load_workflow(config.rollout.workflow)
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(rewards.start())
-            loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
-        chat, prompts = loading.result()
-        membership.waiting_for = "the model workers to register"
-        heads = await control.topology(
-            "model_worker", config.trainer.data_parallel, patience=config.manager.join_timeout_seconds
-        )
-        pusher = GroupPusher(
-            worker=membership.name,
-            endpoints=[head.address for head in heads],
-            max_group_bytes=int(config.stream.max_group_mb * 1e6),
-            resend_seconds=config.stream.resend_seconds,
-            warn_seconds=config.trainer.wait_warning_seconds,
-        )
-        owned.push_async_callback(pusher.close)
-        client = GenerationClient(timeout=config.rollout.request_timeout_seconds)
-        owned.push_async_callback(client.close)
-        generator = Generator(
-            client,
-            sampling=config.rollout.sampling,
-            seed=config.run.seed,
-            patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
-        )
-        maker = GroupMaker(
-            config,
-            worker=membership.name,
-            prompts=prompts,
-            workflow=workflow,
-            chat=chat,
-            generator=generator,
-            rewards=rewards,
-            activity=activity,
-        )
-        worker = RolloutWorker(
-            config, membership=membership, control=control, maker=maker, pusher=pusher, activity=activity
-        )
-        await worker.run()
+    """Build the parts and make groups, until cancelled or the manager says stop; `owned` closes the parts."""
+    membership.waiting_for = "reward processes and tokenizer"
+    rewards = RewardPool.of(config)
+    owned.push_async_callback(rewards.close)
+    workflow = load_workflow(config.rollout.workflow)
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(rewards.start())
+        loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
+    chat, prompts = loading.result()
+    membership.waiting_for = "the model workers to register"
+    heads = await control.topology(
+        "model_worker", config.trainer.data_parallel, patience=config.manager.join_timeout_seconds
+    )
+    pusher = GroupPusher(
+        worker=membership.name,
+        endpoints=[head.address for head in heads],
+        max_group_bytes=int(config.stream.max_group_mb * 1e6),
+        resend_seconds=config.stream.resend_seconds,
+        warn_seconds=config.trainer.wait_warning_seconds,
+    )
+    owned.push_async_callback(pusher.close)
+    client = GenerationClient(timeout=config.rollout.request_timeout_seconds)
+    owned.push_async_callback(client.close)
+    generator = Generator(
+        client,
+        sampling=config.rollout.sampling,
+        seed=config.run.seed,
+        patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
+    )
+    maker = GroupMaker(
+        config,
+        worker=membership.name,
+        prompts=prompts,
+        workflow=workflow,
+        chat=chat,
+        generator=generator,
+        rewards=rewards,
+        activity=activity,
+    )
+    worker = RolloutWorker(
+        config, membership=membership, control=control, maker=maker, pusher=pusher, activity=activity
+    )
+    await worker.run()
 
 
 class RolloutWorker:

@@ -28,8 +28,14 @@ class Engine:
         self.url = ""
         self.requests: list[GenerateRequest] = []
         self.cancelled = 0
+        """Requests whose client went away."""
         self.arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
         self._script = script
+
+    async def until_cancelled(self, count: int) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: self.cancelled >= count)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         message = msgspec.json.decode(await request.read(), type=GenerateRequest)
@@ -41,6 +47,8 @@ class Engine:
                 answer = await answer
         except asyncio.CancelledError:
             self.cancelled += 1
+            async with self._changed:
+                self._changed.notify_all()
             raise
         if isinstance(answer, web.Response):
             return answer

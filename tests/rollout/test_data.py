@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,9 +135,6 @@ def test_conversations_as_prompts(chat: ChatTokenizer, tmp_path: Path) -> None:
 
 
 def test_parquet_and_hf_disk(chat: ChatTokenizer, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     columns = {
         "prompt": [[{"role": "user", "content": f"q{i}"}] for i in range(5)],
         "answer": [str(i) for i in range(5)],

@@ -44,7 +44,7 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
         case ["text"]:
             return "good"
         case ["print"]:
-            print("\x01\x02" * 3000, flush=True)
+            print("\x01\x02" * 3000, flush=True)  # noqa: T201
             os.write(1, b"straight to the descriptor")
             input_text = sys.stdin.read()
             return float(len(input_text))

@@ -1,0 +1,127 @@
+"""A manager reduced to what a rollout worker sees of it: real HTTP, answers that a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiohttp import web
+
+from streamrl.transport.control import (
+    Admission,
+    Admit,
+    AdmitReply,
+    Done,
+    Heartbeat,
+    HeartbeatReply,
+    Peer,
+    Register,
+    RegisterReply,
+    Reject,
+    Route,
+    RouteReply,
+    Topology,
+)
+
+
+class Manager:
+    def __init__(self, *, heads: list[str], gserver: str) -> None:
+        self.url = ""
+        self.gserver = gserver
+        self.heads = heads
+        self.stop = False
+        self.asked: list[int] = []
+        """`count` of each call of /admit."""
+        self.rejected: dict[int, str] = {}
+        self.heartbeats: list[Heartbeat] = []
+        self.registered: list[Register] = []
+        self.reroute: Callable[[Route], str] = lambda message: self.gserver
+        self.failures = 0
+        """How many of the next calls of /admit and /reject are answered 500."""
+        self._seqs: list[int] = []
+        self._changed = asyncio.Condition()
+
+    async def give(self, seqs: Iterable[int]) -> None:
+        """Let `seqs` be admitted."""
+        async with self._changed:
+            self._seqs.extend(seqs)
+            self._changed.notify_all()
+
+    async def end(self) -> None:
+        """The run is over."""
+        async with self._changed:
+            self.stop = True
+            self._changed.notify_all()
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that a call to the manager brings about."""
+        async with asyncio.timeout(30), self._changed:
+            await self._changed.wait_for(reached)
+
+    async def register(self, message: Register) -> msgspec.Struct:
+        self.registered.append(message)
+        return RegisterReply(policy_version=0, heartbeat_seconds=0.05)
+
+    async def heartbeat(self, message: Heartbeat) -> msgspec.Struct:
+        async with self._changed:
+            self.heartbeats.append(message)
+            self._changed.notify_all()
+        return HeartbeatReply(stop=self.stop, policy_version=0, known=True)
+
+    async def admit(self, message: Admit) -> msgspec.Struct:
+        self._maybe_fail()
+        self.asked.append(message.count)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._seqs or self.stop)
+            given, self._seqs = self._seqs[: message.count], self._seqs[message.count :]
+        admissions = [Admission(seq=seq, gserver=self.gserver) for seq in given]
+        return AdmitReply(admissions=admissions, policy_version=0, stop=self.stop)
+
+    async def route(self, message: Route) -> msgspec.Struct:
+        return RouteReply(gserver=self.reroute(message))
+
+    async def reject(self, message: Reject) -> msgspec.Struct:
+        self._maybe_fail()
+        async with self._changed:
+            self.rejected[message.seq] = message.reason
+            self._changed.notify_all()
+        return Done()
+
+    def _maybe_fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise web.HTTPInternalServerError(text="scripted")
+
+
+@asynccontextmanager
+async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
+    manager = Manager(heads=heads, gserver=gserver)
+    app = web.Application()
+
+    def add(path: str, message: type[msgspec.Struct], answer: Callable[..., object]) -> None:
+        async def handle(request: web.Request) -> web.Response:
+            reply = await answer(msgspec.json.decode(await request.read(), type=message))  # type: ignore[misc]
+            return web.Response(body=msgspec.json.encode(reply))
+
+        app.router.add_post(path, handle)
+
+    async def topology(request: web.Request) -> web.Response:
+        peers = [Peer("model_worker", i, head) for i, head in enumerate(manager.heads)]
+        return web.Response(body=msgspec.json.encode(Topology(complete=True, peers=peers)))
+
+    add("/register", Register, manager.register)
+    add("/heartbeat", Heartbeat, manager.heartbeat)
+    add("/admit", Admit, manager.admit)
+    add("/route", Route, manager.route)
+    add("/reject", Reject, manager.reject)
+    app.router.add_get("/topology", topology)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    manager.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield manager
+    finally:
+        await runner.cleanup()

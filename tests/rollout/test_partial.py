@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from streamrl.config import SamplingConfig
+from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.rollout import partial
+from streamrl.rollout.partial import Generation, Generator, GroupRoute
+from streamrl.transport.control import RouteReply
+from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient
+from tests.rollout.engine import Engine, Script, answer, failure, serving
+
+PROMPT = [5, 6, 7]
+
+
+class FixedRoutes:
+    """The manager's side of `/route`: names gservers in turn."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
+        self.failed: list[str] = []
+
+    async def route(self, message: Any) -> RouteReply:
+        self.failed.append(message.failed)
+        return RouteReply(gserver=self.urls.pop(0) if self.urls else "")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[GenerationClient]:
+    made = GenerationClient(timeout=0.5)
+    yield made
+    await made.close()
+
+
+async def generate(
+    client: GenerationClient,
+    gserver: str,
+    *,
+    budget: int = 8,
+    routes: Any = None,
+    patience: float = 20.0,
+    **sampling: Any,
+) -> Generation:
+    generator = Generator(client, sampling=SamplingConfig(**sampling), seed=1, patience=patience)
+    route = GroupRoute(routes or FixedRoutes(), worker=0, seq=3, gserver=gserver)
+    return await generator.generate(PROMPT, max_new_tokens=budget, rid="3.0.0", route=route)
+
+
+def script(*answers: Any) -> Script:
+    return lambda request, number: answers[number]
+
+
+def prompts(engine: Engine) -> list[tuple[Any, int]]:
+    return [(request.input_ids, request.sampling_params.max_new_tokens) for request in engine.requests]  # type: ignore[union-attr]
+
+
+async def test_one_answer(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11, 2], version="4", matched=2))) as engine:
+        generation = await generate(client, engine.url, top_p=0.9, stop=["x"], temperature=0.5)
+    assert generation == Generation(
+        output_ids=[10, 11, 2],
+        logprobs=[-0.10, -0.11, -0.02],
+        versions=[4, 4, 4],
+        finish_reason="stop",
+        matched=2,
+        interruptions=0,
+    )
+    params = engine.requests[0].sampling_params
+    assert (params.top_p, params.stop, params.temperature, params.stop_token_ids) == (0.9, ["x"], 0.5, None)  # type: ignore[union-attr]
+    assert engine.requests[0].return_logprob
+
+
+async def test_versions_come_from_the_spans(client: GenerationClient) -> None:
+    spans = [("3", 0, 2), ("4", 2, 2), ("5", 2, 3)]
+    async with serving(script(answer([10, 11, 12], version="9", spans=spans, finish="length"))) as engine:
+        generation = await generate(client, engine.url)
+    assert generation.versions == [3, 3, 5]
+    assert generation.finish_reason == "length"
+
+
+async def test_a_cut_response_is_continued_from_its_own_tokens(client: GenerationClient) -> None:
+    answers = [
+        answer([10, 11], finish="abort", version="0"),
+        answer([], finish="abort", version="1"),
+        answer([12], finish="abort", version="1"),
+        answer([13, 2], version="2"),
+    ]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=6)
+    assert prompts(engine) == [
+        (PROMPT, 6),
+        ([*PROMPT, 10, 11], 4),
+        ([*PROMPT, 10, 11], 4),
+        ([*PROMPT, 10, 11, 12], 3),
+    ]
+    assert generation.output_ids == [10, 11, 12, 13, 2]
+    assert generation.versions == [0, 0, 1, 2, 2]
+    assert generation.logprobs == [-0.10, -0.11, -0.12, -0.13, -0.02]
+    assert generation.interruptions == 3
+    assert len({request.rid for request in engine.requests}) == 4
+
+
+async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11], finish="abort"))) as engine:
+        generation = await generate(client, engine.url, budget=2)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
+
+
+@pytest.mark.parametrize("bad", [failure(503), failure(500), None], ids=["503", "500", "connection lost"])
+async def test_another_gserver_continues(client: GenerationClient, bad: Any) -> None:
+    async with (
+        serving(script(answer([10], finish="abort", version="1"), bad)) as first,
+        serving(script(answer([11, 2], version="2"))) as second,
+    ):
+        routes = FixedRoutes(second.url)
+        generation = await generate(client, first.url, routes=routes)
+    assert routes.failed == [first.url]
+    assert prompts(second) == [([*PROMPT, 10], 7)]
+    assert (generation.output_ids, generation.versions) == ([10, 11, 2], [1, 2, 2])
+
+
+async def test_a_gserver_that_is_gone(client: GenerationClient) -> None:
+    async with serving(script()) as gone:
+        pass
+    async with serving(script(answer([2]))) as second:
+        assert (await generate(client, gone.url, routes=FixedRoutes("", "", second.url))).output_ids == [2]
+
+
+async def test_a_gserver_that_does_not_answer_in_time(client: GenerationClient) -> None:
+    async def hang(request: GenerateRequest, number: int) -> GenerateReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(hang) as first, serving(script(answer([2]))) as second:
+        assert (await generate(client, first.url, routes=FixedRoutes(second.url))).output_ids == [2]
+        assert first.cancelled == 1
+
+
+async def test_siblings_ask_for_another_gserver_once() -> None:
+    routes = FixedRoutes("b", "c")
+    route = GroupRoute(routes, worker=0, seq=3, gserver="a")  # type: ignore[arg-type]
+    await asyncio.gather(*(route.replace("a") for _ in range(5)))
+    assert (route.gserver, routes.failed) == ("b", ["a"])
+
+
+async def test_no_progress_ends(client: GenerationClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "FIRST_PAUSE_SECONDS", 0.001)
+    async with serving(lambda request, number: failure(503, "queue is full")) as engine:
+        with pytest.raises(DeadlineExceeded, match=r"3\.0\.0: no token for .*queue is full"):
+            await generate(client, engine.url, patience=0.3)
+    assert len(engine.requests) > 3
+
+
+async def test_pauses_between_fruitless_attempts_grow(
+    client: GenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    really_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await really_sleep(0)
+
+    monkeypatch.setattr(partial.asyncio, "sleep", sleep)
+    answers = [*[failure(503)] * 8, answer([10], finish="abort"), failure(503), answer([2])]
+    async with serving(script(*answers)) as engine:
+        await generate(client, engine.url)
+    assert [p for p in pauses if p] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (failure(400, "input is too long"), PeerError, "answered 400.*input is too long"),
+        (answer([], finish="abort", status_code=400), PeerError, "refused the request: scripted"),
+        (answer([10, 11], logprobs=[(-0.1, 10, None)]), WireError, "1 log-probabilities for 2 tokens"),
+        (answer([10], logprobs=[(-0.1, 11, None)]), WireError, "token 0 is 10, its log-probability is that of 11"),
+        (answer([10], logprobs=[(None, 10, None)]), WireError, "log-probability None"),
+        (answer([10], logprobs=[(0.5, 10, None)]), WireError, "log-probability 0.5"),
+        (answer([]), WireError, "without a single token"),
+        (answer([10] * 9), WireError, "9 tokens where at most 8"),
+        (answer([10], version="default"), WireError, "'default' is not a policy version"),
+        (answer([10], version="-1"), WireError, "not a policy version"),
+        (answer([10, 11], spans=[("1", 0, 1)]), WireError, "cover 1 of 2 tokens"),
+        (answer([10, 11], spans=[("1", 1, 2)]), WireError, "do not cover"),
+        (answer([10], spans=[("1", 0, 2)]), WireError, "do not cover"),
+    ],
+)
+async def test_nonsense_is_refused(
+    client: GenerationClient, reply: Any, error: type[StreamRLError], message: str
+) -> None:
+    async with serving(script(reply)) as engine:
+        with pytest.raises(error, match=message):
+            await generate(client, engine.url)
+    assert len(engine.requests) == 1
+
+
+async def test_an_answer_of_another_shape_is_refused(client: GenerationClient) -> None:
+    async with serving(script(failure(200))) as engine:
+        with pytest.raises(WireError, match="something else than a GenerateReply"):
+            await generate(client, engine.url)
+
+
+async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
+    async with serving(script(answer([10], logprobs=[(1e-6, 10, None)]))) as engine:
+        assert (await generate(client, engine.url)).logprobs == [0.0]
+
+
+async def test_sampling_seeds_are_fixed_for_each_request_and_differ(client: GenerationClient) -> None:
+    async with serving(lambda request, number: answer([2])) as engine:
+        generator = Generator(client, sampling=SamplingConfig(), seed=1, patience=1)
+        route = GroupRoute(FixedRoutes(), worker=0, seq=3, gserver=engine.url)  # type: ignore[arg-type]
+        for rid in ("3.0.0", "3.1.0", "3.0.0"):
+            await generator.generate(PROMPT, max_new_tokens=4, rid=rid, route=route)
+    first, sibling, again = (request.sampling_params.sampling_seed for request in engine.requests)  # type: ignore[union-attr]
+    assert first == again != sibling
+
+
+async def test_cancellation_disconnects(client: GenerationClient) -> None:
+    ended = asyncio.Event()
+
+    async def hang(request: GenerateRequest, number: int) -> GenerateReply:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    async with serving(hang) as engine:
+        task = asyncio.create_task(generate(client, engine.url))
+        await engine.arrived.wait()
+        task.cancel()
+        await asyncio.wait_for(ended.wait(), 5)
+        assert engine.cancelled == 1

@@ -1,0 +1,305 @@
+"""A whole rollout worker between a manager, an engine and the trainer's end of the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.config import Config, from_dict
+from streamrl.errors import DataError, RewardError, StreamRLError
+from streamrl.rollout.data import PromptSource
+from streamrl.rollout.worker import serve
+from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.transport.generation import GenerateReply, GenerateRequest
+from streamrl.types import NO_VERSION, SampleMeta
+from tests.rollout.characters import make_chat, save_tokenizer
+from tests.rollout.engine import Engine, Script, answer, failure, serving
+from tests.rollout.manager import Manager, managing
+
+CHAT = make_chat()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def configure(**rollout: Any) -> Config:
+    rollout = {"group_size": 3, "max_concurrent_groups": 4, **rollout}
+    rollout.setdefault("reward", {"function": "tests.rollout.user_code:length_reward"})
+    data = {"source": "python", "path": "tests.rollout.user_code:row", "size": 20, **rollout.pop("data", {})}
+    return from_dict({"rollout": rollout, "data": data, "trainer": {"data_parallel": 2, "batch_groups": 2}})
+
+
+class Trainer:
+    """Two DP heads that only store."""
+
+    def __init__(self, capacity: int = 100) -> None:
+        loop = asyncio.get_running_loop()
+        self._stored = asyncio.Condition()
+        self.datasets = [
+            StreamDataset(
+                rank=rank,
+                capacity_groups=capacity,
+                on_stored=lambda _: asyncio.run_coroutine_threadsafe(self._tell(), loop),
+            )
+            for rank in range(2)
+        ]
+        self.ingresses = [
+            StreamIngress(dataset, host="127.0.0.1", max_group_bytes=1 << 20) for dataset in self.datasets
+        ]
+        for ingress in self.ingresses:
+            ingress.start()
+
+    @property
+    def held(self) -> dict[int, SampleMeta]:
+        return {seq: meta for dataset in self.datasets for seq, meta in dataset.held().items()}
+
+    async def until(self, groups: int) -> None:
+        async with asyncio.timeout(30), self._stored:
+            await self._stored.wait_for(lambda: len(self.held) >= groups)
+
+    async def _tell(self) -> None:
+        async with self._stored:
+            self._stored.notify_all()
+
+    def close(self) -> None:
+        for ingress in self.ingresses:
+            ingress.close()
+
+
+class Stage:
+    def __init__(self, manager: Manager, engine: Engine, trainer: Trainer, worker: asyncio.Task[None]) -> None:
+        self.manager = manager
+        self.engine = engine
+        self.trainer = trainer
+        self.worker = worker
+
+    async def finish(self) -> None:
+        """End the run and wait for the worker."""
+        await self.manager.end()
+        async with asyncio.timeout(30):
+            await self.worker
+
+
+@asynccontextmanager
+async def stage(
+    script: Script, model_dir: Path, config: Config | None = None, capacity: int = 100
+) -> AsyncIterator[Stage]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    trainer = Trainer(capacity)
+    async with (
+        serving(script) as engine,
+        managing(heads=[ingress.endpoint for ingress in trainer.ingresses], gserver=engine.url) as manager,
+    ):
+        worker = asyncio.create_task(
+            serve(config or configure(), manager_url=manager.url, index=1, model_dir=model_dir), name="the worker"
+        )
+        try:
+            yield Stage(manager, engine, trainer, worker)
+        finally:
+            worker.cancel()
+            await asyncio.wait([worker])
+            trainer.close()
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name()}  # type: ignore[union-attr]
+
+
+def say(request: GenerateRequest, number: int) -> GenerateReply:
+    """A response of one to three tokens."""
+    return answer([*CHAT.encode("12"[: number % 3]), 2], version=str(number % 2))
+
+
+def held_until(event: asyncio.Event) -> Callable[[GenerateRequest, int], Awaitable[GenerateReply]]:
+    async def script(request: GenerateRequest, number: int) -> GenerateReply:
+        await event.wait()
+        return say(request, number)
+
+    return script
+
+
+async def test_groups_flow_to_the_heads(model_dir: Path) -> None:
+    async with stage(say, model_dir) as on:
+        await on.manager.give(range(30))
+        await on.trainer.until(30)
+        groups = [group for dataset in on.trainer.datasets for group in dataset.get(dataset.held())]
+        await on.finish()
+        (registered,) = on.manager.registered
+        assert (registered.role, registered.index, registered.config_digest) == ("rollout", 1, configure().digest())
+    source = PromptSource.open(configure(), CHAT)
+    assert sorted(group.seq for group in groups) == list(range(30))
+    assert {group.seq for group in on.trainer.datasets[1].get(on.trainer.datasets[1].held())} == set(range(1, 30, 2))
+    for group in groups:
+        prompt = source.prompt(group.seq).input_ids
+        assert (group.worker, group.size, group.prompt_length) == ("rollout/1", 3, len(prompt))
+        assert group.generation_seconds > 0
+        for sibling, end in enumerate(np.cumsum(group.seqlens)):
+            ids = group.packed_input_ids[end - group.seqlens[sibling] : end]
+            mask = group.packed_loss_mask[end - group.seqlens[sibling] : end]
+            versions = group.packed_policy_versions[end - group.seqlens[sibling] : end]
+            assert ids[: len(prompt)].tolist() == prompt
+            assert mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+            assert group.rewards[sibling] == mask.sum()
+            assert (versions[~mask] == NO_VERSION).all()
+            assert set(versions[mask].tolist()) <= {0, 1}
+
+
+async def test_no_more_groups_at_a_time_than_allowed_and_all_its_places_used(model_dir: Path) -> None:
+    go = asyncio.Event()
+    async with stage(held_until(go), model_dir) as on:
+        await on.manager.give(range(9))
+        await on.manager.until(
+            lambda: bool(on.manager.heartbeats) and on.manager.heartbeats[-1].stats["requests_in_flight"] == 12
+        )
+        assert len(on.engine.requests) == 12  # 4 groups of 3
+        assert on.manager.heartbeats[-1].waiting_for == "generation"
+        assert on.manager.heartbeats[-1].stats["groups_running"] == 4
+        go.set()
+        await on.trainer.until(9)
+        await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_done_total"] == 9)
+        last = on.manager.heartbeats[-1]
+        assert last.waiting_for == "room in the ledger"
+        assert last.stats["tokens_generated_total"] == sum(meta.sampled_tokens for meta in on.trainer.held.values())
+        assert 1 <= last.stats["reward_mean"] <= 3
+        assert on.manager.asked[0] == 4
+        assert all(1 <= count <= 4 for count in on.manager.asked)
+        await on.finish()
+
+
+async def test_waiting_for_credit_is_shown_and_ends(model_dir: Path) -> None:
+    async with stage(say, model_dir, capacity=1) as on:
+        await on.manager.give(range(4))
+        await on.manager.until(
+            lambda: (
+                on.manager.heartbeats[-1:] != [] and on.manager.heartbeats[-1].waiting_for == "credit of the trainer"
+            )
+        )
+        for dataset in on.trainer.datasets:
+            await on.trainer.until(2)
+            dataset.discard(list(dataset.held()), forget=False)
+        await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_done_total"] == 4)
+        await on.finish()
+
+
+async def test_a_refused_request_rejects_its_group_alone(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = PromptSource.open(configure(), CHAT).prompt(5).input_ids
+
+    def script(request: GenerateRequest, number: int) -> Any:
+        return failure(400, "no such token") if request.input_ids == bad else say(request, number)
+
+    with caplog.at_level(logging.WARNING):
+        async with stage(script, model_dir) as on:
+            await on.manager.give(range(8))
+            await on.trainer.until(7)
+            await on.manager.until(lambda: 5 in on.manager.rejected)
+            await on.finish()
+    assert sorted(on.trainer.held) == [0, 1, 2, 3, 4, 6, 7]
+    assert "no such token" in on.manager.rejected[5]
+    assert len([record for record in caplog.records if "group 5 is rejected" in record.getMessage()]) == 1
+
+
+async def test_prompts_that_are_too_long_are_rejected(model_dir: Path) -> None:
+    config = configure(data={"max_prompt_tokens": 5})
+    async with stage(say, model_dir, config) as on:
+        await on.manager.give([3])
+        await on.manager.until(lambda: 3 in on.manager.rejected)
+        await on.finish()
+    assert "more than data.max_prompt_tokens = 5" in on.manager.rejected[3]
+
+
+@pytest.mark.parametrize(
+    ("on_error", "error", "message"),
+    [("reject", StreamRLError, "4 groups in a row failed.*LookupError"), ("stop", RewardError, "LookupError")],
+)
+async def test_failures_in_a_row_stop_the_run(
+    model_dir: Path, on_error: str, error: type[Exception], message: str
+) -> None:
+    reward = {"function": "tests.rollout.user_code:failing_reward", "on_error": on_error}
+    async with stage(say, model_dir, configure(reward=reward, max_failures=4)) as on:
+        await on.manager.give(range(20))
+        with pytest.raises(error, match=f"(?s){message}"):
+            async with asyncio.timeout(30):
+                await on.worker
+        assert "rollout/1" in on.manager.heartbeats[-1].error
+        assert "LookupError" in on.manager.heartbeats[-1].error
+        assert len(on.manager.rejected) >= (3 if on_error == "reject" else 0)
+
+
+async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
+    reward = {"function": "tests.rollout.user_code:failing_reward", "on_error": "zero"}
+    async with stage(say, model_dir, configure(reward=reward, max_failures=1)) as on:
+        await on.manager.give(range(3))
+        await on.trainer.until(3)
+        await on.finish()
+    assert all(meta.rewards == [0.0] * 3 for meta in on.trainer.held.values())
+
+
+async def test_successes_in_between_keep_the_run_alive(model_dir: Path) -> None:
+    source = PromptSource.open(configure(), CHAT)
+    good = [source.prompt(seq).input_ids for seq in range(0, 20, 2)]
+
+    def script(request: GenerateRequest, number: int) -> Any:
+        return say(request, number) if request.input_ids in good else failure(400)
+
+    async with stage(script, model_dir, configure(max_failures=2, max_concurrent_groups=1)) as on:
+        await on.manager.give(range(20))
+        await on.manager.until(lambda: len(on.manager.rejected) == 10)
+        await on.finish()
+    assert len(on.trainer.held) == 10
+
+
+async def test_data_that_cannot_be_read_stops_the_run_with_the_reason(model_dir: Path) -> None:
+    config = configure(data={"source": "jsonl", "path": "nowhere.jsonl"})
+    async with stage(say, model_dir, config) as on:
+        with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+            async with asyncio.timeout(30):
+                await on.worker
+        assert "nowhere.jsonl" in on.manager.heartbeats[-1].error
+
+
+async def test_a_manager_that_stumbles_is_asked_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.rollout.worker.RETRY_SECONDS", 0.01)
+    async with stage(lambda request, number: failure(400), model_dir) as on:
+        on.manager.failures = 3
+        await on.manager.give([0])
+        await on.manager.until(lambda: 0 in on.manager.rejected)
+        on.manager.failures = 2
+        await on.manager.give([1])
+        await on.manager.until(lambda: 1 in on.manager.rejected)
+        await on.finish()
+
+
+async def test_groups_move_to_another_gserver(model_dir: Path) -> None:
+    async with (
+        serving(say) as second,
+        stage(lambda request, number: None if number % 2 else answer([4], finish="abort"), model_dir) as on,
+    ):
+        on.manager.reroute = lambda message: second.url
+        await on.manager.give(range(6))
+        await on.trainer.until(6)
+        await on.finish()
+        assert not on.manager.rejected
+
+
+@pytest.mark.parametrize("ending", ["stop", "cancel"])
+async def test_the_end_leaves_nothing_behind(model_dir: Path, ending: str) -> None:
+    async with stage(held_until(asyncio.Event()), model_dir) as on:
+        await on.manager.give(range(4))
+        await on.manager.until(lambda: len(on.engine.requests) == 12)
+        if ending == "stop":
+            await on.finish()
+        else:
+            on.worker.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await on.worker
+        await on.engine.until_cancelled(12)  # the server sees the connections close
+        assert not on.manager.rejected
+    # and `stage` checks that no process and no task is left

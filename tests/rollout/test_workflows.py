@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import SamplingConfig, WorkflowConfig
+from streamrl.errors import ConfigError, DataError, RewardError, WireError
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.partial import Generation, Generator
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.session import Session
+from streamrl.rollout.workflow import TrajectoryBuilder, check_trajectory, shared_prefix
+from streamrl.rollout.workflows import load_workflow
+from streamrl.transport.generation import GenerationClient
+from streamrl.types import NO_VERSION, Prompt, Trajectory
+from tests.rollout.characters import PLAIN_TEMPLATE, make_chat
+from tests.rollout.engine import Engine, answer, serving
+
+CHAT = make_chat()
+QUESTION = [{"role": "user", "content": "1+1?"}]
+PROMPT = Prompt(seq=0, index=0, epoch=0, messages=QUESTION, input_ids=CHAT.render(QUESTION), answer="2", metadata={})
+
+
+class Rewards:
+    """Scores in the order given; remembers what it saw."""
+
+    def __init__(self, *scores: Any) -> None:
+        self.seen: list[Response] = []
+        self._scores = list(scores)
+
+    async def score(self, response: Response, prompt: Prompt) -> float:
+        self.seen.append(response)
+        score = self._scores.pop(0)
+        if isinstance(score, Exception):
+            raise score
+        return float(score)
+
+
+@asynccontextmanager
+async def session(
+    *texts: str, rewards: Any, on_error: Any = "reject", max_context: int = 400, **more: Any
+) -> AsyncIterator[tuple[Session, Engine]]:
+    """A session whose engine says `texts` one after another, at versions 0, 1, …"""
+    replies = [
+        answer(CHAT.encode(text), version=str(i), finish="stop" if text.endswith(">") else "length", **more)
+        for i, text in enumerate(texts)
+    ]
+    client = GenerationClient(timeout=10)
+    async with serving(lambda request, number: replies[number]) as engine:
+        sampling = SamplingConfig(max_new_tokens=50)
+        yield (
+            Session(
+                prompt=PROMPT,
+                sibling=0,
+                generator=Generator(client, sampling=sampling, seed=0, patience=10),
+                route=SimpleNamespace(gserver=engine.url),  # type: ignore[arg-type]
+                rewards=rewards,
+                on_reward_error=on_error,
+                chat=CHAT,
+                sampling=sampling,
+                max_context=max_context,
+                activity=Activity(),
+            ),
+            engine,
+        )
+        await client.close()
+
+
+def parts(trajectory: Trajectory) -> list[tuple[bool, str]]:
+    """The trajectory as text, cut where the loss mask changes; special tokens as {}."""
+    found: list[tuple[bool, str]] = []
+    for token, masked in zip(trajectory.input_ids.tolist(), trajectory.loss_mask.tolist(), strict=True):
+        text = {1: "{", 2: "}"}.get(token) or CHAT.decode([token])
+        if found and found[-1][0] == masked:
+            found[-1] = (masked, found[-1][1] + text)
+        else:
+            found.append((masked, text))
+    return found
+
+
+def assert_provenance(trajectory: Trajectory, versions: list[int]) -> None:
+    """Sampled tokens carry the engine's log-probability and `versions` in order; others carry nothing."""
+    mask = trajectory.loss_mask
+    expected = np.where(mask, -trajectory.input_ids / 100, 0.0).astype(np.float32)
+    np.testing.assert_array_equal(trajectory.behavior_logprobs, expected)
+    assert list(dict.fromkeys(trajectory.policy_versions[mask].tolist())) == versions
+    assert (trajectory.policy_versions[~mask] == NO_VERSION).all()
+    check_trajectory(trajectory)
+
+
+async def test_single_turn() -> None:
+    rewards = Rewards(0.5)
+    async with session("2<|im_end|>", rewards=rewards) as (given_session, engine):
+        trajectory = await load_workflow(WorkflowConfig()).run(PROMPT, given_session)
+    assert parts(trajectory) == [(False, "{user\n1+1?}\n{assistant\n"), (True, "2}")]
+    assert_provenance(trajectory, [0])
+    assert (trajectory.reward, trajectory.finish_reason, trajectory.turns) == (0.5, "stop", 1)
+    assert rewards.seen == [Response(text="2", finish_reason="stop", output_tokens=2)]
+    assert engine.requests[0].input_ids == PROMPT.input_ids
+
+
+async def test_multi_turn_until_success() -> None:
+    rewards = Rewards(0.1, 0.0, 1.0)
+    config = WorkflowConfig(name="multi_turn", args={"max_turns": 5, "feedback": "No.", "discount": 0.5})
+    async with session("3<|im_end|>", "4<|im_end|>", "2<|im_end|>", rewards=rewards) as (given_session, engine):
+        trajectory = await load_workflow(config).run(PROMPT, given_session)
+    assert parts(trajectory) == [
+        (False, "{user\n1+1?}\n{assistant\n"),
+        (True, "3}"),
+        (False, "\n{user\nNo.}\n{assistant\n"),
+        (True, "4}"),
+        (False, "\n{user\nNo.}\n{assistant\n"),
+        (True, "2}"),
+    ]
+    assert_provenance(trajectory, [0, 1, 2])
+    assert (trajectory.reward, trajectory.turns) == (0.25, 3)
+    assert [(seen.text, seen.turn) for seen in rewards.seen] == [("3", 1), ("4", 2), ("2", 3)]
+    for request in engine.requests:  # tokens in, tokens out: each turn continues the very tokens of the one before
+        assert request.input_ids == trajectory.input_ids[: len(request.input_ids or ())].tolist()
+    whole = CHAT.render([*QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "No."}])
+    assert engine.requests[1].input_ids == whole  # and the conversation is what the template makes of it
+
+
+@pytest.mark.parametrize(
+    ("texts", "scores", "max_context", "turns", "finish"),
+    [
+        (["3<|im_end|>", "4<|im_end|>"], [0, 0.2], 400, 2, "stop"),  # max_turns
+        (["333"], [0], 400, 1, "length"),  # cut
+        (["3<|im_end|>"], [0], 60, 1, "stop"),  # no room for feedback
+    ],
+)
+async def test_multi_turn_ends(
+    texts: list[str], scores: list[float], max_context: int, turns: int, finish: str
+) -> None:
+    config = WorkflowConfig(name="multi_turn")
+    async with session(*texts, rewards=Rewards(*scores), max_context=max_context) as (given_session, _):
+        trajectory = await load_workflow(config).run(PROMPT, given_session)
+    assert (trajectory.turns, trajectory.finish_reason, trajectory.reward) == (turns, finish, scores[-1])
+    assert trajectory.loss_mask[-1]
+
+
+async def test_workflow_of_the_user() -> None:
+    config = WorkflowConfig(name="tests.rollout.user_code:Hinted", args={"hint": "hint: "})
+    async with session("2<|im_end|>", rewards=Rewards()) as (given_session, engine):
+        trajectory = await load_workflow(config).run(PROMPT, given_session)
+    assert parts(trajectory)[0] == (False, "hint: {user\n1+1?}\n{assistant\n")
+    assert engine.requests[0].sampling_params.max_new_tokens == 3  # type: ignore[union-attr]
+    assert (trajectory.reward, trajectory.finish_reason) == (0.5, "hinted")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (WorkflowConfig(name="two_turns"), "known: single_turn, multi_turn"),
+        (WorkflowConfig(args={"turns": 2}), "cannot be made.*turns"),
+        (WorkflowConfig(name="multi_turn", args={"max_turns": 0}), "max_turns = 0"),
+        (WorkflowConfig(name="tests.rollout.user_code:NotAWorkflow"), "coroutine run"),
+        (WorkflowConfig(name="tests.rollout.user_code:row"), "must be a class"),
+        (WorkflowConfig(name="tests.rollout.user_code:Missing"), "has no Missing"),
+        (WorkflowConfig(name="tests.rollout.user_code:Hinted"), "hint"),
+    ],
+)
+def test_workflows_that_cannot_be_made(config: WorkflowConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workflow(config)
+
+
+async def test_requests_fit_into_the_context() -> None:
+    async with session("2<|im_end|>", rewards=Rewards(), max_context=len(PROMPT.input_ids) + 7) as (given, engine):
+        await given.generate(PROMPT.input_ids)
+        with pytest.raises(DataError, match=r"leaves no room in gserver\.max_context"):
+            await given.generate(PROMPT.input_ids * 2)
+    assert engine.requests[0].sampling_params.max_new_tokens == 7  # type: ignore[union-attr]
+
+
+async def test_reward_errors_reject_or_count_as_zero() -> None:
+    response = Response(text="", finish_reason="stop", output_tokens=1)
+    async with session(rewards=Rewards(RewardError("broken"))) as (given_session, _):
+        with pytest.raises(RewardError, match="broken"):
+            await given_session.score(response)
+    async with session(rewards=Rewards(RewardError("broken")), on_error="zero") as (given_session, _):
+        assert await given_session.score(response) == 0.0
+
+
+async def test_stop_strings_are_not_part_of_the_text() -> None:
+    async with session(rewards=Rewards()) as (given_session, _):
+        generation = Generation(
+            output_ids=CHAT.encode("a;b;"),
+            logprobs=[0.0] * 4,
+            versions=[0] * 4,
+            finish_reason="stop",
+            matched=";",
+            interruptions=0,
+        )
+        assert given_session.response(generation).text == "a;b"
+
+
+def test_next_turn_closes_an_answer_that_did_not_close_itself() -> None:
+    messages = [{"role": "user", "content": "No."}]
+    closed = CHAT.next_turn(CHAT.encode("3<|im_end|>"), messages)
+    assert CHAT.next_turn(CHAT.encode("3"), messages) == [2, *closed]
+    plain = make_chat(PLAIN_TEMPLATE)
+    assert plain.decode(plain.next_turn(plain.encode("3"), messages)) == "No."
+
+
+def test_next_turn_needs_a_template_that_shows_answers() -> None:
+    chat: ChatTokenizer = make_chat("{{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match="cannot serve several turns"):
+        chat.next_turn([1], [{"role": "user", "content": "No."}])
+
+
+PIECES = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), min_size=1, max_size=5)), max_size=6)
+
+
+@given(prompt=st.lists(st.integers(0, 99), min_size=1, max_size=5), pieces=PIECES)
+def test_builder_keeps_the_books(prompt: list[int], pieces: list[tuple[bool, list[int]]]) -> None:
+    builder = TrajectoryBuilder()
+    builder.append_prompt(prompt)
+    sampled = 0
+    for version, (is_sampled, tokens) in enumerate(pieces):
+        if is_sampled:
+            sampled += len(tokens)
+            logprobs = [-token / 100 for token in tokens]
+            builder.append_sampled(Generation(tokens, logprobs, [version] * len(tokens), "stop", None, 0))
+        else:
+            builder.append_feedback(tokens)
+    trajectory = builder.build(reward=1.0, finish_reason="stop")
+    assert trajectory.input_ids.tolist() == [*prompt, *(token for _, tokens in pieces for token in tokens)]
+    assert trajectory.loss_mask.sum() == sampled
+    assert trajectory.turns == sum(is_sampled for is_sampled, _ in pieces)
+    if sampled:
+        assert_provenance(trajectory, [version for version, (is_sampled, _) in enumerate(pieces) if is_sampled])
+    else:
+        with pytest.raises(WireError, match="sampled none"):
+            check_trajectory(trajectory)
+
+
+def built(prompt: list[int], sampled: list[int]) -> Trajectory:
+    builder = TrajectoryBuilder()
+    builder.append_prompt(prompt)
+    builder.append_sampled(Generation(sampled, [0.0] * len(sampled), [0] * len(sampled), "stop", None, 0))
+    return builder.build(reward=0.0, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("siblings", "length"),
+    [
+        ([([1, 2, 3], [4]), ([1, 2, 3], [4])], 3),  # equal responses are not shared
+        ([([1, 2, 3], [4]), ([1, 2, 9, 9], [4])], 2),
+        ([([1, 2, 3], [4]), ([1, 2], [3, 4])], 2),
+        ([([8, 1], [4]), ([9, 1], [4])], 0),
+    ],
+)
+def test_shared_prefix(siblings: list[tuple[list[int], list[int]]], length: int) -> None:
+    assert shared_prefix([built(*sibling) for sibling in siblings]) == length
+
+
+def test_trajectories_that_a_trainer_could_not_use() -> None:
+    good = built([1], [2])
+    import msgspec
+
+    for change, message in [
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"loss_mask": np.array([True, True])}, "first token is sampled"),
+        ({"loss_mask": np.array([False])}, "shapes"),
+        ({"policy_versions": np.array([NO_VERSION, NO_VERSION], dtype=np.int32)}, "NO_VERSION exactly"),
+    ]:
+        with pytest.raises(WireError, match=message):
+            check_trajectory(msgspec.structs.replace(good, **change))

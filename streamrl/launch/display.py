@@ -95,13 +95,25 @@ class LiveDisplay(Display):
     def __init__(self, console: Console, *, config: Config) -> None:
         super().__init__(console, config=config)
         self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._spinner = console.status("")
+        """What the launcher does just now, until there is a run to draw."""
+
+    def __enter__(self) -> Self:
+        self._spinner.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._spinner.stop()
         self._live.stop()
 
+    def note(self, text: str) -> None:
+        super().note(text)
+        self._spinner.update(Text(f"{text} …", style="dim"))
+
     async def follow(self, manager_url: str) -> None:
+        self._spinner.stop()
         self._live.start()
         await super().follow(manager_url)
 

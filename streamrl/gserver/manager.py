@@ -39,11 +39,11 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
         manager = Manager(config, client=client, timeline=timeline)
-        stack.push_async_callback(manager.close)
         # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
         runner = web.AppRunner(application(manager), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
+        stack.push_async_callback(manager.close)
         url = await _listen(runner, host, port)
         log.info("the manager of run %r listens at %s", config.run.name, url)
         if on_ready is not None:

@@ -290,6 +290,8 @@ class Manager:
             await self._deadline_moved_closer.sleep(timeout)
 
     async def close(self) -> None:
+        """Stop: who waits for an answer is told that the run is over, paused gservers are resumed."""
+        self._end("failed", "the manager was stopped")
         await self._weights.close()
         await self._checks.close()
 

@@ -173,6 +173,7 @@ class WeightUpdate:
                 await self._swap_everywhere()
         finally:
             await self._resume(list(self._paused_at))
+            self._final = Stage.DONE if self.record.done else Stage.ROLLED_BACK
             self.record.end = time.time()
             self.record.evicted = sorted(g.index for g in self._evicted)
         return PublishReply(
@@ -265,7 +266,7 @@ class WeightUpdate:
                 event.cancel()
             await asyncio.gather(*events, return_exceptions=True)
         if not self._committed.is_set():
-            self.abort(f"the publisher did not commit within {timeout:.0f} s after the last bucket arrived")
+            self.abort(f"the publisher did not commit within {timeout:g} s after the last bucket arrived")
             raise PublicationError(self._abort_reason)
 
     async def _swap_everywhere(self) -> None:
@@ -276,7 +277,6 @@ class WeightUpdate:
             for gserver in self._said:
                 self._evict(gserver)
             self.record.done = True
-            self._final = Stage.DONE
         else:
             await self._roll_back("; ".join(self._said.values()))
 
@@ -325,7 +325,6 @@ class WeightUpdate:
             for gserver, kept in zip(self._stages, labels, strict=True):
                 if not kept:
                     self._evict(gserver)
-        self._final = Stage.ROLLED_BACK
 
     async def _pause(self, gserver: Gserver) -> None:
         self._paused_at[gserver] = time.monotonic()

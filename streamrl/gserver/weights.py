@@ -167,7 +167,7 @@ class WeightUpdates:
             if not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
                 raise PublicationError(
                     f"weights v{version} have nowhere to go: no gserver answered within "
-                    f"{self._config.timeout_seconds:.0f} s; start one, or look at the gservers' logs"
+                    f"{self._config.timeout_seconds:g} s; start one, or look at the gservers' logs"
                 )
             seen = self._fleet.news
 

@@ -1,0 +1,129 @@
+"""The floors: imports only go down, and some modules are imported in one place only or nowhere.
+
+Imports are read from the source, those inside functions and under TYPE_CHECKING included.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "streamrl"
+
+GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum"}
+"""Modules of the ground floor; "" is `streamrl` itself."""
+COMPONENTS = {"gserver", "rollout", "trainer"}
+LOWER = GROUND | {"transport", "stream_dataset"}
+
+FORBIDDEN_EVERYWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+ONLY_IN = {
+    "megatron": {"trainer/backends/megatron.py"},
+    "sglang": {"gserver/sglang.py"},
+}
+
+
+def modules() -> Iterator[Path]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE)
+
+
+def floor_of(module: Path) -> str:
+    """The first name below `streamrl` that the module lives under."""
+    first = module.parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imported_names(source: str, module: Path) -> Iterator[tuple[str, int]]:
+    """Absolute dotted names that `module` imports, with their lines."""
+    package = ["streamrl", *module.parts[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                yield ".".join([*origin, alias.name]), node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from ((str(name), node.lineno) for name in names)
+
+
+def allowed_floors(floor: str) -> set[str] | None:
+    """Floors that `floor` may import besides itself; None: any."""
+    if floor in GROUND:
+        return GROUND
+    if floor in ("transport", "stream_dataset"):
+        return GROUND | {"transport"}
+    if floor in COMPONENTS:
+        return LOWER
+    return None
+
+
+def violations(source: str, module: Path) -> list[str]:
+    """What `source`, as `module`, imports that it must not."""
+    floor = floor_of(module)
+    allowed = allowed_floors(floor)
+    found = []
+    for name, line in imported_names(source, module):
+        first, _, rest = name.partition(".")
+        if first in FORBIDDEN_EVERYWHERE:
+            found.append(f"{module}:{line} imports {name}: nothing is pickled here")
+        if first in ONLY_IN and module.as_posix() not in ONLY_IN[first]:
+            found.append(f"{module}:{line} imports {name}: only {', '.join(ONLY_IN[first])} may")
+        if first == "streamrl" and allowed is not None:
+            target = rest.partition(".")[0]
+            is_module = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
+            if is_module and target not in allowed | {floor}:
+                found.append(f"{module}:{line} imports streamrl.{target}, which is not below {floor or 'streamrl'}")
+    return found
+
+
+@pytest.mark.parametrize("module", modules(), ids=str)
+def test_imports_only_go_down(module: Path) -> None:
+    assert violations((PACKAGE / module).read_text(), module) == []
+
+
+@pytest.mark.parametrize("module", modules(), ids=str)
+def test_no_remote_code(module: Path) -> None:
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            assert isinstance(node.value, ast.Constant), f"{module}:{node.value.lineno}: say False"
+            assert node.value.value is False, f"{module}:{node.value.lineno}: no remote code"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("ledger.py", "from streamrl.transport import http", True),
+        ("ledger.py", "def f():\n    import streamrl.rollout.worker", True),
+        ("ledger.py", "from streamrl.types import SampleMeta", False),
+        ("ledger.py", "from streamrl import transport", True),
+        ("transport/http.py", "from streamrl.stream_dataset import StreamDataset", True),
+        ("transport/http.py", "from . import control", False),
+        ("gserver/manager.py", "from streamrl.trainer import publisher", True),
+        ("gserver/manager.py", "from ..rollout import worker", True),
+        ("gserver/manager.py", "from streamrl.transport.control import Admit", False),
+        ("gserver/manager.py", "from .weights import WeightUpdates", False),
+        ("rollout/worker.py", "import streamrl.cli", True),
+        ("trainer/backends/torch.py", "import megatron.core", True),
+        ("trainer/backends/megatron.py", "import megatron.core", False),
+        ("launch/local.py", "from streamrl.rollout import worker", False),
+        ("launch/local.py", "import pickle", True),
+        ("launch/local.py", "import importlib\nimportlib.import_module('pickle')", True),
+    ],
+)
+def test_the_check_itself(module: str, source: str, wrong: bool) -> None:
+    assert bool(violations(source, Path(module))) == wrong
+
+
+def test_every_module_was_looked_at() -> None:
+    found = {module.as_posix() for module in modules()}
+    assert {"errors.py", "transport/control.py", "gserver/manager.py"} <= found
+    assert importlib.util.find_spec("streamrl") is not None

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from streamrl.transport.generation import ServerInfo
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
 
 class Standing(Enum):
@@ -51,7 +51,7 @@ class Gserver:
 
 def serves(label: str, version: int) -> bool:
     """Whether a gserver that calls its weights `label` serves `version`; a fresh server says `default`."""
-    return label == str(version) or (version == 0 and label == "default")
+    return label == str(version) or (version == 0 and label == INITIAL_WEIGHT_VERSION)
 
 
 class Fleet:

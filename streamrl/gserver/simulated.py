@@ -22,6 +22,7 @@ from streamrl.config import SimulationConfig
 from streamrl.gserver.engine import Job, Output, QueueFull, Refused, Ticket
 from streamrl.gserver.receiver import WeightReceiver
 from streamrl.transport.generation import (
+    INITIAL_WEIGHT_VERSION,
     FinishReason,
     InitWeightsUpdateGroup,
     PauseMode,
@@ -29,7 +30,6 @@ from streamrl.transport.generation import (
     VersionSpan,
 )
 
-INITIAL_VERSION = "default"
 ANY_TOKEN = 2**31
 """Prompts come from the tokenizer of some model; their tokens are not looked at."""
 PACE_SIGMA = 0.25
@@ -98,7 +98,7 @@ class SimulatedEngine:
         self._max_running = max_running
         self._max_queued = max_queued
         self._random = random.Random(seed)
-        self._version = INITIAL_VERSION
+        self._version = INITIAL_WEIGHT_VERSION
         self._running: dict[str, _Simulated] = {}
         self._waiting: deque[_Simulated] = deque()
         self._paused_at: float | None = None

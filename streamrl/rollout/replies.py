@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from streamrl.errors import PeerError, WireError
-from streamrl.transport.generation import FinishReason, GenerateReply, MetaInfo
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, FinishReason, GenerateReply, MetaInfo
 
 LOGPROB_TOLERANCE = 1e-3
 """How far above 0 rounding may lift a log-probability."""
@@ -59,6 +59,8 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
 
 
 def _version(text: str) -> int:
+    if text == INITIAL_WEIGHT_VERSION:
+        return 0
     if not text.isascii() or not text.isdigit():
         raise WireError(f"weight version {text!r} is not a policy version; start the gserver with a number for it")
     return int(text)

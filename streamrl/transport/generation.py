@@ -14,6 +14,10 @@ import msgspec
 from streamrl.transport import http
 
 PauseMode = Literal["in_place", "retract", "abort"]
+
+INITIAL_WEIGHT_VERSION = "default"
+"""What a gserver calls the weights that it was started with: policy version 0."""
+
 Reply = TypeVar("Reply")
 
 
@@ -77,7 +81,7 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    weight_version: str = "default"
+    weight_version: str = INITIAL_WEIGHT_VERSION
     weight_versions: list[VersionSpan] | None = None
     """In the final answer only."""
     num_retractions: int = 0

@@ -183,7 +183,7 @@ async def test_pauses_between_fruitless_attempts_grow(
         (answer([10], logprobs=[(0.5, 10, None)]), WireError, "log-probability 0.5"),
         (answer([]), WireError, "without a single token"),
         (answer([10] * 9), WireError, "9 tokens where at most 8"),
-        (answer([10], version="default"), WireError, "'default' is not a policy version"),
+        (answer([10], version="main"), WireError, "'main' is not a policy version"),
         (answer([10], version="-1"), WireError, "not a policy version"),
         (answer([10, 11], spans=[("1", 0, 1)]), WireError, "cover 1 of 2 tokens"),
         (answer([10, 11], spans=[("1", 1, 2)]), WireError, "do not cover"),

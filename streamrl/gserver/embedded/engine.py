@@ -29,12 +29,16 @@ from streamrl.gserver.embedded.scheduler import Event, Scheduler
 from streamrl.gserver.engine import Job, QueueFull, Ticket
 from streamrl.gserver.receiver import Expected, Staged, WeightReceiver
 from streamrl.gserver.text import Text
-from streamrl.transport.generation import InitWeightsUpdateGroup, PauseMode, UpdateWeightsFromDistributed
+from streamrl.transport.generation import (
+    INITIAL_WEIGHT_VERSION,
+    InitWeightsUpdateGroup,
+    PauseMode,
+    UpdateWeightsFromDistributed,
+)
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-INITIAL_VERSION = "default"
 SEED_BITS = 64
 
 
@@ -77,7 +81,7 @@ class EmbeddedEngine:
             model=Model(self._parameters, cache, max_length=self.max_context),
             cache=cache,
             max_running=max_running,
-            version=INITIAL_VERSION,
+            version=INITIAL_WEIGHT_VERSION,
         )
         self._receiver = WeightReceiver(
             expected=Expected(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from streamrl.errors import StreamRLError
 from streamrl.gserver.routing import Gserver, Standing, serves
-from streamrl.transport.generation import Empty, GenerationClient, ModelInfo, Outcome, ServerInfo
+from streamrl.gserver.weight_calls import PROBE_SECONDS, WeightCalls
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +23,13 @@ class GserverChecks:
     def __init__(
         self,
         *,
-        client: GenerationClient,
+        calls: WeightCalls,
         version: Callable[[], int],
         on_checked: Callable[[], None],
-        timeout: float,
     ) -> None:
-        self._client = client
+        self._calls = calls
         self._version = version
         self._on_checked = on_checked
-        self._timeout = timeout
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
     def start(self, gserver: Gserver) -> asyncio.Task[None]:
@@ -51,19 +49,17 @@ class GserverChecks:
 
     async def _check(self, gserver: Gserver) -> None:
         try:
-            gserver.info = await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
+            gserver.info = await self._calls.info(gserver)
             if gserver.stuck:
-                await self._client.post(
-                    gserver.address, "/continue_generation", Empty(), Outcome, timeout=self._timeout
-                )
+                await self._calls.resume(gserver, timeout=PROBE_SECONDS)
                 gserver.stuck = False
-            model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._timeout)
+            label = await self._calls.label(gserver)
         except StreamRLError as error:
             log.warning("%s takes no groups until it answers: %s", gserver.name, error)
             if gserver.standing is Standing.SERVING:
                 gserver.standing = Standing.UNCHECKED
         else:
-            self._judge(gserver, model.weight_version)
+            self._judge(gserver, label)
         self._on_checked()
 
     def _judge(self, gserver: Gserver, label: str) -> None:

@@ -24,7 +24,8 @@ from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.routing import Fleet, Standing
 from streamrl.gserver.timeline import HeartbeatEntry, Timeline
 from streamrl.gserver.wakeup import Wakeup
-from streamrl.gserver.weight_update import PROBE_SECONDS, UpdateRecord
+from streamrl.gserver.weight_calls import WeightCalls
+from streamrl.gserver.weight_update import UpdateRecord
 from streamrl.gserver.weights import WeightUpdates
 from streamrl.ledger import Ledger
 from streamrl.transport.control import (
@@ -96,17 +97,17 @@ class Manager:
         )
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet)
+        calls = WeightCalls(client, timeout=config.weights.timeout_seconds)
         self._checks = GserverChecks(
-            client=client,
+            calls=calls,
             version=lambda: self._ledger.policy_version,
             on_checked=self._gserver_checked,
-            timeout=min(PROBE_SECONDS, config.weights.timeout_seconds),
         )
         self._weights = WeightUpdates(
             config=config.weights,
             fleet=self._fleet,
             changed=self._changed,
-            client=client,
+            calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
         )

@@ -24,22 +24,13 @@ import msgspec
 from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PeerLost, PublicationError, StreamRLError
 from streamrl.gserver.blame import Seen, culprits
-from streamrl.gserver.routing import Gserver, Standing, serves
+from streamrl.gserver.routing import Gserver, Standing
+from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.transport.control import PublishBegin, PublishReply
-from streamrl.transport.generation import (
-    AbortRequest,
-    GenerationClient,
-    InitWeightsUpdateGroup,
-    ModelInfo,
-    PauseGeneration,
-    ServerInfo,
-    UpdateWeightsFromDistributed,
-)
+from streamrl.transport.generation import InitWeightsUpdateGroup
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 5.0
-"""A gserver that does not answer a simple question for so long counts as lost."""
 GRACE_SECONDS = 1.0
 """After a first failure the others have so long to show how they fare, to tell cause from effect."""
 CLOSING_SECONDS = 2.0
@@ -103,7 +94,7 @@ class WeightUpdate:
         message: PublishBegin,
         old_version: int,
         group: WeightGroup,
-        client: GenerationClient,
+        calls: WeightCalls,
         config: WeightsConfig,
         on_swapped: Callable[[int], None],
     ) -> None:
@@ -114,7 +105,7 @@ class WeightUpdate:
         )
         self._message = message
         self._old_version = old_version
-        self._client = client
+        self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
         self._resume_timeout = config.timeout_seconds
@@ -212,7 +203,7 @@ class WeightUpdate:
                 await self._form(gserver)
             if not _stages_weights(gserver):
                 await self._pause(gserver)
-            await self._post(gserver, "/begin_weight_update")
+            await self._calls.begin(gserver)
             self._advance(gserver, Stage.TRANSFERRING)
             await self._receive_buckets(gserver)
             self._advance(gserver, Stage.WAITING_COMMIT)
@@ -221,39 +212,30 @@ class WeightUpdate:
             self._said[gserver] = f"{gserver.name} while {self._stages[gserver].value}: {error}"
 
     async def _form(self, gserver: Gserver) -> None:
-        rank = self.group.members.index(gserver) + 1
-        await self._post(
-            gserver,
-            "/init_weights_update_group",
-            InitWeightsUpdateGroup(
-                master_address=self._message.master_address,
-                master_port=self._message.master_port,
-                rank_offset=rank,
-                world_size=self.group.world_size,
-                group_name=self.group.name,
-                backend=self._message.backend,
-            ),
+        message = InitWeightsUpdateGroup(
+            master_address=self._message.master_address,
+            master_port=self._message.master_port,
+            rank_offset=self.group.members.index(gserver) + 1,
+            world_size=self.group.world_size,
+            group_name=self.group.name,
+            backend=self._message.backend,
         )
+        await self._calls.join_group(gserver, message)
 
     async def _receive_buckets(self, gserver: Gserver) -> None:
         staged = _stages_weights(gserver)
+        # SGLang refuses to flush its cache while requests stay in place.
+        flush = not staged and self._config.pause_mode != "in_place"
+        last = len(self._message.buckets)
         for number, bucket in enumerate(self._message.buckets, start=1):
             if not staged:
                 self._mixed.add(gserver)
-            last = number == len(self._message.buckets)
-            await self._post(
+            await self._calls.receive(
                 gserver,
-                "/update_weights_from_distributed",
-                UpdateWeightsFromDistributed(
-                    names=[spec.name for spec in bucket],
-                    dtypes=[spec.dtype for spec in bucket],
-                    shapes=[spec.shape for spec in bucket],
-                    group_name=self.group.name,
-                    # SGLang refuses to flush while requests stay in place.
-                    flush_cache=last and not staged and self._config.pause_mode != "in_place",
-                    weight_version=str(self.version),
-                    load_format="flattened_bucket",
-                ),
+                bucket,
+                group=self.group.name,
+                version=self.version,
+                flush_cache=flush and number == last,
             )
 
     async def _await_commit(self) -> None:
@@ -287,12 +269,12 @@ class WeightUpdate:
                 self._advance(gserver, Stage.PAUSING)
                 await self._pause(gserver)
             self._advance(gserver, Stage.SWAPPING)
-            await self._post(gserver, "/end_weight_update")
+            await self._calls.end(gserver)
             self._mixed.discard(gserver)
             self._has_swapped(gserver)
         except StreamRLError as error:
             # A lost answer is no failure: the label tells whether the swap took place.
-            if _stages_weights(gserver) and await self._serves(gserver, self.version):
+            if _stages_weights(gserver) and await self._calls.serves(gserver, self.version):
                 self._has_swapped(gserver)
             else:
                 self._seen[gserver] = _classify(error)
@@ -313,7 +295,7 @@ class WeightUpdate:
         """Leave the old version standing: resume whom it can be kept on, evict whom it cannot."""
         self.group.broken = True
         self.record.error = reason
-        answers = await asyncio.gather(*(self._probe(g) for g in self._stages))
+        answers = await asyncio.gather(*(self._calls.lives(g) for g in self._stages))
         for gserver, answered in zip(self._stages, answers, strict=True):
             if not answered:
                 self._seen[gserver] = Seen.LOST
@@ -321,14 +303,14 @@ class WeightUpdate:
             self._evict(gserver)
         await self._resume(list(self._paused_at))
         if self._committed.is_set():  # a swap was tried: trust nobody's word but the label
-            labels = await asyncio.gather(*(self._serves(g, self._old_version) for g in self._stages))
+            labels = await asyncio.gather(*(self._calls.serves(g, self._old_version) for g in self._stages))
             for gserver, kept in zip(self._stages, labels, strict=True):
                 if not kept:
                     self._evict(gserver)
 
     async def _pause(self, gserver: Gserver) -> None:
         self._paused_at[gserver] = time.monotonic()
-        await self._post(gserver, "/pause_generation", PauseGeneration(mode=self._config.pause_mode))
+        await self._calls.pause(gserver, self._config.pause_mode)
 
     async def _resume(self, gservers: Iterable[Gserver]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -339,11 +321,11 @@ class WeightUpdate:
     async def _resume_one(self, gserver: Gserver, *, since: float) -> None:
         try:
             if gserver in self._mixed:  # its requests must not go on under weights of two versions
-                await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=self._resume_timeout)
+                await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
         except StreamRLError as error:
             log.warning("%s: requests could not be aborted: %s", gserver.name, error)
         try:
-            await self._post(gserver, "/continue_generation", timeout=self._resume_timeout)
+            await self._calls.resume(gserver, timeout=self._resume_timeout)
         except StreamRLError as error:
             log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
             gserver.stuck = True
@@ -351,31 +333,6 @@ class WeightUpdate:
                 gserver.standing = Standing.UNCHECKED
         else:
             self.record.pause_seconds = max(self.record.pause_seconds, time.monotonic() - since)
-
-    async def _probe(self, gserver: Gserver) -> bool:
-        timeout = min(PROBE_SECONDS, self._config.timeout_seconds)
-        try:
-            await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=timeout)
-        except StreamRLError:
-            return False
-        return True
-
-    async def _serves(self, gserver: Gserver, version: int) -> bool:
-        timeout = min(PROBE_SECONDS, self._config.timeout_seconds)
-        try:
-            info = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=timeout)
-        except StreamRLError:
-            return False
-        return serves(info.weight_version, version)
-
-    async def _post(
-        self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
-    ) -> None:
-        outcome = await self._client.update(
-            gserver.address, path, body, timeout=timeout or self._config.timeout_seconds
-        )
-        if not outcome.success:
-            raise PublicationError(f"{gserver.name} refused {path}: {outcome.message or 'no reason given'}")
 
     def _evict(self, gserver: Gserver) -> None:
         gserver.failed_version = self.version

@@ -23,9 +23,9 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.routing import Fleet, Gserver
 from streamrl.gserver.wakeup import Wakeup
-from streamrl.gserver.weight_update import PROBE_SECONDS, Stage, UpdateRecord, WeightGroup, WeightUpdate
+from streamrl.gserver.weight_calls import WeightCalls
+from streamrl.gserver.weight_update import Stage, UpdateRecord, WeightGroup, WeightUpdate
 from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
-from streamrl.transport.generation import DestroyWeightsUpdateGroup, GenerationClient, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class WeightUpdates:
         config: WeightsConfig,
         fleet: Fleet,
         changed: Wakeup,
-        client: GenerationClient,
+        calls: WeightCalls,
         on_version: Callable[[int], None],
         on_record: Callable[[UpdateRecord], None],
     ) -> None:
@@ -54,7 +54,7 @@ class WeightUpdates:
         self._config = config
         self._fleet = fleet
         self._changed = changed
-        self._client = client
+        self._calls = calls
         self._on_version = on_version
         self._on_record = on_record
         self._group: WeightGroup | None = None
@@ -88,7 +88,7 @@ class WeightUpdates:
                 message=message,
                 old_version=self.version,
                 group=group,
-                client=self._client,
+                calls=self._calls,
                 config=self._config,
                 on_swapped=self._swapped,
             )
@@ -172,9 +172,8 @@ class WeightUpdates:
             seen = self._fleet.news
 
     async def _ask(self, gserver: Gserver) -> bool:
-        timeout = min(PROBE_SECONDS, self._config.timeout_seconds)
         try:
-            gserver.info = await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=timeout)
+            gserver.info = await self._calls.info(gserver)
         except StreamRLError as error:
             log.warning("%s is left out of the weight update: %s", gserver.name, error)
             return False
@@ -199,12 +198,7 @@ class WeightUpdates:
 
     async def _leave(self, gserver: Gserver, group: str) -> None:
         try:
-            await self._client.update(
-                gserver.address,
-                "/destroy_weights_update_group",
-                DestroyWeightsUpdateGroup(group_name=group),
-                timeout=self._config.timeout_seconds,
-            )
+            await self._calls.leave_group(gserver, group)
         except StreamRLError as error:
             log.info("%s did not leave the weight group %s: %s", gserver.name, group, error)
 

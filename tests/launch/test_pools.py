@@ -79,6 +79,10 @@ def test_a_trainer_pool_that_is_stopped_or_breaks(start: Start, tmp_path: Path) 
     config = configuration(tmp_path, "wait")
     manager, url = start_manager(start, config)
 
+    picture, _ = start("streamrl", "status", "--manager", url).communicate(timeout=PATIENCE)
+    assert "streamrl · trial" in picture
+    assert "gserver/0  live" in picture
+
     trainer = start("tests.launch.run_standins", "trainer", config, "data.args.model_worker=raise", "--manager", url)
     output, _ = trainer.communicate(timeout=PATIENCE)
     assert trainer.returncode == 1

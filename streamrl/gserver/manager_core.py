@@ -207,6 +207,8 @@ class Manager:
 
     async def route(self, message: Route) -> RouteReply:
         member = self._rollout(message.worker)
+        if self._state.over:
+            return RouteReply(gserver="")
         failed = next((g for g in self._fleet.serving() if g.address == message.failed), None)
         check = self._checks.start(failed) if failed is not None else None
         choice = self._admissions.reroute(member.name, message.seq, avoid=message.failed)

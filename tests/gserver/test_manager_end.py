@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.gserver import manager, manager_core
-from streamrl.transport.control import Admit, FinishRun
+from streamrl.transport.control import Admit, FinishRun, Route
 from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.scripted import scripted
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,17 @@ async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None
         assert not run.serving.done()
         assert (await run.beat("model_worker")).stop
         await ended(run)
+
+
+async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        await run.until_live(0)
+        await run.client.finish_run(FinishRun(reason="done"))
+        asked = len(gserver.calls)
+        assert (await run.client.route(Route(worker=0, seq=0, failed=gserver.url))).gserver == ""
+        assert len(gserver.calls) == asked
 
 
 async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
 class Generation(msgspec.Struct, frozen=True):
     """A checked request."""
 
-    rid: str
+    rids: dict[str, list[str]]
+    """Name that the client knows → names of its jobs: one for the whole, or one for each prompt."""
     jobs: list[Job]
     single: bool
     """Answered with one object, not with a list."""
@@ -70,32 +71,42 @@ def parse(body: bytes, *, limits: Limits, text: TextCodec) -> Generation:
         tree = msgspec.json.decode(body)
         _refuse_unknown(tree)
         request = msgspec.convert(tree, GenerateRequest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Refused(f"the body is not a generate request: {error}") from error
-    if isinstance(request.rid, list):
-        raise Refused("rid must be one string: the request as a whole is known by it")
     prompts, single = _prompts(request, text)
     params = _params(request, len(prompts))
     responses = sum(p.n for p in params)
     if responses > MAX_RESPONSES:
         raise Refused(f"one request may ask for {MAX_RESPONSES} responses, not {responses}; send several requests")
-    rid = request.rid or uuid.uuid4().hex
+    names = _names(request, len(prompts))
+    rids: dict[str, list[str]] = {name: [] for name in names}
     jobs: list[Job] = []
-    for prompt, sampling in zip(prompts, params, strict=True):
+    for known_as, prompt, sampling in zip(names, prompts, params, strict=True):
         _check_prompt(prompt, limits)
         _check_params(sampling, limits)
         _check_length(prompt, sampling, limits)
         for sibling in range(sampling.n):
-            name = rid if responses == 1 else f"{rid}-{len(jobs)}"
+            alone = sampling.n == 1 and len(rids) == len(prompts)
+            name = known_as if alone else f"{known_as}-{len(rids[known_as])}"
+            rids[known_as].append(name)
             jobs.append(_job(request, name, prompt, _sibling_params(sampling, sibling)))
     _check_logprobs(request)
     return Generation(
-        rid=rid,
+        rids=rids,
         jobs=jobs,
         single=single and responses == 1,
         return_logprob=request.return_logprob,
         stream=request.stream,
     )
+
+
+def _names(request: GenerateRequest, prompts: int) -> list[str]:
+    """What each prompt is known by: names of their own, or one for all."""
+    if not isinstance(request.rid, list):
+        return [request.rid or uuid.uuid4().hex] * prompts
+    if len(request.rid) != prompts or len(set(request.rid)) != prompts:
+        raise Refused(f"rid must be one string, or {prompts} different ones, one for each prompt")
+    return request.rid
 
 
 def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, began: float) -> GenerateReply:

@@ -77,7 +77,7 @@ class Server:
         self._engine = engine
         self._text = text
         self._limits = Limits(vocab_size=engine.vocab_size, max_context=engine.max_context)
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
         self._aborting: set[asyncio.Task[None]] = set()
 
     def application(self) -> web.Application:
@@ -112,9 +112,9 @@ class Server:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         began = time.monotonic()
         generation = parse(await request.read(), limits=self._limits, text=self._text)
-        if generation.rid in self._live:
-            raise Refused(f"a request with rid {generation.rid} is not finished yet; give every request its own")
-        self._live[generation.rid] = generation
+        if unfinished := generation.rids.keys() & self._live.keys():
+            raise Refused(f"a request with rid {min(unfinished)} is not finished yet; give every request its own")
+        self._live |= generation.rids
         tickets: list[Ticket] = []
         try:
             for job in generation.jobs:
@@ -124,7 +124,8 @@ class Server:
             replies = [self._reply(generation, t.job, await t.result(), began) for t in tickets]
             return _json(replies[0] if generation.single else replies)
         finally:
-            del self._live[generation.rid]
+            for rid in generation.rids:
+                del self._live[rid]
             self._abandon(tickets)
 
     async def _stream(
@@ -204,8 +205,7 @@ class Server:
             return Outcome(success=True, message=f"{await self._engine.abort_all()} requests aborted")
         if not message.rid:
             raise Refused("give a rid, or abort_all = true")
-        generation = self._live.get(message.rid)
-        names = [job.rid for job in generation.jobs] if generation else [message.rid]
+        names = self._live.get(message.rid, [message.rid])
         aborted = [name for name in names if await self._engine.abort(name)]
         return Outcome(success=True, message=f"{len(aborted)} responses of request {message.rid} aborted")
 
@@ -286,7 +286,7 @@ def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -
         content = await request.read()
         try:
             message = msgspec.json.decode(content or b"{}", type=body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise Refused(f"the body of {path} is not what it takes: {error}") from error
         return _json(await call(message))
 

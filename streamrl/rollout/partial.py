@@ -20,6 +20,7 @@ import msgspec
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.rollout.replies import check_reply, token_versions
+from streamrl.rollout.siblings import SiblingRequests
 from streamrl.transport.control import ControlClient
 from streamrl.transport.control import Route as RouteMessage
 from streamrl.transport.generation import (
@@ -91,12 +92,23 @@ class Generator:
     def __init__(self, client: GenerationClient, *, sampling: SamplingConfig, seed: int, patience: float) -> None:
         """`patience`: seconds without a single new token after which a response is given up."""
         self._client = client
+        self._siblings = SiblingRequests(client)
         self._sampling = sampling
         self._seed = seed
         self._patience = patience
 
-    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int, rid: str, route: Route) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        rid: str,
+        route: Route,
+        with_siblings: bool = False,
+    ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
+
+        `with_siblings`: travel together with the requests that siblings on the same `route` make now.
 
         Raises `PeerError` when the gserver refuses the request, `WireError` when its answer makes
         no sense, `DeadlineExceeded` when there is no progress for long.
@@ -112,7 +124,10 @@ class Generator:
                 return_logprob=True,
             )
             try:
-                reply = await self._client.generate(gserver, request)
+                if with_siblings:
+                    reply = await self._siblings.generate(route, gserver, request)
+                else:
+                    reply = await self._client.generate(gserver, request)
             except (PeerError, DeadlineExceeded) as error:
                 if isinstance(error, PeerError) and 400 <= error.status < 500:
                     raise

@@ -52,8 +52,14 @@ class Session:
         self._activity = activity
         self._requests = 0
 
-    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Generation:
-        """Let the policy go on after `input_ids`, for `sampling.max_new_tokens` tokens unless told otherwise."""
+    async def generate(
+        self, input_ids: Sequence[int], *, max_new_tokens: int | None = None, with_siblings: bool = False
+    ) -> Generation:
+        """Let the policy go on after `input_ids`, for `sampling.max_new_tokens` tokens unless told otherwise.
+
+        `with_siblings`: one HTTP request for all siblings that ask now, answered when the last is done.
+        It saves work where a sibling could do nothing but wait for the others anyway.
+        """
         room = self.max_context - len(input_ids)
         if room < 1:
             raise DataError(
@@ -68,6 +74,7 @@ class Session:
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
                 rid=rid,
                 route=self._route,
+                with_siblings=with_siblings,
             )
         self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
         return generation

@@ -6,11 +6,13 @@ apart. Field names are SGLang's (https://docs.sglang.ai, native API).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 
+from streamrl.errors import WireError
 from streamrl.transport import http
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -185,6 +187,24 @@ class GenerationClient:
     async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
         """One prompt, one response."""
         return await self.post(url, "/generate", request, GenerateReply)
+
+    async def generate_batch(self, url: str, requests: Sequence[GenerateRequest]) -> list[GenerateReply]:
+        """One response to each of `requests`, which ask for log-probabilities alike and differ in the rest.
+
+        They travel as one HTTP request, and are answered when the last is done.
+        """
+        if len(requests) == 1:
+            return [await self.generate(url, requests[0])]
+        batch = GenerateRequest(
+            input_ids=[request.input_ids for request in requests],  # type: ignore[misc]
+            sampling_params=[request.sampling_params for request in requests],  # type: ignore[misc]
+            rid=[request.rid for request in requests],  # type: ignore[misc]
+            return_logprob=requests[0].return_logprob,
+        )
+        replies = await self.post(url, "/generate", batch, list[GenerateReply])
+        if len(replies) != len(requests):
+            raise WireError(f"gserver {url} answered {len(requests)} prompts with {len(replies)} responses")
+        return replies
 
     async def update(
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None

@@ -25,7 +25,7 @@ class KVCache:
     ) -> None:
         self.slots = min(FIRST_SLOTS, max_slots)
         self.length = min(FIRST_LENGTH, max_length)
-        self._max_slots = max_slots
+        self.max_slots = max_slots
         self._max_length = max_length
         self._kv_heads = architecture.kv_heads
         self._head_dim = architecture.head_dim
@@ -44,7 +44,7 @@ class KVCache:
             return
         old_slots, old_length = self.slots, self.length
         while self.slots < slots:
-            self.slots = min(2 * self.slots, self._max_slots)
+            self.slots = min(2 * self.slots, self.max_slots)
         while self.length < length:
             self.length = min(2 * self.length, self._max_length)
         for i, old in enumerate(self.layers):

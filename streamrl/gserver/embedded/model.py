@@ -49,7 +49,7 @@ class Model:
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
         self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
-        self._places = torch.arange(max_length, device=self._device)
+        self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
         """Hidden states of all new tokens, packed, and where each extension's begin.

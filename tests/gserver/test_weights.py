@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.gserver import weight_update
 from streamrl.transport.control import PublishReply, Status
 from tests.gserver.harness import (
     Run,
@@ -38,11 +37,6 @@ COLLECTIVE = [INIT, BEGIN, BUCKET]
 FAULTS: list[Fault] = ["refuse", "nonsense", "error", "stall", "die"]
 
 TIMEOUT = 0.3
-
-
-@pytest.fixture(autouse=True)
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_update, "GRACE_SECONDS", 0.05)
 
 
 @asynccontextmanager

@@ -28,20 +28,18 @@ from tests.gserver.harness import Run, live_gservers, managed, small_config
 TIMEOUT = 5.0
 
 
+def start_gserver(config: Path, manager: str, *, index: int, model_dir: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "streamrl", "gserver", str(config)]
+    options = ["--manager", manager, "--index", str(index), "--model-dir", str(model_dir)]
+    return subprocess.Popen([*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
 @asynccontextmanager
 async def gserver_processes(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[list[subprocess.Popen[bytes]]]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "streamrl", "gserver", str(file)),
-                *("--manager", run.url, "--index", str(index), "--model-dir", str(model_dir)),
-            ],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for index in range(run.config.gserver.count)
-    ]
+    indices = range(run.config.gserver.count)
+    processes = [start_gserver(file, run.url, index=index, model_dir=model_dir) for index in indices]
     try:
         yield processes
     finally:

@@ -32,6 +32,8 @@ from common import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.config import load
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
 SIMULATED = {
     "gserver.engine": "simulated",
@@ -127,18 +129,17 @@ def figures_of(run_dir: Path) -> dict[str, float]:
     steady = steps[first + 1 :]
     seconds = steady[-1]["time"] - steps[first]["time"]
     metrics = [step["metrics"] for step in steady]
-    stats = [p["stats"] for p in json.loads((run_dir / "final.json").read_text())["status"]["processes"]]
-    gservers = [s for s in stats if "slot_seconds_total" in s]
-    slots = sum(s["slots"] for s in gservers)
-    trained = summary["groups_trained"]
-    dropped = json.loads((run_dir / "final.json").read_text())["status"]["ledger"]["dropped"]
+    status = json.loads((run_dir / "final.json").read_text())["status"]
+    slot_seconds = sum(p["stats"].get("slot_seconds_total", 0.0) for p in status["processes"] if p["role"] == "gserver")
+    settings = load(run_dir / "config.toml").gserver
+    trained, dropped = summary["groups_trained"], status["ledger"]["dropped"]
     return {
         "steps": len(steps),
         "step_seconds": seconds / len(steady),
         "tokens_per_second": sum(m["tokens_trained"] for m in metrics) / seconds,
         "groups_per_second": sum(m["groups"] for m in metrics) / seconds,
         "train_seconds": fmean(m["train_seconds"] for m in metrics),
-        "generation_seconds": sum(s["slot_seconds_total"] for s in gservers) / slots / (trained + dropped) * 1.0,
+        "generation_seconds_per_group": slot_seconds / (settings.max_running * settings.count) / (trained + dropped),
         "groups_per_batch": fmean(m["groups"] for m in metrics),
         "mean_token_age": summary["mean_token_age"],
         "oldest_token_age": summary["oldest_token_age"],
@@ -152,7 +153,8 @@ def as_row(
     engine: str, value: int, policy: str, figures: dict[str, float], synchronous: dict[str, float]
 ) -> dict[str, Any]:
     """A line of the table."""
-    ideal = max(synchronous["train_seconds"], synchronous["generation_seconds"] * synchronous["groups_per_batch"])
+    generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
+    ideal = max(synchronous["train_seconds"], generation)
     return {
         "engine": engine,
         "simulated_generation": engine == "simulated",

@@ -5,6 +5,7 @@ Data functions (`data.source = "python"`) and the reward functions that go with 
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from typing import Any
@@ -47,3 +48,9 @@ def addition_reward(response: Response, prompt: Prompt) -> float:
     if not numbers:
         return 0.0
     return 1.0 if numbers[-1] == str(prompt.answer) else 0.1
+
+
+def hash_reward(response: Response, prompt: Prompt) -> float:
+    """A number in [0, 1) that looks random and depends on the response alone: for measuring speed, not learning."""
+    digest = hashlib.blake2b(f"{prompt.seq}/{response.text}/{response.output_tokens}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") / 2**32

@@ -286,7 +286,7 @@ class ModelWorker:
             blocked += time.monotonic() - started
 
         for minibatch in call.minibatches:
-            items = [self._item(seq, call.oldest_version) for seq in minibatch.seqs]
+            items = [self._item(seq, call) for seq in minibatch.seqs]
             for item in items:
                 _count_ages(ages, item, call.policy_version)
             statistics = self._ready_backend.train(
@@ -308,11 +308,13 @@ class ModelWorker:
             token_ages=ages,
         )
 
-    def _item(self, seq: int, oldest_version: int) -> TrainItem:
+    def _item(self, seq: int, call: Train) -> TrainItem:
         group = self._dataset.get([seq])[0]
+        versions = group.packed_policy_versions
         return TrainItem(
             group=group,
-            trainable=group.packed_loss_mask & (group.packed_policy_versions >= oldest_version),
+            trainable=group.packed_loss_mask & (versions >= call.oldest_version),
+            fresh=versions == call.policy_version,
             proximal_logprobs=self._keys["proximal_logprobs"].get(seq),
             ref_logprobs=self._keys["ref_logprobs"].get(seq),
         )

@@ -29,7 +29,11 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 
 
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
-    """What `actor_train` found, over all ranks; means are over the tokens that were computed."""
+    """What `actor_train` found, over all ranks; means are over the tokens that were computed.
+
+    `logprob_diff` compares engine and trainer on tokens of age 0, and is missing where there are
+    none; `policy_shift` is the same difference over all tokens, so it grows with their age.
+    """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     for rank in trained:
@@ -46,14 +50,16 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
         "importance_ratio_max": maxima.get("ratio", 0.0),
         "effective_sample_size": sums.get("ess", 0.0) / tokens,
-        "logprob_diff_mean": sums.get("logprob_diff", 0.0) / tokens,
-        "logprob_diff_max": maxima.get("logprob_diff", 0.0),
+        "policy_shift_mean": sums.get("policy_shift", 0.0) / tokens,
         "entropy": sums.get("entropy", 0.0) / tokens,
         "grad_norm": maxima.get("grad_norm", 0.0),
         "lr": maxima.get("lr", 0.0),
         "tokens_computed": sums.get("computed_tokens", 0.0),
         "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
     }
+    if fresh := sums.get("fresh_tokens"):
+        metrics["logprob_diff_mean"] = sums["logprob_diff"] / fresh
+        metrics["logprob_diff_max"] = maxima["logprob_diff"]
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
     return metrics

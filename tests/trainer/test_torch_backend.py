@@ -43,7 +43,7 @@ def make_groups(count=5, *, seed=0):
 
 def make_item(group, *, oldest=0, ref=None, proximal=None):
     young = group.packed_loss_mask & (group.packed_policy_versions >= oldest)
-    return TrainItem(group=group, trainable=young, proximal_logprobs=proximal, ref_logprobs=ref)
+    return TrainItem(group=group, trainable=young, fresh=young, proximal_logprobs=proximal, ref_logprobs=ref)
 
 
 def reference_logprobs(model, group, temperature=1.0):

@@ -235,12 +235,16 @@ class TorchBackend:
         sums["clipped"] += float(policy.clipped.sum())
         sums["behavior_weight"] += float(policy.behavior_weight.sum())
         sums["weight_capped"] += float(policy.weight_capped.sum())
-        sums["logprob_diff"] += float(difference.sum())
+        sums["policy_shift"] += float(difference.sum())
         sums["entropy"] += float(predicted.entropy[keep].sum())
         sums["ess"] += float(effective_sample_size(weights)) * len(weights)
         sums["ratio"] += float(weights.sum())
         sums["computed_tokens"] += micro.tokens
-        statistics.maxima["logprob_diff"] = max(statistics.maxima["logprob_diff"], float(difference.max()))
+        fresh = difference[self._tensor(_gather(micro, [item.fresh for item in items]))[keep]]
+        if len(fresh):
+            sums["fresh_tokens"] += len(fresh)
+            sums["logprob_diff"] += float(fresh.sum())
+            statistics.maxima["logprob_diff"] = max(statistics.maxima["logprob_diff"], float(fresh.max()))
         statistics.maxima["ratio"] = max(statistics.maxima["ratio"], float(weights.max()))
 
     def _sum_gradients(self) -> None:

@@ -109,7 +109,8 @@ class Ticket:
         """Outputs as they grow, the finished one last; raises `GenerationFailed`."""
         while True:
             await self._changed.wait()
-            self._changed.clear()
+            if not self.done:
+                self._changed.clear()
             if self._failure is not None:
                 raise self._failure
             if self._latest is not None:

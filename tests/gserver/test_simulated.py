@@ -1,0 +1,160 @@
+"""The simulated engine keeps the contract of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import SimulationConfig
+from streamrl.gserver.engine import GenerationFailed, Job, Output, QueueFull, Refused, Ticket
+from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.transport.generation import SamplingParams
+from tests.gserver.rank0 import rank0
+from tests.gserver.serving import serving
+from tests.gserver.tiny import make_model, save
+
+
+def make_engine(**settings: Any) -> SimulatedEngine:
+    simulation = {name: settings.pop(name) for name in SimulationConfig.__struct_fields__ if name in settings}
+    limits = {"max_running": 8, "max_queued": 1000, "max_context": 10_000, "seed": 0, **settings}
+    return SimulatedEngine(
+        SimulationConfig(**{"token_seconds": 0.0005, **simulation}), model_path="none", update_timeout=20.0, **limits
+    )
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SimulatedEngine]:
+    engine = make_engine()
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def job(rid: str, *, stream: bool = False, **params: Any) -> Job:
+    sampling = SamplingParams(**{"max_new_tokens": 5000, **params})
+    return Job(rid=rid, input_ids=[90_000, 1, 2], params=sampling, stream=stream)
+
+
+async def first(ticket: Ticket) -> Output:
+    async for output in ticket.updates():
+        return output
+    raise AssertionError
+
+
+async def test_lengths_are_log_normal_and_paces_differ() -> None:
+    engine = make_engine(token_seconds=1e-6, mean_length=40.0, sigma=0.8, max_running=2000, vocab_size=8)
+    outputs = [await t.result() for t in [engine.submit(job(str(i))) for i in range(2000)]]
+    lengths = [len(output.output_ids) for output in outputs]
+    assert statistics.mean(lengths) == pytest.approx(40, rel=0.12)
+    assert statistics.stdev(math.log(n) for n in lengths) == pytest.approx(0.8, rel=0.12)
+    assert {token for output in outputs for token in output.output_ids} == set(range(8))
+    assert outputs[0].logprobs[0] == pytest.approx(-math.log(8))
+    assert all(output.finish_reason and output.finish_reason.type == "stop" for output in outputs)
+    assert engine.stats()["tokens_generated_total"] == sum(lengths)
+
+
+async def test_limits_and_seeds(engine: SimulatedEngine) -> None:
+    cut = engine.submit(job("a", max_new_tokens=3, ignore_eos=True))
+    same = [engine.submit(job(f"s{i}", sampling_seed=9, max_new_tokens=50)) for i in range(2)]
+    output = await cut.result()
+    assert len(output.output_ids) == 3
+    assert output.finish_reason is not None
+    assert output.finish_reason.type == "length"
+    one, two = [await ticket.result() for ticket in same]
+    assert one.output_ids == two.output_ids
+
+
+async def test_slots_bound_what_runs() -> None:
+    engine = make_engine(max_running=2, max_queued=3, token_seconds=0.002)
+    tickets = [engine.submit(job(str(i), max_new_tokens=10, ignore_eos=True)) for i in range(5)]
+    stats = engine.stats()
+    assert (stats["running"], stats["queued"]) == (2, 3)
+    with pytest.raises(QueueFull):
+        engine.submit(job("more"))
+    began = time.monotonic()
+    for ticket in tickets:
+        await ticket.result()
+    assert time.monotonic() - began > 0.02  # three rounds of about 20 ms, paces apart
+    stats = engine.stats()
+    assert (stats["running"], stats["queued"]) == (0, 0)
+    assert stats["slot_seconds_total"] > stats["busy_seconds_total"] > 0
+    assert stats["prompt_tokens_total"] == 15
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_pauses_and_versions(mode: Any, engine: SimulatedEngine) -> None:
+    ticket = engine.submit(job("a", stream=True, max_new_tokens=200, ignore_eos=True))
+    await first(ticket)
+    await engine.pause(mode)
+    if mode == "in_place":
+        with pytest.raises(Refused):
+            await engine.flush()
+    else:
+        await engine.flush()
+    before = engine.stats()["tokens_generated_total"]
+    late = engine.submit(job("late", max_new_tokens=4, ignore_eos=True))
+    await engine.set_version("5")
+    await asyncio.sleep(0.05)
+    assert engine.stats()["tokens_generated_total"] == before
+    assert not late.done
+    await engine.resume()
+    output = await ticket.result()
+    assert [(span.version, span.start) for span in output.spans] == [("default", 0), ("5", before)]
+    assert output.spans[-1].end == len(output.output_ids) == 200
+    assert output.num_retractions == (mode == "retract")
+    assert [span.version for span in (await late.result()).spans] == ["5"]
+    assert engine.stats()["pause_seconds_total"] > 0.04
+
+
+async def test_aborts(engine: SimulatedEngine) -> None:
+    tickets = [engine.submit(job(str(i), stream=i == 0, max_new_tokens=5000, ignore_eos=True)) for i in range(12)]
+    await first(tickets[0])
+    assert await engine.abort("0")
+    assert await engine.abort("11")
+    assert not await engine.abort("0")
+    assert len((await tickets[0].result()).output_ids) >= 1
+    assert (await tickets[11].result()).output_ids == []
+    await engine.pause("abort")
+    outputs = [await ticket.result() for ticket in tickets]
+    assert {output.finish_reason and output.finish_reason.type for output in outputs} == {"abort"}
+    assert engine.stats()["running"] == engine.stats()["queued"] == 0
+
+
+async def test_closing_fails_what_is_not_finished() -> None:
+    engine = make_engine()
+    ticket = engine.submit(job("a", ignore_eos=True))
+    await engine.close()
+    with pytest.raises(GenerationFailed, match="stopping"):
+        await ticket.result()
+
+
+async def test_behind_the_server_with_a_real_weight_group(tmp_path: Path) -> None:
+    folder = save(make_model(), tmp_path)
+    async with serving(folder, engine="simulated") as client, rank0() as publisher:
+        info = await client.get("/server_info")
+        assert (info["engine"], info["staged_weight_update"]) == ("simulated", True)
+        body = {"input_ids": [49_000, 5], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
+        body |= {"logprob_start_len": 0, "top_logprobs_num": 2}
+        answer = await client.post("/generate", body)
+        assert 1 <= answer["meta_info"]["completion_tokens"] <= 9
+        group = {"master_address": "127.0.0.1", "master_port": await publisher.form(), "rank_offset": 1}
+        group |= {"world_size": 2, "group_name": publisher.group, "backend": "gloo"}
+        await client.post("/init_weights_update_group", group)
+        assert await publisher.answer() == "formed"
+        await client.post("/begin_weight_update")
+        await publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"], flat=True)
+        message = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "weight_version": "4"}
+        message |= {"group_name": publisher.group, "load_format": "flattened_bucket"}
+        await client.post("/update_weights_from_distributed", message)
+        assert await publisher.answer() == "sent"
+        assert (await client.get("/model_info"))["weight_version"] == "default"
+        await client.post("/end_weight_update")
+        assert (await client.get("/model_info"))["weight_version"] == "4"
+        assert (await client.post("/weights_checker"))["total"] == "4"

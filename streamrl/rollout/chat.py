@@ -60,7 +60,10 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text` as it stands."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # the tokenizers library raises nothing more precise
+            raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""

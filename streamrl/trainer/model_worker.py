@@ -285,8 +285,8 @@ class ModelWorker:
                 raise DeadlineExceeded(f"the publication of version {call.policy_version} took more than {limit:.0f} s")
             blocked += time.monotonic() - started
 
-        for minibatch in call.minibatches:
-            items = [self._item(seq, call) for seq in minibatch.seqs]
+        for number, minibatch in enumerate(call.minibatches):
+            items = [self._item(seq, call, updated=number > 0) for seq in minibatch.seqs]
             for item in items:
                 _count_ages(ages, item, call.policy_version)
             statistics = self._ready_backend.train(
@@ -308,14 +308,16 @@ class ModelWorker:
             token_ages=ages,
         )
 
-    def _item(self, seq: int, call: Train) -> TrainItem:
+    def _item(self, seq: int, call: Train, *, updated: bool) -> TrainItem:
+        """`updated`: the policy is no longer the one at the start of the step."""
         group = self._dataset.get([seq])[0]
         versions = group.packed_policy_versions
+        proximal = self._keys["proximal_logprobs"].get(seq)
         return TrainItem(
             group=group,
             trainable=group.packed_loss_mask & (versions >= call.oldest_version),
-            fresh=versions == call.policy_version,
-            proximal_logprobs=self._keys["proximal_logprobs"].get(seq),
+            fresh=(versions == call.policy_version) & (proximal is not None or not updated),
+            proximal_logprobs=proximal,
             ref_logprobs=self._keys["ref_logprobs"].get(seq),
         )
 

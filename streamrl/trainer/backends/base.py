@@ -21,7 +21,7 @@ class TrainItem(msgspec.Struct):
     trainable: NDArray[np.bool_]
     """`[tokens]` sampled and young enough: these enter the loss."""
     fresh: NDArray[np.bool_]
-    """`[tokens]` sampled by the policy that trains now: there engine and trainer have to agree."""
+    """`[tokens]` sampled by the policy at the start of the step: there engine and trainer have to agree."""
     proximal_logprobs: NDArray[np.float32] | None
     """None: those of the first forward pass."""
     ref_logprobs: NDArray[np.float32] | None

@@ -240,7 +240,8 @@ class TorchBackend:
         sums["ess"] += float(effective_sample_size(weights)) * len(weights)
         sums["ratio"] += float(weights.sum())
         sums["computed_tokens"] += micro.tokens
-        fresh = difference[self._tensor(_gather(micro, [item.fresh for item in items]))[keep]]
+        at_start = logprobs.detach() if algorithm.proximal == "behavior" else proximal
+        fresh = (at_start - behavior).abs()[self._tensor(_gather(micro, [item.fresh for item in items]))[keep]]
         if len(fresh):
             sums["fresh_tokens"] += len(fresh)
             sums["logprob_diff"] += float(fresh.sum())

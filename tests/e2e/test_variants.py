@@ -1,0 +1,122 @@
+"""Runs that use the other roads: several of everything, more MFCs, other pause modes, pools by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from streamrl import config as configuration
+from streamrl.models import ensure_checkpoint
+from streamrl.transport.control import ControlClient
+from tests.e2e.harness import COPY_SCRATCH, ROOT, assert_exactly_once, overrides, run, steps, summary
+
+SMALL = {"run__steps": 6, "trainer__batch_groups": 8, "rollout__group_size": 4}
+
+
+def test_two_of_everything_with_all_mfcs(tmp_path):
+    settings = overrides(
+        tmp_path,
+        "two",
+        **SMALL,
+        trainer__data_parallel=2,
+        gserver__count=2,
+        rollout__workers=2,
+        algorithm__kl_coef=0.01,
+        algorithm__minibatches=2,
+        weights__pause_mode="abort",
+        weights__bucket_mb=0.2,
+        trainer__save_every=3,
+    )
+    run(COPY_SCRATCH, settings)
+    run_dir = tmp_path / "two"
+    assert_exactly_once(run_dir)
+    names = {name for step in steps(run_dir) for name, _, _ in step["spans"]}
+    assert names >= {"wait", "ref_inf", "actor_inf", "actor_train", "publish"}
+    assert all("kl" in step["metrics"] for step in steps(run_dir))
+    assert steps(run_dir)[0]["metrics"]["logprob_diff_max"] < 1e-4
+    saved = sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
+    assert saved == ["final", "step-000003", "step-000006"]
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_multi_turn_conversations_survive_updates(tmp_path, pause_mode):
+    settings = overrides(
+        tmp_path,
+        "turns",
+        **SMALL,
+        weights__pause_mode=pause_mode,
+        rollout__workflow__name="multi_turn",
+        rollout__workflow__args__max_turns=4,
+        rollout__workflow__args__feedback="=",
+        rollout__sampling__stop_token_ids=list(range(8)),  # most tokens end a turn
+        gserver__max_context=64,
+    )
+    run(COPY_SCRATCH, settings)
+    assert_exactly_once(tmp_path / "turns")
+    first = steps(tmp_path / "turns")[0]["metrics"]
+    assert first["logprob_diff_max"] < 1e-4  # what is trained on is what was sampled, over all turns
+    assert first["response_length_mean"] > 3  # one turn alone would have less than 2 tokens
+
+
+def _spawn(words, arguments):
+    command = [sys.executable, "-m", "streamrl", *words, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+
+def test_pools_started_by_hand_form_a_run(tmp_path):
+    arguments = overrides(tmp_path, "hand", **SMALL)
+    ensure_checkpoint(configuration.load(COPY_SCRATCH))
+    manager = _spawn(["manager", str(COPY_SCRATCH)], arguments)
+    processes = [manager]
+    try:
+        url = None
+        said = []
+        for line in manager.stdout:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                url = found.group()
+                break
+        assert url, said
+        threading.Thread(target=manager.stdout.read, daemon=True).start()
+        for role in ("rollout", "trainer", "gserver"):
+            processes.append(_spawn([role, str(COPY_SCRATCH), "--manager", url], arguments))
+        for process in processes[1:]:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output[-3000:]
+        assert manager.wait(30) == 0
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(30)
+    assert_exactly_once(tmp_path / "hand")
+    assert summary(tmp_path / "hand")["steps"] == SMALL["run__steps"]
+
+
+def test_another_configuration_is_refused(tmp_path):
+    manager = _spawn(["manager", str(COPY_SCRATCH)], overrides(tmp_path, "refused", **SMALL))
+    try:
+        url = next(m.group() for line in manager.stdout if (m := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        threading.Thread(target=manager.stdout.read, daemon=True).start()
+        other = overrides(tmp_path, "refused", **SMALL, trainer__lr=1e-5)
+        rollout = _spawn(["rollout", str(COPY_SCRATCH), "--manager", url], other)
+        output, _ = rollout.communicate(timeout=60)
+        assert rollout.returncode == 1
+        assert "configuration" in output
+        assert asyncio.run(_processes(url)) == []
+    finally:
+        manager.terminate()
+        manager.wait(30)
+
+
+async def _processes(url):
+    client = ControlClient(url)
+    try:
+        return (await client.status()).processes
+    finally:
+        await client.close()

@@ -37,15 +37,20 @@ from streamrl.config import load
 EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
 SIMULATED = {
     "gserver.engine": "simulated",
-    "gserver.simulation.token_seconds": 0.01,
+    "gserver.simulation.token_seconds": 0.005,
     "gserver.simulation.mean_length": 64,
     "gserver.simulation.sigma": 1.0,
+    "gserver.simulation.vocab_size": 12,
     "gserver.max_running": 64,
+    "gserver.max_context": 512,
+    "model.scratch.max_position_embeddings": 512,
     "rollout.reward.function": "streamrl.rollout.tasks:hash_reward",
     "rollout.sampling.max_new_tokens": 400,
     "trainer.batch_groups": 8,
     "rollout.group_size": 8,
 }
+STEPS = {"embedded": 80, "simulated": 40}
+TABLE_WIDTH = 160
 COLUMNS = (
     "engine",
     "mode",
@@ -69,18 +74,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps and values: under two minutes")
     parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
     parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
-    parser.add_argument("--over-age", nargs="+", choices=["mask", "wait", "drop"], help="policies to compare")
+    parser.add_argument(
+        "--over-age", nargs="+", choices=["mask", "wait", "drop"], help="else: mask everywhere, the others at 4"
+    )
     parser.add_argument("--steps", type=int, help="steps of each run")
     options = parser.parse_args()
     values = options.staleness or ([4] if options.quick else [1, 2, 4, 8])
-    policies = options.over_age or (["mask"] if options.quick else ["mask", "wait", "drop"])
+    policies = options.over_age or ["mask"]
     engines = ["embedded", "simulated"] if options.engine == "both" else [options.engine]
     console = Console()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:
-            steps = options.steps or {"embedded": 40, "simulated": 16}[engine] * (1 if options.quick else 4)
+            steps = options.steps or STEPS[engine] // (4 if options.quick else 1)
             jobs = [(0, "mask")] + [(value, policy) for value in values for policy in policies]
+            if not (options.quick or options.over_age or options.staleness):
+                jobs += [(4, "wait"), (4, "drop")]
             synchronous: dict[str, float] = {}
             for value, policy in jobs:
                 console.print(f"{label(engine)}: max_staleness {value}, over_age {policy}, {steps} steps …")
@@ -88,7 +97,7 @@ def main() -> None:
                 if value == 0:
                     synchronous = figures
                 rows.append(as_row(engine, value, policy, figures, synchronous))
-    console.print(table(rows))
+    Console(width=max(console.width, TABLE_WIDTH)).print(table(rows))
     plot(rows, RESULTS / "throughput.png")
     path = write_results("throughput", {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}, rows)
     console.print(f"written: {path}, {RESULTS / 'throughput.png'}")

@@ -1,6 +1,6 @@
 """The receiving end of a weight update: process groups, and the set of tensors that waits aside.
 
-Between `begin` and `take` tensors collect in a staged set; nobody serves them. Receiving blocks a
+Between `begin` and `take` tensors are stored aside, where nobody serves them. Receiving blocks a
 thread of its own, so that generation goes on. A receive that fails discards the set.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,9 +42,9 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Staged(msgspec.Struct):
-    """Tensors received since `begin`."""
+    """What was received since `begin`."""
 
-    weights: dict[str, Tensor] = {}
+    names: set[str] = set()
     version: str | None = None
     """The last one that was named."""
     abort_all_requests: bool = False
@@ -53,9 +53,20 @@ class Staged(msgspec.Struct):
 class WeightReceiver:
     """Owns the weight groups of one gserver and its staged set."""
 
-    def __init__(self, *, expected: Expected | None, device: torch.device, timeout: float) -> None:
-        """`expected` None: tensors of any name are received and thrown away."""
+    def __init__(
+        self,
+        *,
+        expected: Expected | None,
+        store: Callable[[str, Tensor], None] | None,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """`store` keeps a received tensor aside; it is called in the receiver's thread.
+
+        Without `expected` tensors of any name are received and thrown away.
+        """
         self._expected = expected
+        self._store = store
         self._device = device
         self._timeout = timeout
         self._groups: dict[str, tuple[Any, torch.device]] = {}
@@ -68,16 +79,20 @@ class WeightReceiver:
             raise Refused(f"weight group {message.group_name} exists already; destroy it first")
         if message.backend == "nccl" and self._device.type != "cuda":
             raise Refused('backend "nccl" needs a CUDA device and this gserver computes on the CPU; use "gloo"')
-        await self._exclusively(self._join_group, message)
+        await self.exclusively(lambda: self._join_group(message))
 
     async def leave_group(self, name: str) -> None:
         if name not in self._groups:
             raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
-        await self._exclusively(self._leave_group, name)
+        await self.exclusively(lambda: self._leave_group(name))
 
     def begin(self) -> None:
         """Start an empty staged set."""
-        self._staged = Staged()
+        self._staged = Staged(names=set())
+
+    def discard(self) -> None:
+        """Forget an unfinished staged set."""
+        self._staged = None
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive what `message` announces, in its order; all or nothing."""
@@ -89,15 +104,15 @@ class WeightReceiver:
                 f"(known: {', '.join(self._groups) or 'none'})"
             )
         self._check(message)
-        await self._exclusively(self._receive, message)
+        await self.exclusively(lambda: self._receive(message))
 
     def take(self) -> Staged:
-        """End the update and hand the complete set over; raises `Refused` when tensors are missing."""
+        """End the update, whose tensors are all stored; raises `Refused` when some are missing."""
         staged, self._staged = self._staged, None
         if staged is None:
             raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
         if self._expected is not None:
-            missing = [name for name in self._expected.shapes if name not in staged.weights]
+            missing = [name for name in self._expected.shapes if name not in staged.names]
             if missing:
                 raise Refused(
                     f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
@@ -107,18 +122,22 @@ class WeightReceiver:
 
     async def close(self) -> None:
         for name in list(self._groups):
-            await self._exclusively(self._leave_group, name)
+            await self.exclusively(lambda name=name: self._leave_group(name))  # type: ignore[misc]
 
-    async def _exclusively(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Run `call` in a thread, one at a time, to its end even if the asking side goes away."""
+    async def exclusively(self, call: Callable[[], Result]) -> Result:
+        """Run `call` in a thread, apart from receives."""
+        return await self.apart(lambda: in_thread(call))
 
-        async def run() -> None:
+    async def apart(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Do `work` while nothing is received, to its end even if the asking side goes away."""
+
+        async def run() -> Result:
             async with self._busy:
-                await _in_thread(lambda: call(argument))
+                return await work()
 
         task = asyncio.create_task(run())
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
     def _join_group(self, message: InitWeightsUpdateGroup) -> None:
         group = form_group(
@@ -176,8 +195,10 @@ class WeightReceiver:
             raise
         if staged is None:
             return
-        if self._expected is not None:
-            staged.weights.update((n, t) for n, t in received.items() if n not in self._expected.ignored)
+        for name, tensor in received.items():
+            if self._store is not None and not (self._expected and name in self._expected.ignored):
+                self._store(name, tensor)
+            staged.names.add(name)
         staged.version = message.weight_version or staged.version
         staged.abort_all_requests |= message.abort_all_requests
 
@@ -198,7 +219,7 @@ class WeightReceiver:
         return received
 
 
-async def _in_thread(call: Callable[[], Result]) -> Result:
+async def in_thread(call: Callable[[], Result]) -> Result:
     """Run `call` in a daemon thread: one that hangs in a collective does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()

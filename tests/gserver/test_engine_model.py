@@ -98,7 +98,7 @@ async def test_copies_into_named_views_update_the_fused_weights(shape: str, tmp_
     old, new = make_model(shape, seed=0), make_model(shape, seed=1)
     async with engine_for(save(old, tmp_path)) as engine:
         assert (await engine.checksum()).total == weights_checksum(weights_of(old)).total
-        parameters = engine._parameters
+        parameters = engine._live
         await engine._do(lambda: parameters.update(weights_of(new)))
         assert (await engine.checksum()).total == weights_checksum(weights_of(new)).total
         [output] = await generate(engine, [job("a", prompt(20))])
@@ -133,7 +133,7 @@ async def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
         [output] = await generate(engine, [job("a", prompt(20))])
     expected = response_logprobs(model, prompt(20), output.output_ids)
     assert (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
-    assert engine._parameters.dtype_name == "bfloat16"
+    assert engine._live.dtype_name == "bfloat16"
 
 
 @pytest.mark.parametrize(

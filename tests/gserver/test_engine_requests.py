@@ -204,9 +204,7 @@ async def test_paused_requests_go_on_where_they_were(mode: Any, folder: Path) ->
 
 async def test_a_pause_that_aborts(folder: Path) -> None:
     async with engine_for(folder, max_running=1, max_context=2048) as engine:
-        tickets = [
-            engine.submit(job(str(i), prompt(5), params={"max_new_tokens": 400}, stream=True)) for i in range(2)
-        ]
+        tickets = [engine.submit(job(str(i), prompt(5), params={"max_new_tokens": 400}, stream=True)) for i in range(2)]
         await grown(tickets[0], 1)
         await engine.pause("abort")
         outputs = [await ticket.result() for ticket in tickets]
@@ -246,7 +244,7 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
 
 async def test_broken_weights_are_named(folder: Path) -> None:
     async with engine_for(folder) as engine:
-        norm = engine._parameters.named["model.norm.weight"]
+        norm = engine._live.named["model.norm.weight"]
         good = norm.clone()
         await engine._do(lambda: norm.fill_(float("nan")))
         ticket = engine.submit(job("a", prompt(5)))

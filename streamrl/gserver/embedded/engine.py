@@ -2,6 +2,9 @@
 
 The thread takes commands between two steps, computes while there is something to compute, and
 sleeps otherwise. It touches no asyncio object: its news go to the event loop once a step.
+
+There are two sets of weights from the first update on: new weights are written to the one that
+stands by, and a swap only exchanges the two.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from streamrl.gserver.embedded.parameters import TIED_HEAD, Parameters
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Event, Scheduler
 from streamrl.gserver.engine import Job, QueueFull, Ticket
-from streamrl.gserver.receiver import Expected, Staged, WeightReceiver
+from streamrl.gserver.receiver import Expected, Staged, WeightReceiver, in_thread
 from streamrl.gserver.text import Text
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
@@ -75,20 +78,22 @@ class EmbeddedEngine:
         self._max_running = max_running
         self._capacity = max_running + max_queued
         self._random = random.Random(seed)
-        self._parameters = Parameters(architecture, dtype=dtype, device=device)
+        self._live = Parameters(architecture, dtype=dtype, device=device)
+        self._standby: Parameters | None = None
         cache = KVCache(architecture, max_slots=max_running, max_length=self.max_context, dtype=dtype, device=device)
         self._scheduler = Scheduler(
-            model=Model(self._parameters, cache, max_length=self.max_context),
+            model=Model(self._live, cache, max_length=self.max_context),
             cache=cache,
             max_running=max_running,
             version=INITIAL_WEIGHT_VERSION,
         )
         self._receiver = WeightReceiver(
             expected=Expected(
-                shapes={name: tuple(tensor.shape) for name, tensor in self._parameters.named.items()},
+                shapes={name: tuple(tensor.shape) for name, tensor in self._live.named.items()},
                 dtype=dtype,
                 ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
             ),
+            store=self._store,
             device=device,
             timeout=update_timeout,
         )
@@ -110,7 +115,7 @@ class EmbeddedEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._do(lambda: self._parameters.load(self._folder))
+        await self._do(lambda: self._live.load(self._folder))
 
     async def failed(self) -> None:
         await self._broken.wait()
@@ -174,21 +179,26 @@ class EmbeddedEngine:
         await self._receiver.receive(message)
 
     async def end_update(self) -> str:
-        return await self._swap(self._receiver.take())
+        staged = self._receiver.take()
+        return await self._receiver.apart(lambda: self._swap(staged))
 
     async def load(self, folder: Path, version: str | None) -> str:
         if read_architecture(folder) != self._architecture:
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
-        weights = await asyncio.to_thread(self._parameters.read, folder)
-        done = await self._swap(Staged(weights=weights, version=version))
-        self.model_path = str(folder)
-        return done
+        self._receiver.discard()
+
+        async def replace() -> str:
+            await in_thread(lambda: self._other().load(folder))
+            self.model_path = str(folder)
+            return await self._swap(Staged(version=version))
+
+        return await self._receiver.apart(replace)
 
     async def set_version(self, version: str) -> None:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        return await self._do(self._parameters.checksum)
+        return await self._receiver.exclusively(lambda: self._live.checksum())
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler
@@ -207,18 +217,29 @@ class EmbeddedEngine:
             "cache_bytes": float(scheduler.cache_bytes),
         }
 
+    def _store(self, name: str, tensor: torch.Tensor) -> None:
+        self._other().update({name: tensor})
+
+    def _other(self) -> Parameters:
+        """The weights that nobody serves."""
+        if self._standby is None:
+            self._standby = Parameters(self._architecture, dtype=self._live.dtype, device=self._device)
+        return self._standby
+
     async def _swap(self, staged: Staged) -> str:
+        """Serve the weights that stand by, which are complete."""
+
         def swap() -> float:
             began = time.perf_counter()
             if staged.abort_all_requests:
                 self._scheduler.abort_all()
-            self._parameters.update(staged.weights)
-            self._scheduler.new_weights(staged.version)
+            self._live, self._standby = self._other(), self._live
+            self._scheduler.new_weights(self._live, staged.version)
             return time.perf_counter() - began
 
         seconds = await self._do(swap)
         self._weight_updates += 1
-        return f"{len(staged.weights)} tensors swapped in within {seconds:.4f} s"
+        return f"{len(self._live.named)} tensors swapped in within {seconds:.4f} s"
 
     async def _do(self, command: Callable[[], Result]) -> Result:
         """Run `command` in the engine's thread between two steps."""

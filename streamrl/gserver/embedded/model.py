@@ -40,7 +40,7 @@ class _Run(msgspec.Struct, frozen=True):
 
 
 class Model:
-    """Computes with `parameters` on `cache`; both are updated in place by their owners."""
+    """Computes with `parameters` (of one shape, dtype and device; may be exchanged) on `cache`."""
 
     def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int) -> None:
         self.parameters = parameters
@@ -49,6 +49,8 @@ class Model:
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
         self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
+        self._own_norm = self._device.type == "cpu" and parameters.dtype == torch.float32
+        self._eps = torch.tensor(self._a.rms_norm_eps, device=self._device)
         self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
@@ -100,11 +102,10 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, vocab]` in the weights' dtype."""
-        normed = F.rms_norm(hidden, (self._a.hidden_size,), self.parameters.norm, self._a.rms_norm_eps)
-        return F.linear(normed, self.parameters.head)
+        return self._norm(hidden, self.parameters.norm) @ self.parameters.head
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = F.embedding(tokens, self.parameters.embedding)
+        x = self.parameters.embedding.index_select(0, tokens)
         cos, sin = self._rotation[:, positions, None].unbind()
         for i, layer in enumerate(self.parameters.layers):
             x = self._layer(i, layer, x, cos, sin, attend)
@@ -112,23 +113,30 @@ class Model:
 
     def _layer(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         a = self._a
-        normed = F.rms_norm(x, (a.hidden_size,), w.input_norm, a.rms_norm_eps)
-        qkv = F.linear(normed, w.qkv, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
+        normed = self._norm(x, w.input_norm)
+        qkv = normed @ w.qkv if w.qkv_bias is None else torch.addmm(w.qkv_bias, normed, w.qkv)
+        qkv = qkv.view(x.shape[0], -1, a.head_dim)
         rotated = qkv[:, : a.heads + a.kv_heads]
         if w.q_norm is not None and w.k_norm is not None:
-            q = F.rms_norm(rotated[:, : a.heads], (a.head_dim,), w.q_norm, a.rms_norm_eps)
-            k = F.rms_norm(rotated[:, a.heads :], (a.head_dim,), w.k_norm, a.rms_norm_eps)
+            q, k = self._norm(rotated[:, : a.heads], w.q_norm), self._norm(rotated[:, a.heads :], w.k_norm)
             rotated = torch.cat((q, k), 1)
         # `sin` carries the sign of rotate_half, so that a roll does for it.
         rotated = torch.addcmul(rotated * cos, rotated.roll(a.head_dim // 2, -1), sin)
         keys_values = torch.cat((rotated[:, a.heads :], qkv[:, a.heads + a.kv_heads :]), 1)
         attended = attend(i, rotated[:, : a.heads], keys_values)
-        x = torch.addmm(x, attended, w.o.t())
+        x = torch.addmm(x, attended, w.o)
         if w.o_bias is not None:
             x = x + w.o_bias
-        normed = F.rms_norm(x, (a.hidden_size,), w.post_norm, a.rms_norm_eps)
-        gate, up = F.linear(normed, w.gate_up).chunk(2, -1)
-        return torch.addmm(x, F.silu(gate).mul_(up), w.down.t())
+        gate, up = (self._norm(x, w.post_norm) @ w.gate_up).chunk(2, -1)
+        return torch.addmm(x, F.silu(gate).mul_(up), w.down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension; torch's own is slow on a CPU in float32."""
+        if self._own_norm:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+            return (x * scale).mul_(weight)
+        return F.rms_norm(x, weight.shape, weight, self._a.rms_norm_eps)
 
     def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
         a = self._a

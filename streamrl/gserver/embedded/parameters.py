@@ -1,7 +1,9 @@
-"""The weights that are served: fused for speed, addressed by their Hugging Face names.
+"""The weights that are served: laid out for speed, addressed by their Hugging Face names.
 
-Q, K and V share one tensor, gate and up another; the names are views of their rows. So a copy
-into a named view updates what the forward pass reads, and nothing has to be rebuilt after it.
+Q, K and V share one tensor, gate and up another, and matrices are kept as `[in, out]`: for
+batches of 4 to 32 tokens on a CPU that is up to twice as fast as `[out, in]`. The names are views
+of these tensors in the shapes of Hugging Face. So a copy into a named view updates what the
+forward pass reads, and nothing has to be rebuilt after it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ TIED_HEAD = "lm_head.weight"
 
 
 class LayerWeights(msgspec.Struct):
-    """One decoder layer; matrices are `[out, in]`."""
+    """One decoder layer; matrices are `[in, out]`."""
 
     input_norm: Tensor
     qkv: Tensor
-    """`[(heads + 2 * kv_heads) * head_dim, hidden]`"""
+    """`[hidden, (heads + 2 * kv_heads) * head_dim]`"""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     """`[head_dim]`"""
@@ -35,7 +37,7 @@ class LayerWeights(msgspec.Struct):
     o_bias: Tensor | None
     post_norm: Tensor
     gate_up: Tensor
-    """`[2 * intermediate, hidden]`"""
+    """`[hidden, 2 * intermediate]`"""
     down: Tensor
 
 
@@ -49,10 +51,18 @@ class Parameters:
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → view of the live weights; without a tied head."""
         a = architecture
-        self.embedding = self._new("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        self.embedding: Tensor
+        """`[vocab, hidden]`"""
+        self.head: Tensor
+        """`[hidden, vocab]`"""
+        if a.tied:
+            self.head = self._matrix({"model.embed_tokens.weight": a.vocab_size}, a.hidden_size)
+            self.embedding = self.head.t()
+        else:
+            self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+            self.head = self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
-        self.norm = self._new("model.norm.weight", a.hidden_size)
-        self.head = self.embedding if a.tied else self._new(TIED_HEAD, a.vocab_size, a.hidden_size)
+        self.norm = self._vector("model.norm.weight", a.hidden_size)
 
     def is_ignored(self, name: str) -> bool:
         """Whether `name` is a weight that repeats another one: the head of a tied model."""
@@ -62,6 +72,8 @@ class Parameters:
         """Copy `weights` in place; all names must be known and all shapes right (see `problems`)."""
         for name, tensor in weights.items():
             self.named[name].copy_(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
 
     def load(self, folder: Path) -> None:
         """Copy the checkpoint in `folder` in place, converting its dtype."""
@@ -104,26 +116,39 @@ class Parameters:
         qkv_rows = {f"{attention}{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
         gate_up_rows = {f"{mlp}gate_proj": a.intermediate_size, f"{mlp}up_proj": a.intermediate_size}
         return LayerWeights(
-            input_norm=self._new(prefix + "input_layernorm.weight", hidden),
-            qkv=self._fused({f"{name}.weight": rows for name, rows in qkv_rows.items()}, hidden),
+            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            qkv=self._matrix({f"{name}.weight": rows for name, rows in qkv_rows.items()}, hidden),
             qkv_bias=self._fused({f"{name}.bias": rows for name, rows in qkv_rows.items()}) if a.qkv_bias else None,
-            q_norm=self._new(attention + "q_norm.weight", a.head_dim) if a.qk_norm else None,
-            k_norm=self._new(attention + "k_norm.weight", a.head_dim) if a.qk_norm else None,
-            o=self._new(attention + "o_proj.weight", hidden, q),
-            o_bias=self._new(attention + "o_proj.bias", hidden) if a.o_bias else None,
-            post_norm=self._new(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._fused({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden),
-            down=self._new(mlp + "down_proj.weight", hidden, a.intermediate_size),
+            q_norm=self._vector(attention + "q_norm.weight", a.head_dim) if a.qk_norm else None,
+            k_norm=self._vector(attention + "k_norm.weight", a.head_dim) if a.qk_norm else None,
+            o=self._matrix({attention + "o_proj.weight": hidden}, q),
+            o_bias=self._vector(attention + "o_proj.bias", hidden) if a.o_bias else None,
+            post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden),
+            down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
 
-    def _new(self, name: str, *shape: int) -> Tensor:
-        return self._fused({name: shape[0]}, *shape[1:])
-
-    def _fused(self, rows: Mapping[str, int], *rest: int) -> Tensor:
-        """One tensor whose rows belong to several names."""
-        fused = torch.zeros(sum(rows.values()), *rest, dtype=self.dtype, device=self.device)
+    def _matrix(self, outputs: Mapping[str, int], inputs: int) -> Tensor:
+        """`[inputs, sum of outputs]`, whose columns belong to several names."""
+        matrix = self._zeros(inputs, sum(outputs.values()))
         start = 0
-        for name, count in rows.items():
+        for name, count in outputs.items():
+            self.named[name] = matrix[:, start : start + count].t()
+            start += count
+        return matrix
+
+    def _vector(self, name: str, *shape: int) -> Tensor:
+        self.named[name] = self._zeros(*shape)
+        return self.named[name]
+
+    def _fused(self, lengths: Mapping[str, int]) -> Tensor:
+        """One vector whose parts belong to several names."""
+        fused = self._zeros(sum(lengths.values()))
+        start = 0
+        for name, count in lengths.items():
             self.named[name] = fused[start : start + count]
             start += count
         return fused
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)

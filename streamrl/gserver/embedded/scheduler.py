@@ -17,6 +17,7 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.cache import KVCache
 from streamrl.gserver.embedded.model import Extension, Model
+from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.prefixes import Prefixes
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.sampler import Sampled, sample
@@ -98,8 +99,9 @@ class Scheduler:
             )
         self._prefixes.clear()
 
-    def new_weights(self, version: str | None) -> None:
-        """The weights have changed in place."""
+    def new_weights(self, parameters: Parameters, version: str | None) -> None:
+        """From the next step on, compute with `parameters`."""
+        self._model.parameters = parameters
         self._prefixes.new_weights()
         if version is not None:
             self.set_version(version)

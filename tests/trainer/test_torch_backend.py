@@ -23,7 +23,7 @@ from tests.trainer.models import KINDS, random_group, save_model
 TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
 
 
-def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, process_group=None):
+def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, process_group=None, dtype=torch.float32):
     return TorchBackend(
         model_dir=folder,
         trainer=trainer,
@@ -31,7 +31,7 @@ def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, pr
         temperature=temperature,
         total_steps=10,
         device=torch.device("cpu"),
-        dtype=torch.float32,
+        dtype=dtype,
         process_group=process_group,
     )
 
@@ -70,6 +70,21 @@ def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
             want = reference_logprobs(model, group, 0.7).numpy()
         assert np.abs(values - want)[group.packed_loss_mask].max() < 1e-5
         assert not values[~group.packed_loss_mask].any()
+
+
+def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
+    folder = save_model(tmp_path / "model")
+    groups = make_groups(3)
+    exact, rough = make_backend(folder), make_backend(folder, dtype=torch.bfloat16)
+    pairs = zip(*(b.logprobs(groups, reference=False) for b in (exact, rough)), strict=True)
+    differences = np.concatenate([np.abs(a - b) for a, b in pairs])
+    assert 0 < differences.max() < 0.05
+    items = [make_item(group) for group in groups]
+    for backend in (exact, rough):
+        backend.train(items, loss_tokens=60, sequences=12, before_update=lambda: None)
+    for (name, a), (_, b) in zip(exact.named_weights(), rough.named_weights(), strict=True):
+        assert b.dtype == torch.float32
+        assert float((a - b).abs().max()) < 1e-3, name
 
 
 def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences):

@@ -270,3 +270,10 @@ async def test_a_dead_thread_is_reported(folder: Path, monkeypatch: pytest.Monke
             await ticket.result()
         with pytest.raises(Exception, match="ZeroDivisionError"):
             await engine.failed()
+
+
+async def test_more_slots_than_tokens_in_the_longest_context(folder: Path) -> None:
+    async with engine_for(folder, max_running=24, max_context=10) as engine:
+        jobs = [job(str(i), prompt(3, seed=i), params={"max_new_tokens": 7}) for i in range(30)]
+        outputs = await generate(engine, jobs)
+    assert [len(output.output_ids) for output in outputs] == [7] * 30

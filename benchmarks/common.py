@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, devices and library versions: what a figure depends on."""
+    """Processor, memory, devices, load of the last minute and library versions: what a figure depends on."""
     import psutil
     import torch
 
@@ -24,6 +24,7 @@ def machine() -> dict[str, Any]:
         "logical_cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": round(os.getloadavg()[0], 1),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),

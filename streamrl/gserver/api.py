@@ -232,7 +232,7 @@ def _job(request: GenerateRequest, rid: str, prompt: list[int], params: Sampling
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
     if not prompt:
         raise Refused("the prompt is empty; give at least one token")
-    for token in prompt:
+    for token in (min(prompt), max(prompt)):
         if not 0 <= token < limits.vocab_size:
             raise Refused(f"token id {token} is outside the vocabulary of {limits.vocab_size} tokens")
 

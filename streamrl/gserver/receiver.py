@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES_SHOWN = 8
+CLOSING_SECONDS = 2.0
+"""How long a receive may keep the gserver from stopping."""
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -121,8 +123,13 @@ class WeightReceiver:
         return staged
 
     async def close(self) -> None:
-        for name in list(self._groups):
-            await self.exclusively(lambda name=name: self._leave_group(name))  # type: ignore[misc]
+        """Leave all groups, unless a receive hangs in one: it ends with the process."""
+        try:
+            async with asyncio.timeout(CLOSING_SECONDS):
+                for name in list(self._groups):
+                    await self.exclusively(lambda name=name: self._leave_group(name))  # type: ignore[misc]
+        except TimeoutError:
+            log.warning("a receive in weight group %s has not ended; leaving without it", ", ".join(self._groups))
 
     async def exclusively(self, call: Callable[[], Result]) -> Result:
         """Run `call` in a thread, apart from receives."""

@@ -200,7 +200,10 @@ async def shared(folder: Path) -> Any:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_neutral_parameters_of_sglang_are_accepted(shared: Client) -> None:
+async def test_neutral_and_extreme_parameters_are_accepted(shared: Client) -> None:
+    extreme = {"temperature": 1e-30, "top_k": 2**70, "sampling_seed": -(2**70)}
+    answer = await shared.post("/generate", {**OK, "sampling_params": {**TEN, **extreme}})
+    assert len(answer["output_ids"]) == 10
     params = {**TEN, "repetition_penalty": 1.0, "frequency_penalty": 0, "json_schema": None, "no_stop_trim": False}
     answer = await shared.post("/generate", {**OK, "sampling_params": params, "image_data": None, "log_metrics": True})
     assert len(answer["output_ids"]) == 10

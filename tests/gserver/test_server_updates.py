@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,24 @@ async def test_a_checkpoint_of_another_shape_is_refused(folder: Path, tmp_path: 
         answer = await client.post("/update_weights_from_disk", {"model_path": str(other)}, status=400)
         assert "architecture" in answer["error"]["message"]
         await client.post("/generate", {"input_ids": prompt(9)})
+
+
+async def test_a_hanging_receive_does_not_keep_the_process(folder: Path, publisher: Rank0) -> None:
+    port = await publisher.form()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.gserver.hanging_gserver", str(folder), str(port), publisher.group),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"receiving\n"
+        assert await publisher.answer() == "formed"
+        process.stdin.write(b"\n")
+        await process.stdin.drain()
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

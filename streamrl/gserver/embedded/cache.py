@@ -61,12 +61,24 @@ class KVCache:
         self.layers[layer].view(-1, self._head_dim).index_copy_(0, rows, keys_values.view(-1, self._head_dim))
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of a slot to others."""
+        """Copy the first `length` tokens of a slot to others, given in ascending order."""
         for layer in self.layers:
-            for target in targets:
-                layer[target, :, :, :length] = layer[source, :, :, :length]
+            kept = layer[source, :, :, :length]
+            for first, last in _spans(targets):
+                layer[first : last + 1, :, :, :length] = kept
 
     def _empty(self) -> Tensor:
         # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
         shape = (self.slots, 2, self._kv_heads, self.length, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+def _spans(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending `slots` as (first, last) of each stretch without a gap."""
+    spans: list[tuple[int, int]] = []
+    for slot in slots:
+        if spans and spans[-1][1] == slot - 1:
+            spans[-1] = (spans[-1][0], slot)
+        else:
+            spans.append((slot, slot))
+    return spans

@@ -10,6 +10,9 @@ from streamrl.transport.generation import FinishReason, VersionSpan
 
 Decode = Callable[[list[int]], str]
 
+GREEDY_BELOW = 1e-6
+"""Temperatures below this are taken as 0, as in SGLang."""
+NO_TOP_K = 2**31 - 1
 TAIL_MARGIN = 4
 """Tokens looked at for a stop string besides one for each of its characters."""
 
@@ -34,9 +37,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.draw = Draw(
             seed=seed,
-            temperature=params.temperature,
+            temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
             top_p=params.top_p,
-            top_k=params.top_k,
+            top_k=min(params.top_k, NO_TOP_K),
             min_p=params.min_p,
         )
         self.stop_token_ids = frozenset(params.stop_token_ids or ()) | (

@@ -6,7 +6,7 @@ Array dtypes are part of the contract; the stream refuses anything else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -154,8 +154,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
         """Describe `group` as held by data-parallel rank `head`."""
-        mask = group.packed_loss_mask
-        ends = list(accumulate(group.seqlens.tolist()))
+        response_lengths, version_counts = _count_sampled(group)
         return cls(
             seq=group.seq,
             head=head,
@@ -163,18 +162,29 @@ class SampleMeta(msgspec.Struct, frozen=True):
             size=group.size,
             tokens=group.tokens,
             rewards=group.rewards.tolist(),
-            response_lengths=[int(np.count_nonzero(mask[start:end])) for start, end in pairwise([0, *ends])],
-            version_counts=_count_versions(group.packed_policy_versions),
+            response_lengths=response_lengths,
+            version_counts=version_counts,
             generation_seconds=group.generation_seconds,
         )
 
 
-def _count_versions(versions: NDArray[np.int32]) -> dict[int, int]:
-    """Policy version → sampled tokens; versions change rarely, so counting runs is many times faster."""
-    starts = (versions[1:] != versions[:-1]).nonzero()[0] + 1
-    bounds = [0, *starts.tolist(), len(versions)]
-    counts: dict[int, int] = {}
-    for (start, end), version in zip(pairwise(bounds), [int(versions[0]), *versions[starts].tolist()], strict=True):
-        counts[version] = counts.get(version, 0) + end - start
-    counts.pop(NO_VERSION, None)
-    return counts
+def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
+    """Sampled tokens of each sibling and of each policy version, run by run: versions change rarely."""
+    versions = group.packed_policy_versions
+    changes = (versions[1:] != versions[:-1]).nonzero()[0] + 1
+    run_ends = [*changes.tolist(), group.tokens]
+    run_versions = [int(versions[0]), *versions[changes].tolist()]
+    sibling_ends = list(accumulate(group.seqlens.tolist()))
+    lengths, counts = [0] * group.size, dict[int, int]()
+    sibling = start = 0
+    for version, end in zip(run_versions, run_ends, strict=True):
+        if version != NO_VERSION:
+            counts[version] = counts.get(version, 0) + end - start
+            while start < end:  # a run may go on in the next sibling
+                while sibling_ends[sibling] <= start:
+                    sibling += 1
+                stop = min(end, sibling_ends[sibling])
+                lengths[sibling] += stop - start
+                start = stop
+        start = end
+    return lengths, counts

@@ -21,21 +21,21 @@ class SiblingRequests:
 
     def __init__(self, client: GenerationClient) -> None:
         self._client = client
-        self._batches: dict[tuple[object, str], list[_Waiting]] = {}
+        self._batches: dict[tuple[int, str], list[_Waiting]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
     async def generate(self, group: object, url: str, request: GenerateRequest) -> GenerateReply:
         """Ask `url` together with what else is asked for `group` now."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateReply] = loop.create_future()
-        key = (group, url)
+        key = (id(group), url)
         if key not in self._batches:
             self._batches[key] = []
             loop.call_soon(self._send, key)
         self._batches[key].append((request, future))
         return await future
 
-    def _send(self, key: tuple[object, str]) -> None:
+    def _send(self, key: tuple[int, str]) -> None:
         batch = self._batches.pop(key)
         task = asyncio.get_running_loop().create_task(self._ask(key[1], batch), name=f"{len(batch)} siblings")
         self._asking.add(task)

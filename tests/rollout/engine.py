@@ -39,24 +39,41 @@ class Engine:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         message = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        self.requests.append(message)
+        parts = _parts(message)
         self.arrived.set()
+        answers: list[Any] = await asyncio.gather(*(self._answer(part) for part in parts))
+        for answer in answers:
+            if isinstance(answer, web.Response):
+                return answer
+            if answer is None:  # the connection is lost
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+        body = answers if isinstance(message.rid, list) else answers[0]
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def _answer(self, message: GenerateRequest) -> Any:
+        self.requests.append(message)
         try:
             answer: Any = self._script(message, len(self.requests) - 1)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
+            return await answer if asyncio.iscoroutine(answer) else answer
         except asyncio.CancelledError:
             self.cancelled += 1
             async with self._changed:
                 self._changed.notify_all()
             raise
-        if isinstance(answer, web.Response):
-            return answer
-        if answer is None:  # the connection is lost
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+def _parts(message: GenerateRequest) -> list[GenerateRequest]:
+    """One request for each prompt of a batch."""
+    if not isinstance(message.rid, list):
+        return [message]
+    assert isinstance(message.sampling_params, list)
+    assert message.input_ids is not None
+    return [
+        msgspec.structs.replace(message, input_ids=ids, sampling_params=params, rid=rid)
+        for ids, params, rid in zip(message.input_ids, message.sampling_params, message.rid, strict=True)
+    ]
 
 
 @asynccontextmanager

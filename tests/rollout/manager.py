@@ -43,6 +43,11 @@ class Manager:
         self._seqs: list[int] = []
         self._changed = asyncio.Condition()
 
+    @property
+    def errors(self) -> list[str]:
+        """What the worker gave as its reasons to give up."""
+        return [heartbeat.error for heartbeat in self.heartbeats if heartbeat.error]
+
     async def give(self, seqs: Iterable[int]) -> None:
         """Let `seqs` be admitted."""
         async with self._changed:

@@ -20,6 +20,7 @@ from streamrl.rollout.data import PromptSource
 from streamrl.rollout.rows import JsonlRows
 from streamrl.rollout.shuffle import permuted_index
 from tests.rollout.characters import PLAIN_TEMPLATE, make_chat, make_tokenizer
+from tests.rollout.user_code import CodePoints
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +73,17 @@ def test_a_prompt_is_a_pure_function_of_its_seq(chat: ChatTokenizer, seqs: list[
         assert asked_in_any_order.prompt(seq) == alone.prompt(seq)
 
 
-def test_prompts_do_not_depend_on_the_process(chat: ChatTokenizer) -> None:
+def test_prompts_do_not_depend_on_the_process() -> None:
     data = {"source": "reasoning_gym", "path": "chain_sum", "size": 50}
     script = (
         "import json, msgspec; from streamrl.config import from_dict; from streamrl.rollout.data import PromptSource;"
-        "from tests.rollout.characters import make_chat;"
+        "from streamrl.rollout.chat import ChatTokenizer; from tests.rollout.user_code import CodePoints;"
         f"config = from_dict({{'run': {{'seed': 7}}, 'data': {data}}});"
-        "source = PromptSource.open(config, make_chat());"
+        "source = PromptSource.open(config, ChatTokenizer(CodePoints()));"
         "print(msgspec.json.encode([source.prompt(s) for s in (60, 3, 0)]).decode())"
     )
     there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    source = opened(chat, **data)
+    source = opened(ChatTokenizer(CodePoints()), **data)
     assert json.loads(there) == msgspec.to_builtins([source.prompt(seq) for seq in (60, 3, 0)])
 
 

@@ -7,12 +7,30 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.session import Session
 from streamrl.rollout.workflow import TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
+
+
+class CodePoints:
+    """A tokenizer without a library behind it."""
+
+    chat_template = "contents, one after another"
+    all_special_ids: ClassVar[list[int]] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return "".join(message["content"] for message in conversation)
 
 
 def row(index: int, seed: int, *, word: str = "item") -> dict[str, Any]:

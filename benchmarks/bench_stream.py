@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.common import write_results
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport import codec
-from streamrl.transport.push_pull import ZERO_COPY_FROM, GroupPusher
+from streamrl.transport.push_pull import GroupPusher
 from streamrl.types import NO_VERSION, SampleMeta, TrajectoryGroup
 
 WINDOW = 64
@@ -191,6 +191,10 @@ def send_windowed(
         unacknowledged -= int(endpoint.recv())
 
 
+def array_frames(group: TrajectoryGroup) -> list[memoryview]:
+    return [getattr(group, name).data for name in codec.ARRAYS]
+
+
 def stamped(pool: list[TrajectoryGroup], seqs: Iterator[int], count: int) -> Iterator[TrajectoryGroup]:
     """`count` groups with fresh sequence numbers, over the arrays of `pool`."""
     for group, seq in itertools.islice(zip(itertools.cycle(pool), seqs, strict=False), count):
@@ -206,9 +210,10 @@ def measure(sizes: dict[int, int], repeats: int, console: Console) -> list[dict[
     process.start()
     stream_endpoint, bare_endpoint, pyobj_endpoint = control.recv()
     context = zmq.Context.instance()
-    bare, pyobj = context.socket(zmq.DEALER, copy_threshold=ZERO_COPY_FROM), context.socket(zmq.PAIR)
+    bare, pyobj = context.socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW), context.socket(zmq.PAIR)
     bare.connect(bare_endpoint)
     pyobj.connect(pyobj_endpoint)
+    encoder = msgspec.msgpack.Encoder()
     loop = uvloop.new_event_loop()  # what streamrl's processes run
 
     async def connect() -> GroupPusher:
@@ -219,7 +224,7 @@ def measure(sizes: dict[int, int], repeats: int, console: Console) -> list[dict[
     pusher = loop.run_until_complete(connect())
 
     def send_bare(group: TrajectoryGroup) -> None:
-        bare.send_multipart(codec.encode(group, max_group_bytes=MAX_GROUP_BYTES), copy=False)
+        bare.send_multipart([encoder.encode(codec.header_of(group)), *array_frames(group)], copy=False)
 
     def send_queue(run: Iterator[TrajectoryGroup]) -> None:
         for group in run:

@@ -1,7 +1,8 @@
-"""A `TrajectoryGroup` as the frames of one message: a small msgpack header, then one raw frame per array.
+"""A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
-`encode` copies no array, and `decode` copies none that is large: a received array lies in the
-message's own memory and is read-only. Invariant: what `decode` answers keeps every rule of
+Each array has a frame of its own and is never copied, unless the group is small: then a frame
+costs more than copying what is in it, and the arrays follow one another in a single frame. A
+received array lies in the message's own memory and is read-only. Invariant: what `decode` answers keeps every rule of
 `streamrl.types`, so nothing behind the stream has to check again.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -25,18 +27,21 @@ ARRAYS: dict[str, str] = {
     "seqlens": "<i4",
     "rewards": "<f4",
     "packed_input_ids": "<i4",
-    "packed_loss_mask": "|b1",
     "packed_behavior_logprobs": "<f4",
     "packed_policy_versions": "<i4",
+    "packed_loss_mask": "|b1",
 }
-"""Array field → dtype, in the order of the frames."""
+"""Array field → dtype, in the order in which they travel (the one of single bytes last: all stay aligned)."""
+
+COPIED_BELOW = 1 << 18
+"""Below so many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
 
 MAX_HEADER_BYTES = 1 << 18
 """Of any message's first frame."""
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may bring a log-probability, in nats."""
-COPIED_BELOW = 4096
-"""Smaller frames are copied out of the receive buffer, where they need not be aligned, in bytes."""
+UNALIGNED_BELOW = 16384
+"""Smaller frames may lie anywhere in the receive buffer, and are copied out of it."""
 
 _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
@@ -55,7 +60,11 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     finish_reasons: list[str]
     generation_seconds: float
     dtypes: tuple[str, ...]
-    """Of the frames that follow, in the order of `ARRAYS`."""
+    """Of the arrays that follow, in the order of `ARRAYS`."""
+    siblings: int
+    """Length of `seqlens` and `rewards`."""
+    tokens: int
+    """Length of the packed arrays."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -75,7 +84,8 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
 
     Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
     """
-    frames: list[Frame] = [_encoder.encode(_header(group))]
+    head = _encoder.encode(header_of(group))
+    arrays: list[Frame] = []
     for name, dtype in zip(_NAMES, _DTYPES, strict=True):
         array = getattr(group, name)
         if array.dtype != dtype or array.ndim != 1:
@@ -83,11 +93,11 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
                 f"group {group.seq}: {name} must be a vector of {dtype.name}, "
                 f"not {array.dtype.name} of shape {array.shape}"
             )
-        frames.append(np.ascontiguousarray(array).view(np.uint8).data)
-    if len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError(f"group {group.seq}: a header of {len(frames[0])} bytes, more than {MAX_HEADER_BYTES}")
-    _check_size(frames, max_group_bytes, where=f"group {group.seq}")
-    return frames
+        arrays.append(np.ascontiguousarray(array).view(np.uint8).data)
+    if len(head) > MAX_HEADER_BYTES:
+        raise WireError(f"group {group.seq}: a header of {len(head)} bytes, more than {MAX_HEADER_BYTES}")
+    total = _check_size(arrays, max_group_bytes, where=f"group {group.seq}")
+    return [head, b"".join(arrays)] if total < COPIED_BELOW else [head, *arrays]
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
@@ -97,18 +107,8 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         raise WireError(f"{where}: a sequence number cannot be negative")
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
-    if len(frames) != len(_NAMES):
-        raise WireError(f"{where}: {len(frames)} array frames instead of {len(_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
-    arrays: list[NDArray[Any]] = []
-    for name, dtype, frame in zip(_NAMES, _DTYPES, frames, strict=True):
-        size = len(frame)
-        if size % dtype.itemsize:
-            raise WireError(f"{where}: {name} has {size} bytes, not a multiple of {dtype.itemsize}")
-        array = np.frombuffer(bytes(frame) if size < COPIED_BELOW else frame, dtype)
-        array.setflags(write=False)
-        arrays.append(array)
-    seqlens, rewards, ids, mask, logprobs, versions = arrays
+    seqlens, rewards, ids, logprobs, versions, mask = _split(header, frames, where)
     group = TrajectoryGroup(
         seq=header.seq,
         worker=header.worker,
@@ -126,6 +126,32 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     return group
 
 
+def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
+    """The arrays of a message, whose frames must be just as long as the header says."""
+    lengths = [header.siblings] * 2 + [header.tokens] * (len(_NAMES) - 2)
+    if min(lengths) < 0:
+        raise WireError(f"{where}: {header.siblings} siblings of {header.tokens} tokens")
+    sizes = [dtype.itemsize * length for dtype, length in zip(_DTYPES, lengths, strict=True)]
+    together = len(frames) == 1
+    expected = [sum(sizes)] if together else sizes
+    if [len(frame) for frame in frames] != expected:
+        raise WireError(f"{where}: frames of {[len(frame) for frame in frames][:10]} bytes, not {expected}")
+    if together:
+        ends = list(accumulate(sizes))
+        whole = memoryview(_aligned(frames[0]))
+        frames = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    else:
+        frames = [_aligned(frame) for frame in frames]
+    arrays = [np.frombuffer(frame, dtype) for frame, dtype in zip(frames, _DTYPES, strict=True)]
+    for array in arrays:
+        array.setflags(write=False)
+    return arrays
+
+
+def _aligned(frame: Frame) -> Frame:
+    return bytes(frame) if len(frame) < UNALIGNED_BELOW else frame
+
+
 def check(group: TrajectoryGroup, *, vocab_size: int | None, where: str) -> None:
     """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type."""
     _check_siblings(group, where)
@@ -138,7 +164,8 @@ def group_bytes(group: TrajectoryGroup) -> int:
     return group.size * _BYTES_PER_SIBLING + group.tokens * _BYTES_PER_TOKEN
 
 
-def _header(group: TrajectoryGroup) -> GroupHeader:
+def header_of(group: TrajectoryGroup) -> GroupHeader:
+    """The header of `group`."""
     return GroupHeader(
         seq=int(group.seq),
         worker=group.worker,
@@ -146,13 +173,16 @@ def _header(group: TrajectoryGroup) -> GroupHeader:
         finish_reasons=group.finish_reasons,
         generation_seconds=float(group.generation_seconds),
         dtypes=_DTYPE_NAMES,
+        siblings=group.size,
+        tokens=group.tokens,
     )
 
 
-def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) -> None:
+def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) -> int:
     total = sum(map(len, frames))
     if total > max_group_bytes:
         raise WireError(f"{where}: {total} bytes, more than the {max_group_bytes} of stream.max_group_mb")
+    return total
 
 
 def _check_siblings(group: TrajectoryGroup, where: str) -> None:

@@ -102,13 +102,13 @@ class CreditBook:
         taken: dict[bytes, int] = {}
         for sender in silent:
             del self._heard[sender]
-        for seq in [seq for seq, waiters in self._waiting.items() if not silent.isdisjoint(waiters)]:
-            for sender in silent:
-                self.withdraw(sender, seq)
         for seq, sender in list(self._reserved.items()):
             if sender in silent:
                 self._release(seq)
                 taken[sender] = taken.get(sender, 0) + 1
+        for seq in [seq for seq, waiters in self._waiting.items() if not silent.isdisjoint(waiters)]:
+            for sender in silent:
+                self.withdraw(sender, seq)
         return taken
 
     def next_silence(self) -> float | None:

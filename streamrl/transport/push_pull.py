@@ -6,7 +6,7 @@ numbers and may be repeated without harm:
     pusher                                  head
       │ ── Ask(offered=[7, 9]) ──────────────▶ │  "I have these groups in hand"
       │ ◀────────────── Reply(send=[7, 9]) ─── │  a place is reserved for each
-      │ ── GroupHeader + 6 raw frames ───────▶ │  decoded, checked, stored
+      │ ── GroupHeader + raw arrays ─────────▶ │  decoded, checked, stored
       │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
 
 Why ask first: a place is reserved only for a group that exists, so no credit lies idle with one
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 SEQS_PER_ASK = 4096
 """A longer list is split over several messages."""
-ZERO_COPY_FROM = 65536
-"""Frames of so many bytes are sent from where they lie; below, a copy is cheaper."""
 LINGER_MS = 500
 """How long a closed socket tries to send what it has left."""
 UNREADABLE = -1
@@ -172,7 +170,7 @@ class _Link:
         self._flushing: asyncio.Handle | None = None
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=ZERO_COPY_FROM)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW)
         self._socket.set(zmq.ROUTING_ID, f"{worker}#{uuid.uuid4().hex[:8]}".encode()[-255:])
         self._socket.set(zmq.SNDHWM, 0)  # credit is the limit
         self._socket.set(zmq.RCVHWM, 0)

@@ -22,8 +22,8 @@ _header_decoder = msgspec.msgpack.Decoder(codec.GroupHeader)
 
 
 def message(group: TrajectoryGroup) -> Message:
-    header, *frames = codec.encode(group, max_group_bytes=1 << 20)
-    return _header_decoder.decode(header), [bytes(frame) for frame in frames]
+    """With a frame for each array, as large groups have."""
+    return codec.header_of(group), [getattr(group, name).tobytes() for name in codec.ARRAYS]
 
 
 def decode(header: codec.GroupHeader, frames: list[bytes], limits: codec.Limits = LIMITS) -> TrajectoryGroup:
@@ -42,19 +42,32 @@ def assert_equal(one: TrajectoryGroup, other: TrajectoryGroup) -> None:
 
 @given(groups())
 def test_round_trip(group: TrajectoryGroup) -> None:
-    back = decode(*message(group))
+    head, *frames = codec.encode(group, max_group_bytes=1 << 20)
+    assert len(frames) == 1, "arrays of a small group travel together"
+    back = decode(_header_decoder.decode(head), frames)
     assert_equal(back, group)
+    assert_equal(decode(*message(group)), group)
     assert not any(getattr(back, name).flags.writeable for name in codec.ARRAYS)
     assert codec.group_bytes(back) == sum(getattr(group, name).nbytes for name in codec.ARRAYS)
 
 
-def test_large_frames_are_not_copied_and_small_ones_are_aligned() -> None:
-    header, frames = message(make_group(seqlens=(4000, 4000)))
-    unaligned = [memoryview(bytearray(b"?" + frame))[1:] for frame in frames]
-    group = codec.decode(header, unaligned, limits=codec.Limits(max_group_bytes=1 << 20), sender="rollout/0")
-    assert np.shares_memory(group.packed_input_ids, np.frombuffer(unaligned[2], np.uint8))
-    assert group.seqlens.flags.aligned
-    assert group.rewards.flags.aligned
+def test_arrays_of_large_groups_are_copied_on_neither_side() -> None:
+    group = make_group(seqlens=(20_000, 20_000))
+    head, *frames = codec.encode(group, max_group_bytes=1 << 20)
+    limits = codec.Limits(max_group_bytes=1 << 20)
+    back = codec.decode(_header_decoder.decode(head), frames, limits=limits, sender="rollout/0")
+    for name in list(codec.ARRAYS)[2:]:
+        assert np.shares_memory(getattr(back, name), getattr(group, name))
+
+
+def test_what_lies_askew_in_the_receive_buffer_is_aligned() -> None:
+    for group in (make_group(), make_group(seqlens=(1000, 200), prompt_length=1)):
+        header, frames = message(group)
+        for layout in (frames, [b"".join(frames)]):
+            askew = [memoryview(bytearray(b"?" + frame))[1:] for frame in layout]
+            back = codec.decode(header, askew, limits=LIMITS, sender="rollout/0")
+            assert_equal(back, group)
+            assert all(getattr(back, name).flags.aligned for name in codec.ARRAYS)
 
 
 def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
@@ -137,16 +150,21 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
         (with_header(prompt_length=4), "not False over the 4 tokens of the prompt"),
         (with_header(finish_reasons=["stop"]), "1 finish reasons"),
         (with_header(generation_seconds=float("nan")), "generation_seconds"),
-        (lambda m: (m[0], m[1][:-1]), "5 array frames instead of 6"),
-        (lambda m: (m[0], [*m[1], b""]), "7 array frames"),
-        (lambda m: (m[0], [m[1][0][:-1], *m[1][1:]]), "seqlens has 7 bytes"),
-        (lambda m: (m[0], [*m[1][:-1], m[1][-1][:-4]]), "packed_policy_versions has 11 items"),
+        (with_header(siblings=3), "frames of"),
+        (with_header(siblings=-1), "-1 siblings"),
+        (with_header(tokens=11), "frames of"),
+        (with_header(tokens=2**62), "frames of"),
+        (lambda m: (m[0], []), r"frames of \[\] bytes, not \[8, 8, 48, 48, 48, 12\]"),
+        (lambda m: (m[0], m[1][:-1]), r"frames of \[8, 8, 48, 48, 48\] bytes"),
+        (lambda m: (m[0], [*m[1], b""]), r"frames of .* 0\] bytes"),
+        (lambda m: (m[0], [m[1][0][:-1], *m[1][1:]]), r"frames of \[7, 8"),
+        (lambda m: (m[0], [b"".join(m[1])[:-1]]), r"frames of \[171\] bytes, not \[172\]"),
         (with_frame("seqlens", [5, 8]), "seqlens add up to 13"),
         (with_frame("seqlens", [0, 12]), "sibling of 0 tokens"),
         (with_frame("seqlens", [-5, 17]), "sibling of -5 tokens"),
-        (with_frame("seqlens", []), "no siblings"),
+        (lambda m: (with_header(siblings=0)(m)[0], [b"", b"", *m[1][2:]]), "no siblings"),
         (with_frame("rewards", [1.0, np.nan]), "rewards .* must be finite"),
-        (with_frame("rewards", [1.0]), "1 rewards"),
+        (with_frame("rewards", [1.0]), r"frames of \[8, 4"),
         (with_frame("packed_input_ids", [*range(11), 1000]), "token ids from 0 to 1000"),
         (with_frame("packed_input_ids", [*range(11), -1]), "token ids from -1"),
         (with_frame("packed_input_ids", range(12)), "do not share"),

@@ -126,3 +126,14 @@ def test_a_place_goes_to_the_next_owner_when_the_first_falls_silent() -> None:
     assert book.grant(held=0) == []
     assert book.forget_silent(now=10.0) == {b"dead": 1}
     assert book.grant(held=0) == [(b"alive", 7)]
+
+
+def test_a_silent_sender_is_counted_though_another_silent_one_waits_for_the_same_group() -> None:
+    book = CreditBook(capacity=1, silence_seconds=SILENCE)
+    for sender in (b"first", b"second"):
+        book.hear(sender, now=0.0)
+        book.offer(sender, 1)
+        book.grant(held=0)
+    assert book.forget_silent(now=10.0) == {b"first": 1}
+    assert (book.reserved, book.waiting) == (0, 0)
+    assert book.grant(held=0) == []

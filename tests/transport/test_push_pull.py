@@ -138,7 +138,7 @@ async def test_large_groups_arrive_as_they_were() -> None:
     """Neither side copies their arrays."""
     with head() as opened:
         async with pusher_to(opened) as pusher:
-            groups = [make_group(seq, seqlens=(9000, 9000)) for seq in range(4)]
+            groups = [make_group(seq, seqlens=(15_000, 15_000)) for seq in range(4)]
             await all_of(*(pusher.push(group) for group in groups))
         for group in groups:
             (back,) = opened.dataset.get([group.seq])
@@ -227,7 +227,8 @@ async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> 
         assert opened.dataset.stats()["groups_refused_total"] == 1
 
 
-HEADER, *FRAMES = codec.encode(make_group(1), max_group_bytes=LIMIT)
+HEADER, TOGETHER = codec.encode(make_group(1), max_group_bytes=LIMIT)
+FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 
 @pytest.mark.parametrize(
@@ -239,12 +240,12 @@ HEADER, *FRAMES = codec.encode(make_group(1), max_group_bytes=LIMIT)
         ([msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})], UNREADABLE, ">= 0"),
         ([msgspec.msgpack.encode(Ask(offered=[0] * 5000, withdrawn=[]))], UNREADABLE, "length"),
         ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
-        ([HEADER], 1, "0 array frames"),
-        ([HEADER, *FRAMES[:-1]], 1, "5 array frames"),
-        ([HEADER, *FRAMES, b"more"], 1, "7 array frames"),
-        ([HEADER, FRAMES[0][:3], *FRAMES[1:]], 1, "seqlens has 3 bytes"),
-        ([HEADER, *reversed(FRAMES)], 1, "group 1"),
-        ([HEADER, *FRAMES[:4], np.full(12, np.nan, np.float32).tobytes(), FRAMES[5]], 1, "finite"),
+        ([HEADER], 1, "frames of [] bytes"),
+        ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 48, 48, 48] bytes"),
+        ([HEADER, *FRAMES, b"more"], 1, "bytes, not [8, 8, 48, 48, 48, 12]"),
+        ([HEADER, TOGETHER[:-1]], 1, "frames of [171] bytes, not [172]"),
+        ([HEADER, *reversed(FRAMES)], 1, "frames of [12, 48"),
+        ([HEADER, *FRAMES[:3], np.full(12, np.nan, np.float32).tobytes(), *FRAMES[4:]], 1, "finite"),
         ([HEADER, *FRAMES[:2], np.full(12, 1000, np.int32).tobytes(), *FRAMES[3:]], 1, "token ids"),
     ],
 )
@@ -256,7 +257,7 @@ async def test_malformed_messages_are_refused_and_the_stream_goes_on(
         assert refusal.seq == seq
         assert says in refusal.reason
         assert opened.dataset.stats()["groups_refused_total"] == 1
-        assert reply_to(peer, HEADER, *FRAMES).stored == [1]
+        assert reply_to(peer, HEADER, TOGETHER).stored == [1]
         assert opened.stored == [1]
 
 
@@ -366,7 +367,7 @@ async def main():
     seqs = itertools.count()
     async def push_some():
         for seq in seqs:
-            await pusher.push(make_group(seq, seqlens=(9000, 9000)))
+            await pusher.push(make_group(seq, seqlens=(15_000, 15_000)))
     await asyncio.gather(*(push_some() for _ in range(16)))
 
 asyncio.run(main())

@@ -211,25 +211,27 @@ def _check_siblings(group: TrajectoryGroup, where: str) -> None:
 
 
 def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) -> None:
-    """Few passes over each array: this is the hot part of the stream's receiving end."""
+    """Few passes over each array, for this is the hot part of the stream's receiving end; versions come
+    last because `SampleMeta` is about to read them again."""
     ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
     bound = 2**31 if vocab_size is None else vocab_size
     if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
         raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
     mask_bytes = group.packed_loss_mask.tobytes()
-    if np.minimum.reduce(versions) < NO_VERSION or (versions >= 0).tobytes() != mask_bytes:
-        if group.packed_loss_mask.view(np.uint8).max() > 1:
-            raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
-        raise WireError(
-            f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
-        )
-    if b"\x01" not in mask_bytes:
+    highest_byte = np.maximum.reduce(group.packed_loss_mask.view(np.uint8))
+    if highest_byte > 1:
+        raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
+    if highest_byte == 0:
         raise WireError(f"{where}: no token was sampled by the policy (packed_loss_mask is False everywhere)")
     lowest, highest = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
     if not (lowest >= -_LARGEST_FLOAT and highest <= LOGPROB_TOLERANCE):  # NaN fails both
         raise WireError(f"{where}: behavior_logprobs from {lowest} to {highest}; they must be finite and at most 0")
     if ((logprobs != 0) | group.packed_loss_mask).tobytes() != mask_bytes:
         raise WireError(f"{where}: behavior_logprobs must be 0 where packed_loss_mask is False")
+    if np.minimum.reduce(versions) < NO_VERSION or (versions >= 0).tobytes() != mask_bytes:
+        raise WireError(
+            f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
+        )
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:

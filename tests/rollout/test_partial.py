@@ -166,7 +166,7 @@ async def test_pauses_between_fruitless_attempts_grow(
         await really_sleep(0)
 
     monkeypatch.setattr(partial.asyncio, "sleep", sleep)
-    answers = [*[failure(503)] * 8, answer([10], finish="abort"), failure(503), answer([2])]
+    answers = [*(failure(503) for _ in range(8)), answer([10], finish="abort"), failure(503), answer([2])]
     async with serving(script(*answers)) as engine:
         await generate(client, engine.url)
     assert [p for p in pauses if p] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.05]

@@ -217,7 +217,7 @@ async def test_prompts_that_are_too_long_are_rejected(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("on_error", "error", "message"),
-    [("reject", StreamRLError, "4 groups in a row failed.*LookupError"), ("stop", RewardError, "LookupError")],
+    [("reject", StreamRLError, r"\d groups in a row failed.*LookupError"), ("stop", RewardError, "LookupError")],
 )
 async def test_failures_in_a_row_stop_the_run(
     model_dir: Path, on_error: str, error: type[Exception], message: str
@@ -231,7 +231,7 @@ async def test_failures_in_a_row_stop_the_run(
         (told,) = on.manager.errors
         assert "rollout/1" in told
         assert "LookupError" in told
-        assert len(on.manager.rejected) >= (3 if on_error == "reject" else 0)
+        assert bool(on.manager.rejected) == (on_error == "reject")
 
 
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:

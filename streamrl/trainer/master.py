@@ -71,12 +71,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         stopping = asyncio.create_task(membership.stopping.wait(), name="stop")
         try:
             await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if training.done():
+            finished = training.done()
+            if finished:
                 reason = training.result()
                 await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
-            else:
-                log.warning("the run was ended by the manager at version %d", master.policy_version)
         except* StreamRLError as errors:
             await membership.fail(errors.exceptions[0])
             raise
@@ -87,6 +86,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             await master.write_final()
         if membership.lost:
             raise membership.lost
+        if not finished:
+            raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
 
 
 class Master:

@@ -73,7 +73,8 @@ async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[s
         if config.data.args.get("manager"):
             await _act(config, "manager", 0)
         await over.wait()
-        await asyncio.sleep(0.3)
+        # as long as the real one's launcher may need to ask why the run failed
+        await asyncio.sleep(2.0 if config.data.args.get("master") == "fail" else 0.3)
     finally:
         await runner.cleanup()
 

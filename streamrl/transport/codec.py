@@ -46,8 +46,10 @@ UNALIGNED_BELOW = 16384
 _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
 _DTYPES = tuple(map(np.dtype, _DTYPE_NAMES))
-_BYTES_PER_SIBLING = sum(dtype.itemsize for dtype in _DTYPES[:2])
-_BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _DTYPES[2:])
+_ITEM_BYTES = [dtype.itemsize for dtype in _DTYPES]
+_SIBLING_ARRAYS = 2  # the first two have an item for each sibling, the others for each token
+_BYTES_PER_SIBLING = sum(_ITEM_BYTES[:_SIBLING_ARRAYS])
+_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_SIBLING_ARRAYS:])
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -128,28 +130,24 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
     """The arrays of a message, whose frames must be just as long as the header says."""
-    lengths = [header.siblings] * 2 + [header.tokens] * (len(_NAMES) - 2)
-    if min(lengths) < 0:
+    if header.siblings < 0 or header.tokens < 0:
         raise WireError(f"{where}: {header.siblings} siblings of {header.tokens} tokens")
-    sizes = [dtype.itemsize * length for dtype, length in zip(_DTYPES, lengths, strict=True)]
+    lengths = [header.siblings] * _SIBLING_ARRAYS + [header.tokens] * (len(_DTYPES) - _SIBLING_ARRAYS)
+    sizes = [length * item for length, item in zip(lengths, _ITEM_BYTES, strict=True)]
     together = len(frames) == 1
-    expected = [sum(sizes)] if together else sizes
-    if [len(frame) for frame in frames] != expected:
-        raise WireError(f"{where}: frames of {[len(frame) for frame in frames][:10]} bytes, not {expected}")
+    found, expected = [len(frame) for frame in frames], [sum(sizes)] if together else sizes
+    if found != expected:
+        raise WireError(f"{where}: frames of {found[:10]} bytes, not {expected}")
     if together:
-        ends = list(accumulate(sizes))
-        whole = memoryview(_aligned(frames[0]))
-        frames = [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    else:
-        frames = [_aligned(frame) for frame in frames]
-    arrays = [np.frombuffer(frame, dtype) for frame, dtype in zip(frames, _DTYPES, strict=True)]
-    for array in arrays:
-        array.setflags(write=False)
-    return arrays
+        whole = _readable(frames[0])
+        offsets = [0, *accumulate(sizes)]
+        return [np.frombuffer(whole, *piece) for piece in zip(_DTYPES, lengths, offsets, strict=False)]
+    return [np.frombuffer(_readable(frame), dtype) for frame, dtype in zip(frames, _DTYPES, strict=True)]
 
 
-def _aligned(frame: Frame) -> Frame:
-    return bytes(frame) if len(frame) < UNALIGNED_BELOW else frame
+def _readable(frame: Frame) -> Frame:
+    """The same bytes, aligned and not to be written to."""
+    return bytes(frame) if len(frame) < UNALIGNED_BELOW else memoryview(frame).toreadonly()
 
 
 def check(group: TrajectoryGroup, *, vocab_size: int | None, where: str) -> None:
@@ -197,7 +195,7 @@ def _check_siblings(group: TrajectoryGroup, where: str) -> None:
     shortest, tokens = min(seqlens), sum(seqlens)
     if shortest < 1:
         raise WireError(f"{where}: a sibling of {shortest} tokens")
-    for name in _NAMES[2:]:
+    for name in _NAMES[_SIBLING_ARRAYS:]:
         if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
     if not 0 <= group.prompt_length <= shortest:

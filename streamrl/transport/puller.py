@@ -29,7 +29,7 @@ from streamrl.types import TrajectoryGroup
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_BATCH = 64
-BATCH_SECONDS = 0.002
+BATCH_SECONDS = 0.005
 """How much a head takes in, and for how long, before it sends acknowledgements and grants."""
 
 

@@ -1,6 +1,6 @@
 """Tokens per second of the embedded gserver over HTTP, beside transformers' `generate`, in one run.
 
-    python -m benchmarks.bench_engine [--quick] [--threads N]
+    python benchmarks/bench_engine.py [--quick] [--threads N]
 
 Both get the same prompts, sample at temperature 1, and never stop early. The gserver runs in a
 process of its own; its client is this process. Rounds of the two alternate, and the best of each
@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import write_results
 from streamrl.config import Config, from_dict
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
 

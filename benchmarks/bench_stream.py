@@ -30,10 +30,10 @@ import msgspec
 import numpy as np
 import uvloop
 import zmq
+from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import write_results
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport import codec
 from streamrl.transport.push_pull import GroupPusher

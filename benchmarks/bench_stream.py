@@ -1,6 +1,6 @@
 """How fast groups travel from one process to another: streamrl's stream against plainer ways.
 
-    python -m benchmarks.bench_stream [--quick]
+    python benchmarks/bench_stream.py [--quick]
 
 | contender | what it does for each group |
 |---|---|

@@ -34,7 +34,7 @@ def start(config: Path, arguments: list[str], **options: Any) -> subprocess.Pope
     )
 
 
-def run(config: Path, arguments: list[str], *, timeout: float = 240.0) -> str:
+def run(config: Path, arguments: list[str], *, timeout: float = 400.0) -> str:
     """A whole run that has to succeed; answers what it printed."""
     process = start(config, arguments)
     try:

@@ -172,19 +172,21 @@ def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
     """Sampled tokens of each sibling and of each policy version, run by run: versions change rarely."""
     versions = group.packed_policy_versions
     changes = (versions[1:] != versions[:-1]).nonzero()[0] + 1
-    run_ends = [*changes.tolist(), group.tokens]
+    run_ends = [*changes.tolist(), len(versions)]
     run_versions = [int(versions[0]), *versions[changes].tolist()]
-    sibling_ends = list(accumulate(group.seqlens.tolist()))
-    lengths, counts = [0] * group.size, dict[int, int]()
-    sibling = start = 0
+    lengths: list[int] = []
+    counts: dict[int, int] = {}
+    sibling_ends = accumulate(group.seqlens.tolist())
+    start, sibling_end, length = 0, next(sibling_ends), 0
     for version, end in zip(run_versions, run_ends, strict=True):
+        while end > sibling_end:  # the run goes on in the next sibling
+            if version != NO_VERSION:
+                length += sibling_end - start
+                counts[version] = counts.get(version, 0) + sibling_end - start
+            lengths.append(length)
+            start, sibling_end, length = sibling_end, next(sibling_ends), 0
         if version != NO_VERSION:
+            length += end - start
             counts[version] = counts.get(version, 0) + end - start
-            while start < end:  # a run may go on in the next sibling
-                while sibling_ends[sibling] <= start:
-                    sibling += 1
-                stop = min(end, sibling_ends[sibling])
-                lengths[sibling] += stop - start
-                start = stop
         start = end
-    return lengths, counts
+    return [*lengths, length], counts

@@ -286,6 +286,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Largest weight proximal / behaviour of a token."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 estimate of KL(policy || reference) in the loss; above 0 brings `ref_inf`."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy in the loss (subtracted): above 0 the policy is paid to keep exploring."""
     minibatches: Positive = 1
     """Optimizer steps for each training batch."""
     loss_aggregation: Literal["token", "sequence"] = "token"

@@ -48,13 +48,19 @@ def make_item(group, *, oldest=0, ref=None, proximal=None):
 
 def reference_logprobs(model, group, temperature=1.0):
     """Packed log-probabilities of one group, sequence by sequence."""
-    parts = []
+    return reference_prediction(model, group, temperature)[0]
+
+
+def reference_prediction(model, group, temperature=1.0):
+    """Packed log-probabilities and entropies of one group, sequence by sequence."""
+    parts, entropies = [], []
     for end, length in zip(np.cumsum(group.seqlens), group.seqlens, strict=True):
         ids = torch.from_numpy(group.packed_input_ids[end - length : end].astype(np.int64))
         logits = model(ids[None]).logits[0] / temperature
         own = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
         parts.append(torch.cat([torch.zeros(1), own]))
-    return torch.cat(parts)
+        entropies.append(torch.cat([torch.zeros(1), torch.distributions.Categorical(logits=logits[:-1]).entropy()]))
+    return torch.cat(parts), torch.cat(entropies)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +99,7 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences)
     for item in items:
         group = item.group
         advantages = group_advantages(torch.from_numpy(group.rewards), kind=algorithm.advantage)
-        logprobs = reference_logprobs(model, group)
+        logprobs, entropy = reference_prediction(model, group)
         ref = reference_logprobs(reference, group).detach()
         for sibling, end in enumerate(np.cumsum(group.seqlens)):
             tokens = [t for t in range(end - group.seqlens[sibling], end) if item.trainable[t]]
@@ -108,7 +114,7 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences)
                 a = advantages[sibling]
                 token = -weight * torch.min(ratio * a, ratio.clamp(low, high) * a)
                 d = ref[t] - now
-                token = token + algorithm.kl_coef * (d.exp() - 1 - d)
+                token = token + algorithm.kl_coef * (d.exp() - 1 - d) - algorithm.entropy_coef * entropy[t]
                 if algorithm.loss_aggregation == "token":
                     loss = loss + token / total_tokens
                 else:
@@ -124,8 +130,9 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences)
         AlgorithmConfig(loss_aggregation="sequence", advantage="mean"),
         AlgorithmConfig(proximal="behavior", behavior_weight_cap=1.5),
         AlgorithmConfig(proximal="recompute", kl_coef=0.1),
+        AlgorithmConfig(entropy_coef=0.2),
     ],
-    ids=lambda a: f"{a.proximal}-{a.loss_aggregation}-kl{a.kl_coef}",
+    ids=lambda a: f"{a.proximal}-{a.loss_aggregation}-kl{a.kl_coef}-entropy{a.entropy_coef}",
 )
 def test_gradients_and_three_steps_equal_a_loop(tmp_path, algorithm):
     folder = save_model(tmp_path / "model", "qwen3")
@@ -194,10 +201,12 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(tmp_path):
     assert all(torch.equal(a, w) for a, (_, w) in zip(before, backend.named_weights(), strict=True))
 
 
-def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch):
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, entropy_coef):
     folder = save_model(tmp_path / "model")
     items = [make_item(g) for g in make_groups(3)]
-    whole, chunked = make_backend(folder), make_backend(folder)
+    algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
+    whole, chunked = make_backend(folder, algorithm=algorithm), make_backend(folder, algorithm=algorithm)
     whole.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
     monkeypatch.setattr("streamrl.trainer.backends.torch.HEAD_CHUNK_TOKENS", 7)
     chunked.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)

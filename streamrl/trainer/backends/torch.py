@@ -130,14 +130,14 @@ class TorchBackend:
     def _teaching(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[NDArray[np.float32]]]:
         """The items with a gradient, and the advantage of each of their siblings.
 
-        Without a KL term a group whose siblings all scored the same has none; it is left out of
+        Without a KL or an entropy term a group whose siblings all scored the same has none; it is left out of
         the computation (not of the normalisation). One is kept if all are so, for the figures.
         """
         advantages = [
             group_advantages(torch.from_numpy(item.group.rewards), kind=self._algorithm.advantage).numpy()
             for item in items
         ]
-        if self._algorithm.kl_coef > 0:
+        if self._algorithm.kl_coef > 0 or self._algorithm.entropy_coef > 0:
             return list(items), advantages
         keep = [i for i, a in enumerate(advantages) if a.any()] or list(range(min(1, len(items))))
         return [items[i] for i in keep], [advantages[i] for i in keep]
@@ -164,9 +164,10 @@ class TorchBackend:
             ).last_hidden_state
             states = hidden[self._tensor(micro.row_index), self._tensor(micro.column_index)]
             ids = self._tensor(targets.astype(np.int64))
+            entropy_gradient = self._algorithm.entropy_coef > 0
             chunks = range(0, len(ids), HEAD_CHUNK_TOKENS)
             if len(chunks) <= 1:
-                return _Predicted(*_predict(model.lm_head, states, ids, self._temperature))
+                return _Predicted(*_predict(model.lm_head, states, ids, self._temperature, entropy_gradient))
             parts = [
                 checkpoint(
                     _predict,
@@ -174,6 +175,7 @@ class TorchBackend:
                     states[start : start + HEAD_CHUNK_TOKENS],
                     ids[start : start + HEAD_CHUNK_TOKENS],
                     self._temperature,
+                    entropy_gradient,
                     use_reentrant=False,
                 )
                 for start in chunks
@@ -221,6 +223,9 @@ class TorchBackend:
             kl = kl_k3(logprobs, ref)
             loss = loss + algorithm.kl_coef * kl
             sums["kl"] += float(kl.detach().sum())
+        entropy = predicted.entropy[keep]
+        if algorithm.entropy_coef > 0:
+            loss = loss - algorithm.entropy_coef * entropy
         if algorithm.loss_aggregation == "token":
             total = loss.sum() / max(loss_tokens, 1)
         else:
@@ -236,7 +241,7 @@ class TorchBackend:
         sums["behavior_weight"] += float(policy.behavior_weight.sum())
         sums["weight_capped"] += float(policy.weight_capped.sum())
         sums["policy_shift"] += float(difference.sum())
-        sums["entropy"] += float(predicted.entropy[keep].sum())
+        sums["entropy"] += float(entropy.detach().sum())
         sums["ess"] += float(effective_sample_size(weights)) * len(weights)
         sums["ratio"] += float(weights.sum())
         sums["computed_tokens"] += micro.tokens
@@ -268,16 +273,18 @@ class _Predicted:
         self.logprobs = logprobs
         """`[predicted]` float32, of the sampled tokens at the sampling temperature."""
         self.entropy = entropy
-        """`[predicted]` float32, of the whole distribution; no gradient."""
+        """`[predicted]` float32, of the whole distribution; with a gradient where the loss has an entropy term."""
 
 
-def _predict(head: torch.nn.Module, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _predict(
+    head: torch.nn.Module, states: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(states).float()
     if temperature != 1.0:
         logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, ids[:, None])[:, 0] - normaliser
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probabilities = (logits - normaliser[:, None]).exp()
         entropy = normaliser - (probabilities * logits).sum(-1)
     return logprobs, entropy

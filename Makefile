@@ -8,6 +8,7 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+TEST_PROCESSES := 2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
@@ -17,8 +18,10 @@ SOURCES := pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml
 
+# One thread for each test process: more of them would only wait for each other.
+test: export OMP_NUM_THREADS := 1
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
 """A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
 Each array has a frame of its own and is never copied, unless the group is small: then a frame
-costs more than copying what is in it, and the arrays follow one another in a single frame. A
-received array lies in the message's own memory and is read-only. Invariant: what `decode` answers keeps every rule of
-`streamrl.types`, so nothing behind the stream has to check again.
+costs more than copying what is in it, and `Packer` puts the arrays into a single one. A received
+array lies in the message's own memory and is read-only. Invariant: what `decode` answers keeps
+every rule of `streamrl.types`, so nothing behind the stream has to check again.
 """
 
 from __future__ import annotations
@@ -98,8 +98,26 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
         arrays.append(np.ascontiguousarray(array).view(np.uint8).data)
     if len(head) > MAX_HEADER_BYTES:
         raise WireError(f"group {group.seq}: a header of {len(head)} bytes, more than {MAX_HEADER_BYTES}")
-    total = _check_size(arrays, max_group_bytes, where=f"group {group.seq}")
-    return [head, b"".join(arrays)] if total < COPIED_BELOW else [head, *arrays]
+    _check_size(arrays, max_group_bytes, where=f"group {group.seq}")
+    return [head, *arrays]
+
+
+class Packer:
+    """Puts the arrays of small groups together, in memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(COPIED_BELOW))
+
+    def pack(self, frames: list[Frame]) -> list[Frame]:
+        """`frames`, those of arrays as one if they are small; that one holds until the next call."""
+        head, *arrays = frames
+        if sum(map(len, arrays)) >= COPIED_BELOW:
+            return frames
+        end = 0
+        for array in arrays:
+            start, end = end, end + len(array)
+            self._memory[start:end] = array
+        return [head, self._memory[:end]]
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
@@ -216,20 +234,26 @@ def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) ->
     if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
         raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
     mask_bytes = group.packed_loss_mask.tobytes()
-    highest_byte = np.maximum.reduce(group.packed_loss_mask.view(np.uint8))
-    if highest_byte > 1:
-        raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
-    if highest_byte == 0:
+    if b"\1" not in mask_bytes:
+        _check_mask(group, where)
         raise WireError(f"{where}: no token was sampled by the policy (packed_loss_mask is False everywhere)")
     lowest, highest = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
     if not (lowest >= -_LARGEST_FLOAT and highest <= LOGPROB_TOLERANCE):  # NaN fails both
         raise WireError(f"{where}: behavior_logprobs from {lowest} to {highest}; they must be finite and at most 0")
     if ((logprobs != 0) | group.packed_loss_mask).tobytes() != mask_bytes:
+        _check_mask(group, where)
         raise WireError(f"{where}: behavior_logprobs must be 0 where packed_loss_mask is False")
     if np.minimum.reduce(versions) < NO_VERSION or (versions >= 0).tobytes() != mask_bytes:
+        _check_mask(group, where)
         raise WireError(
             f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
         )
+
+
+def _check_mask(group: TrajectoryGroup, where: str) -> None:
+    """Bytes that are no truth values differ from every comparison; so ask only once something is wrong."""
+    if group.packed_loss_mask.view(np.uint8).max(initial=0) > 1:
+        raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:

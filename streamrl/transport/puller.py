@@ -144,17 +144,17 @@ class GroupPuller:
         end = time.monotonic() + BATCH_SECONDS
         for _ in range(MESSAGES_PER_BATCH):
             try:
-                sender = self._socket.recv(_NOW, copy=False)
+                sender = self._socket.recv(_NOW)  # always followed by at least one frame
             except zmq.Again:
                 return
             frames: list[memoryview] = []
-            more = sender.more
+            more = True
             while more:
                 frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
                 frames.append(frame.buffer)
                 more = frame.more
             now = time.monotonic()
-            self._handle(sender.bytes, frames, now)
+            self._handle(sender, frames, now)
             if now > end:
                 return
 

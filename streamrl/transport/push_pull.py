@@ -169,6 +169,7 @@ class _Link:
         self._under_way = 0
         self._flushing: asyncio.Handle | None = None
         self._tending: asyncio.TimerHandle | None = None
+        self._packer = codec.Packer()
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW)
         self._socket.set(zmq.ROUTING_ID, f"{worker}#{uuid.uuid4().hex[:8]}".encode()[-255:])
@@ -294,10 +295,10 @@ class _Link:
         item.acted = time.monotonic()
         self._pending.move_to_end(seq)
         self.bytes_sent += sum(map(len, item.frames))
-        *first, last = item.frames
+        *first, last = self._packer.pack(item.frames)
         for frame in first:
             self._socket.send(frame, _NOW_MORE, copy=False)
-        self._socket.send(last, _NOW, copy=False)
+        self._socket.send(last, _NOW, copy=len(last) < codec.COPIED_BELOW)
 
     def _tend_later(self) -> None:
         self._tending = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._tend)

@@ -227,7 +227,7 @@ async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> 
         assert opened.dataset.stats()["groups_refused_total"] == 1
 
 
-HEADER, TOGETHER = codec.encode(make_group(1), max_group_bytes=LIMIT)
+HEADER, TOGETHER = map(bytes, codec.Packer().pack(codec.encode(make_group(1), max_group_bytes=LIMIT)))
 FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 

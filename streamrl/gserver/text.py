@@ -24,7 +24,7 @@ class Text:
         """Tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
         try:
             tokens: list[int] = self._tokenizer.encode(text).ids
-        except Exception as error:
+        except Exception as error:  # the same plain Exception
             raise Refused(f"the text cannot be tokenized: {error}") from error
         return tokens
 

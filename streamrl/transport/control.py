@@ -247,6 +247,8 @@ class ControlClient:
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self._ticket = ""
+        """Of the admission that was asked for and not answered yet."""
 
     async def close(self) -> None:
         if self._session is not None:
@@ -281,14 +283,23 @@ class ControlClient:
                 )
 
     async def admit(self, message: Admit) -> AdmitReply:
-        """Groups to start; asks again when the connection breaks, which gives no group twice."""
-        ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
-        for delay in ADMIT_RETRY_SECONDS:
+        """Groups to start; asks again when the connection breaks, which gives no group twice.
+
+        Nor is one lost if this raises: the next call asks under the same ticket.
+        """
+        self._ticket = self._ticket or uuid.uuid4().hex
+        ticketed = msgspec.structs.replace(message, ticket=self._ticket)
+        for delay in (*ADMIT_RETRY_SECONDS, None):
             try:
-                return await self._post("/admit", ticketed, AdmitReply)
+                reply = await self._post("/admit", ticketed, AdmitReply)
             except PeerLost:
+                if delay is None:
+                    raise
                 await asyncio.sleep(delay)
-        return await self._post("/admit", ticketed, AdmitReply)
+            else:
+                break
+        self._ticket = ""
+        return reply
 
     async def route(self, message: Route) -> RouteReply:
         return await self._post("/route", message, RouteReply)

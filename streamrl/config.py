@@ -131,6 +131,10 @@ class RewardConfig(Section, frozen=True):
     """Of one call; a process that takes longer is killed and replaced."""
     on_error: Literal["reject", "zero", "stop"] = "reject"
     """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
+    overlong_tokens: NonNegative = 0
+    """The last so many of `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """What using all of them costs."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -143,6 +147,8 @@ class RolloutConfig(Section, frozen=True):
     """In one worker."""
     max_failures: Positive = 20
     """So many groups in a row rejected because of errors stop the run."""
+    drop_uniform_groups: bool = False
+    """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
     request_timeout_seconds: PositiveFloat = 600.0
     """Of one generation request."""
     restarts: NonNegative = 3
@@ -272,25 +278,51 @@ class TrainerConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """GRPO with the decoupled PPO objective."""
+    """What `actor_train` minimises; by default GRPO with the decoupled PPO objective.
 
-    advantage: Literal["grpo", "mean"] = "grpo"
-    """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean."""
+    docs/algorithms.md tells which settings make which algorithm.
+    """
+
+    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline"] = "grpo"
+    """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
+    `reinforce++`: r, and `reinforce++-baseline`: r - mean, whitened over the batch."""
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """`ppo`: clipped ratio of each token; `gspo`: clipped ratio of a whole response; `cispo`: the clipped ratio
+    as a weight without gradient."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
+    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    """Bounds the objective of a negative advantage from below, by so many times the advantage."""
     proximal: Literal["auto", "recompute", "behavior"] = "auto"
     """Centre of the clip: log-probabilities at the start of the step (`recompute`: by `actor_inf`;
     `auto`: by `actor_inf` only where several minibatches make it differ from the first forward pass),
     or those of the behaviour policy (plain PPO)."""
+    behavior_weight_level: Literal["token", "sequence", "geometric"] = "token"
+    """The weight proximal / behaviour is that of each token, the product over a response, or its geometric mean."""
+    behavior_weight_limit: Literal["truncate", "mask"] = "truncate"
+    """A weight beyond its limits is cut to `behavior_weight_cap`, or leaves the loss."""
     behavior_weight_cap: PositiveFloat = 5.0
-    """Largest weight proximal / behaviour of a token."""
+    """Largest weight proximal / behaviour."""
+    behavior_weight_floor: NonNegativeFloat = 0.0
+    """Smallest one; only with `behavior_weight_limit = "mask"`."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 estimate of KL(policy || reference) in the loss; above 0 brings `ref_inf`."""
+    """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Penalise each token in the loss, or each response in its reward (by the sum over its tokens)."""
+    kl_target: PositiveFloat | None = None
+    """Mean KL of a token that `kl_coef` is steered towards from step to step."""
+    kl_horizon: Positive = 10
+    """`kl_coef` changes by a fifth, divided by this, at most in one step."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the policy's entropy in the loss (subtracted): above 0 the policy is paid to keep exploring."""
     minibatches: Positive = 1
-    """Optimizer steps for each training batch."""
-    loss_aggregation: Literal["token", "sequence"] = "token"
+    """Optimizer steps for each pass over a training batch."""
+    epochs: Positive = 1
+    """Passes over each training batch."""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over tokens; over responses of the mean over their tokens; or the sum over tokens divided by the
+    responses and by `rollout.sampling.max_new_tokens`."""
 
 
 class MetricsConfig(Section, frozen=True):
@@ -403,14 +435,30 @@ def _check(config: Config, where: str) -> None:
     problems: list[str] = []
     if (config.model.path == "scratch") != (config.model.scratch is not None):
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage in ("grpo", "mean"):
-        problems.append("rollout.group_size must be at least 2: advantages compare siblings")
+    if config.rollout.group_size < 2 and config.algorithm.advantage != "reinforce++":
+        problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
     if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
         problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
     if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:
         problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
+    if config.rollout.reward.overlong_tokens > config.rollout.sampling.max_new_tokens:
+        problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
     if config.rollout.sampling.temperature == 0:
         problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
+    algorithm = config.algorithm
+    if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
+        problems.append(
+            'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
+            'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
+        )
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        problems.append("algorithm.kl_target needs an algorithm.kl_coef above 0 to start from")
+    if algorithm.behavior_weight_floor > 0 and algorithm.behavior_weight_limit != "mask":
+        problems.append('algorithm.behavior_weight_floor needs algorithm.behavior_weight_limit = "mask"')
+    if algorithm.behavior_weight_floor > algorithm.behavior_weight_cap:
+        problems.append("algorithm.behavior_weight_floor must not exceed algorithm.behavior_weight_cap")
+    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
+        problems.append("algorithm.dual_clip bounds a clipped objective; cispo has none")
     if config.algorithm.minibatches > config.trainer.batch_groups:
         problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
     if config.trainer.data_parallel > config.trainer.batch_groups:

@@ -23,6 +23,7 @@ class Activity:
         self.groups_running = 0
         self.groups_done = 0
         self.groups_rejected = 0
+        self.groups_uniform = 0
         self.reward_errors = 0
         self._requests = 0
         self._scores = 0
@@ -48,6 +49,7 @@ class Activity:
             "groups_pushing": self._pushes,
             "groups_done_total": self.groups_done,
             "groups_rejected_total": self.groups_rejected,
+            "groups_uniform_total": self.groups_uniform,
             "requests_in_flight": self._requests,
             "tokens_generated_total": self._tokens,
             "interruptions_total": self._interruptions,
@@ -118,6 +120,10 @@ class Activity:
         """A group was given up."""
         self.groups_rejected += 1
         self.log_reason(f"group {seq} is rejected", reason)
+
+    def uniform(self) -> None:
+        """A group was given up because its responses all scored the same."""
+        self.groups_uniform += 1
 
     def log_reason(self, what: str, reason: BaseException) -> None:
         """Log once for each event, a few in every interval."""

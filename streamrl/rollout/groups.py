@@ -77,7 +77,7 @@ class GroupMaker:
             generator=self._generator,
             route=route,
             rewards=self._rewards,
-            on_reward_error=self._config.rollout.reward.on_error,
+            reward=self._config.rollout.reward,
             chat=self._chat,
             sampling=self._config.rollout.sampling,
             max_context=self._config.gserver.max_context,

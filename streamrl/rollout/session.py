@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
-from streamrl.config import SamplingConfig
+
+from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.errors import DataError, RewardError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.partial import Generation, Generator, Route
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.shaping import overlong_share
 from streamrl.types import Prompt
 
 log = logging.getLogger(__name__)
-
-OnRewardError = Literal["reject", "zero", "stop"]
 
 
 class Session:
@@ -31,7 +30,7 @@ class Session:
         generator: Generator,
         route: Route,
         rewards: RewardPool,
-        on_reward_error: OnRewardError,
+        reward: RewardConfig,
         chat: ChatTokenizer,
         sampling: SamplingConfig,
         max_context: int,
@@ -48,7 +47,7 @@ class Session:
         self._generator = generator
         self._route = route
         self._rewards = rewards
-        self._on_reward_error = on_reward_error
+        self._reward = reward
         self._activity = activity
         self._requests = 0
 
@@ -90,13 +89,20 @@ class Session:
         )
 
     async def score(self, response: Response) -> float:
-        """What the reward function says; raises `RewardError` unless its errors count as zero."""
+        """What the reward function says, less what a response of this length costs.
+
+        Raises `RewardError` unless its errors count as zero.
+        """
         with self._activity.scoring():
             try:
-                return await self._rewards.score(response, self.prompt)
+                judged = await self._rewards.score(response, self.prompt)
             except RewardError as error:
                 self._activity.reward_errors += 1
-                if self._on_reward_error != "zero":
+                if self._reward.on_error != "zero":
                     raise
                 self._activity.log_reason("a response scores 0", error)
                 return 0.0
+        overlong = overlong_share(
+            response.output_tokens, most=self.sampling.max_new_tokens, buffer=self._reward.overlong_tokens
+        )
+        return judged - self._reward.overlong_penalty * overlong

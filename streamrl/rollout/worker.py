@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Between calls of the manager while it cannot be reached; `Membership` decides when it is lost."""
+UNIFORM_WARNING_GROUPS = 100
+"""So many groups in a row without any contrast are worth a warning."""
 PATIENCE_REQUESTS = 2
 """A response without a new token for so many request time limits is given up."""
 
@@ -155,6 +157,7 @@ class RolloutWorker:
         self._pusher = pusher
         self._activity = activity
         self._failures_in_a_row = 0
+        self._uniform_in_a_row = 0
         self._place_free = asyncio.Event()
         self._held: set[int] = set()
         activity.on_wait(self._show_wait)
@@ -210,6 +213,9 @@ class RolloutWorker:
         route = GroupRoute(self._control, worker=self._membership.index, seq=seq, gserver=admission.gserver)
         try:
             group = await self._maker.make(seq, route)
+            if self._config.rollout.drop_uniform_groups and bool((group.rewards == group.rewards[0]).all()):
+                await self._drop_uniform(seq, float(group.rewards[0]))
+                return
             with self._activity.pushing():
                 await self._pusher.push(group)
         except RewardError as error:
@@ -221,8 +227,21 @@ class RolloutWorker:
                 log.exception("group %d failed", seq)
             await self._reject(seq, error)
         else:
-            self._failures_in_a_row = 0
+            self._failures_in_a_row = self._uniform_in_a_row = 0
             self._activity.done(mean_reward=float(group.rewards.mean()))
+
+    async def _drop_uniform(self, seq: int, reward: float) -> None:
+        """Give the group's place back; warn when nothing else comes any more, for then training stands still."""
+        self._failures_in_a_row = 0
+        self._uniform_in_a_row += 1
+        self._activity.uniform()
+        if self._uniform_in_a_row % UNIFORM_WARNING_GROUPS == 0:
+            log.warning(
+                "%s: %d groups in a row are dropped because all their responses scored the same (the last: %.3g); "
+                "the task may be too easy or too hard by now, see rollout.drop_uniform_groups",
+                *(self._membership.name, self._uniform_in_a_row, reward),
+            )
+        await self._tell_rejection(seq, f"all responses scored {reward:.3g}")
 
     async def _reject(self, seq: int, reason: Exception) -> None:
         self._failures_in_a_row += 1

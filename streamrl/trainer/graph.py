@@ -93,7 +93,9 @@ def grpo_graph(algorithm: AlgorithmConfig) -> Graph:
 def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether proximal log-probabilities need a pass of their own.
 
-    With a single minibatch those at the start of the step are the detached values of the
+    With a single optimizer step those at the start of the step are the detached values of the
     forward pass that trains.
     """
-    return algorithm.proximal == "recompute" or (algorithm.proximal == "auto" and algorithm.minibatches > 1)
+    return algorithm.proximal == "recompute" or (
+        algorithm.proximal == "auto" and algorithm.minibatches * algorithm.epochs > 1
+    )

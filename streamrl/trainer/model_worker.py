@@ -237,6 +237,7 @@ class ModelWorker:
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.sampling.temperature,
+            longest=config.rollout.sampling.max_new_tokens,
             total_steps=config.run.steps,
             device=self._device,
             dtype=resolve_dtype(config.trainer.dtype, self._device),
@@ -285,10 +286,11 @@ class ModelWorker:
                 raise DeadlineExceeded(f"the publication of version {call.policy_version} took more than {limit:.0f} s")
             blocked += time.monotonic() - started
 
-        for number, minibatch in enumerate(call.minibatches):
+        for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
             items = [self._item(seq, call, updated=number > 0) for seq in minibatch.seqs]
-            for item in items:
-                _count_ages(ages, item, call.policy_version)
+            if number < len(call.minibatches):  # the first epoch
+                for item in items:
+                    _count_ages(ages, item)
             statistics = self._ready_backend.train(
                 items,
                 loss_tokens=minibatch.loss_tokens,
@@ -315,6 +317,7 @@ class ModelWorker:
         proximal = self._keys["proximal_logprobs"].get(seq)
         return TrainItem(
             group=group,
+            age=call.policy_version - versions,
             trainable=group.packed_loss_mask & (versions >= call.oldest_version),
             fresh=(versions == call.policy_version) & (proximal is not None or not updated),
             proximal_logprobs=proximal,
@@ -356,8 +359,7 @@ class ModelWorker:
         return self._backend
 
 
-def _count_ages(ages: dict[int, int], item: TrainItem, policy_version: int) -> None:
-    versions, counts = np.unique(item.group.packed_policy_versions[item.trainable], return_counts=True)
-    for version, count in zip(versions.tolist(), counts.tolist(), strict=True):
-        age = policy_version - version
+def _count_ages(ages: dict[int, int], item: TrainItem) -> None:
+    found, counts = np.unique(item.age[item.trainable], return_counts=True)
+    for age, count in zip(found.tolist(), counts.tolist(), strict=True):
         ages[age] = ages.get(age, 0) + count

@@ -46,7 +46,7 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "loss": sums.get("loss", 0.0),
         "clip_share": sums.get("clipped", 0.0) / tokens,
         "behavior_weight_mean": sums.get("behavior_weight", 0.0) / tokens,
-        "behavior_weight_capped_share": sums.get("weight_capped", 0.0) / tokens,
+        "behavior_weight_limited_share": sums.get("weight_limited", 0.0) / tokens,
         "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
         "importance_ratio_max": maxima.get("ratio", 0.0),
         "effective_sample_size": sums.get("ess", 0.0) / tokens,
@@ -62,4 +62,19 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         metrics["logprob_diff_max"] = maxima["logprob_diff"]
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
+        metrics["kl_coef"] = maxima["kl_coef"]
+    return metrics | _by_age(sums)
+
+
+def _by_age(sums: dict[str, float]) -> dict[str, float]:
+    """Means over the tokens of one age: `policy_shift_mean/age_0` and so on."""
+    metrics: dict[str, float] = {}
+    for name in sorted(sums):
+        figure, _, age = name.partition("/")
+        count = sums.get(f"tokens/{age}", 0.0)
+        if age and count and figure != "tokens":
+            label = {"policy_shift": "policy_shift_mean", "clipped": "clip_share"}.get(
+                figure, "behavior_weight_limited_share"
+            )
+            metrics[f"{label}/{age}"] = sums[name] / count
     return metrics

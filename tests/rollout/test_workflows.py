@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import SamplingConfig, WorkflowConfig
+from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
@@ -46,7 +46,12 @@ class Rewards:
 
 @asynccontextmanager
 async def session(
-    *texts: str, rewards: Any, on_error: Any = "reject", max_context: int = 400, **more: Any
+    *texts: str,
+    rewards: Any,
+    on_error: Any = "reject",
+    reward: RewardConfig | None = None,
+    max_context: int = 400,
+    **more: Any,
 ) -> AsyncIterator[tuple[Session, Engine]]:
     """A session whose engine says `texts` one after another, at versions 0, 1, …"""
     replies = [
@@ -63,7 +68,7 @@ async def session(
                 generator=Generator(client, sampling=sampling, seed=0, patience=10),
                 route=SimpleNamespace(gserver=engine.url),  # type: ignore[arg-type]
                 rewards=rewards,
-                on_reward_error=on_error,
+                reward=reward or RewardConfig(on_error=on_error),
                 chat=CHAT,
                 sampling=sampling,
                 max_context=max_context,
@@ -105,6 +110,15 @@ async def test_single_turn() -> None:
     assert (trajectory.reward, trajectory.finish_reason, trajectory.turns) == (0.5, "stop", 1)
     assert rewards.seen == [Response(text="2", finish_reason="stop", output_tokens=2)]
     assert engine.requests[0].input_ids == PROMPT.input_ids
+
+
+@pytest.mark.parametrize(("tokens", "cost"), [(2, 0.0), (30, 0.0), (31, 0.025), (40, 0.25), (50, 0.5)])
+async def test_the_last_tokens_of_a_response_cost_reward(tokens: int, cost: float) -> None:
+    shaped = RewardConfig(overlong_tokens=20, overlong_penalty=0.5)
+    text = "2" * tokens
+    async with session(text, rewards=Rewards(1.0), reward=shaped) as (given_session, _):
+        trajectory = await load_workflow(WorkflowConfig()).run(PROMPT, given_session)
+    assert trajectory.reward == pytest.approx(1.0 - cost)
 
 
 async def test_multi_turn_until_success() -> None:

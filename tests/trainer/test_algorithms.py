@@ -1,4 +1,4 @@
-"""Advantages and losses against loops written from the formulas."""
+"""Advantages, losses and KL against loops written from the formulas."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages
-from streamrl.trainer.algorithms.losses import decoupled_ppo, effective_sample_size, kl_k3
+from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages, moments, whiten
+from streamrl.trainer.algorithms.kl import KLCoefficient, kl_estimate
+from streamrl.trainer.algorithms.losses import behavior_weight, cispo, effective_sample_size, gspo, ppo
 
 reward = st.floats(-3, 3, width=32)
+rewards_of_group = st.lists(reward, min_size=2, max_size=16)
 logprob = st.floats(-8, 0, width=32)
+advantage = st.floats(-2, 2, width=32)
+clip = st.floats(0.05, 0.5)
 
 
-@given(st.lists(reward, min_size=2, max_size=16))
+@given(rewards_of_group)
 def test_grpo_advantages_follow_the_formula(rewards):
     got = group_advantages(torch.tensor(rewards), kind="grpo").tolist()
     if len(set(rewards)) == 1:
@@ -27,67 +31,174 @@ def test_grpo_advantages_follow_the_formula(rewards):
     assert got == pytest.approx([(r - mean) / (std + STD_EPS) for r in rewards], abs=2e-3)
 
 
-@given(st.lists(reward, min_size=2, max_size=16))
-def test_mean_advantages_sum_to_zero(rewards):
-    got = group_advantages(torch.tensor(rewards), kind="mean")
+@pytest.mark.parametrize("kind", ["mean", "reinforce++-baseline"])
+@given(rewards=rewards_of_group)
+def test_mean_advantages_sum_to_zero(kind, rewards):
+    got = group_advantages(torch.tensor(rewards), kind=kind)
     assert float(got.sum()) == pytest.approx(0, abs=1e-4)
     mean = statistics.fmean(rewards)
     assert got.tolist() == pytest.approx([r - mean for r in rewards], abs=1e-5)
 
 
-def test_equal_rewards_teach_exactly_nothing():
-    assert group_advantages(torch.full((7,), 0.1), kind="grpo").tolist() == [0.0] * 7
+@given(rewards_of_group)
+def test_rloo_compares_with_the_other_siblings(rewards):
+    got = group_advantages(torch.tensor(rewards), kind="rloo").tolist()
+    others = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
+    assert got == pytest.approx([r - statistics.fmean(o) for r, o in zip(rewards, others, strict=True)], abs=1e-4)
 
 
-def one_token(logprob, proximal, behavior, advantage, low, high, cap):
+@pytest.mark.parametrize("kind", ["grpo", "mean", "rloo", "reinforce++-baseline"])
+def test_equal_rewards_teach_exactly_nothing(kind):
+    assert group_advantages(torch.full((7,), 0.1), kind=kind).tolist() == [0.0] * 7
+
+
+@given(st.lists(rewards_of_group, min_size=1, max_size=5))
+def test_whitening_in_parts_equals_whitening_the_whole(groups):
+    parts = [torch.tensor(group) for group in groups]
+    batch = sum(moments(part) for part in parts)
+    got = [value for part in parts for value in whiten(part, batch).tolist()]
+    everything = [r for group in groups for r in group]
+    mean, std = statistics.fmean(everything), statistics.stdev(everything)
+    assert got == pytest.approx([(r - mean) / (std + STD_EPS) for r in everything], rel=1e-3, abs=2e-3)
+
+
+def one_token(logprob, proximal, advantage, low, high, dual):
     """Loss, its derivative by `logprob`, and whether it was clipped, with plain floats."""
-    weight = min(math.exp(proximal - behavior), cap)
     ratio = math.exp(logprob - proximal)
     bounded = max(1 - low, min(1 + high, ratio))
-    loss = -weight * min(ratio * advantage, bounded * advantage)
+    gain, slope = min(ratio * advantage, bounded * advantage), ratio * advantage
     clipped = bounded * advantage < ratio * advantage
-    return loss, (0.0 if clipped else -weight * ratio * advantage), clipped
+    if dual is not None and advantage < 0 and gain < dual * advantage:
+        gain, clipped = dual * advantage, True
+    return -gain, (0.0 if clipped else -slope), clipped
 
 
 @given(
-    st.lists(st.tuples(logprob, logprob, logprob, st.floats(-2, 2, width=32)), min_size=1, max_size=20),
-    st.floats(0.05, 0.5),
-    st.floats(0.05, 0.5),
-    st.floats(0.5, 10),
+    st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=20),
+    clip,
+    clip,
+    st.none() | st.floats(1.6, 5),
 )
-def test_decoupled_ppo_follows_the_formula(tokens, low, high, cap):
+def test_ppo_follows_the_formula(tokens, low, high, dual):
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
     columns[0].requires_grad_()
-    got = decoupled_ppo(*columns, clip_low=low, clip_high=high, behavior_weight_cap=cap)
+    got = ppo(*columns, clip_low=low, clip_high=high, dual_clip=dual)
     got.loss.sum().backward()
     for i, values in enumerate(tokens):
-        loss, slope, clipped = one_token(*values, low, high, cap)
+        loss, slope, clipped = one_token(*values, low, high, dual)
         ratio = math.exp(values[0] - values[1])
-        if min(abs(ratio - 1 - high), abs(ratio - 1 + low)) < 1e-9:
-            continue  # on the edge of the clip either answer is right
+        if min(abs(ratio - edge) for edge in (1 + high, 1 - low, dual or 1 + high)) < 1e-9:
+            continue  # on the edge of a clip either answer is right
         assert float(got.loss[i].detach()) == pytest.approx(loss, rel=1e-6, abs=1e-9)
         assert float(columns[0].grad[i]) == pytest.approx(slope, rel=1e-6, abs=1e-9)
         assert bool(got.clipped[i]) == clipped
-        assert float(got.behavior_weight[i]) <= cap * (1 + 1e-12)
 
 
-@given(st.lists(logprob, min_size=1, max_size=8))
-def test_with_proximal_equal_to_behavior_it_is_ppo(values):
-    behavior = torch.tensor(values)
-    got = decoupled_ppo(
-        behavior, behavior, behavior, torch.ones(len(values)), clip_low=0.2, clip_high=0.2, behavior_weight_cap=5
+responses = st.lists(
+    st.tuples(advantage, st.lists(st.tuples(logprob, logprob), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+
+
+def flat(found):
+    """Log-probabilities, proximal ones, advantages and response index of all tokens of `responses`."""
+    rows = [(now, old, a, i) for i, (a, tokens) in enumerate(found) for now, old in tokens]
+    now, old, a, index = zip(*rows, strict=True)
+    vectors = [torch.tensor(column, dtype=torch.float64) for column in (now, old, a)]
+    vectors[0].requires_grad_()
+    return *vectors, torch.tensor(index)
+
+
+@given(responses, clip, clip)
+def test_gspo_clips_whole_responses(found, low, high):
+    now, old, a, index = flat(found)
+    got = gspo(now, old, a, index, len(found), clip_low=low, clip_high=high)
+    got.loss.sum().backward()
+    start = 0
+    for response_advantage, tokens in found:
+        n = len(tokens)
+        mean = sum(x - y for x, y in tokens) / n
+        if min(abs(math.exp(mean) - 1 - high), abs(math.exp(mean) - 1 + low)) > 1e-9:
+            loss, slope, clipped = one_token(mean, 0.0, response_advantage, low, high, None)
+            assert got.loss[start : start + n].tolist() == pytest.approx([loss] * n, rel=1e-6, abs=1e-9)
+            # each of the n terms depends on the mean, which changes by 1/n with each token
+            assert now.grad[start : start + n].tolist() == pytest.approx([slope] * n, rel=1e-6, abs=1e-9)
+            assert got.clipped[start : start + n].tolist() == [clipped] * n
+        start += n
+
+
+@given(st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=20), clip, clip)
+def test_cispo_weighs_and_never_stops_a_gradient(tokens, low, high):
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
+    columns[0].requires_grad_()
+    got = cispo(*columns, clip_low=low, clip_high=high)
+    got.loss.sum().backward()
+    for i, (now, old, a) in enumerate(tokens):
+        weight = max(1 - low, min(1 + high, math.exp(now - old)))
+        assert float(got.loss[i].detach()) == pytest.approx(-weight * a * now, rel=1e-6, abs=1e-9)
+        assert float(columns[0].grad[i]) == pytest.approx(-weight * a, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("limit", ["truncate", "mask"])
+@given(found=responses, cap=st.floats(0.5, 10), floor=st.floats(0, 0.5))
+def test_behavior_weight_follows_the_formula(level, limit, found, cap, floor):
+    proximal, behavior, _, index = flat(found)
+    got = behavior_weight(
+        proximal, behavior, index, len(found), level=level, limit=limit, cap=cap, floor=floor if limit == "mask" else 0
     )
-    assert got.loss.tolist() == [-1.0] * len(values)
-    assert got.behavior_weight.tolist() == [1.0] * len(values)
+    assert not got.weight.requires_grad
+    i = 0
+    for _, tokens in found:
+        ratios = [math.exp(p - b) for p, b in tokens]
+        whole = {"token": None, "sequence": math.prod(ratios), "geometric": math.prod(ratios) ** (1 / len(ratios))}
+        for ratio in ratios:
+            weight = ratio if whole[level] is None else whole[level]
+            if min(abs(weight - cap), abs(weight - floor)) > 1e-9:
+                within = weight <= cap and (limit == "truncate" or weight >= floor)
+                expected = weight if within else (cap if limit == "truncate" else 0.0)
+                assert float(got.weight[i]) == pytest.approx(expected, rel=1e-6)
+                assert bool(got.limited[i]) == (not within)
+            i += 1
 
 
-def test_kl_k3_is_unbiased_and_never_negative():
+def test_kl_estimators():
     torch.manual_seed(0)
     policy, reference = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
     exact = float((policy.exp() * (policy - reference)).sum())
-    estimates = kl_k3(policy, reference)
-    assert float((policy.exp() * estimates).sum()) == pytest.approx(exact, abs=1e-12)
-    assert bool((estimates >= 0).all())
+    for kind in ("k1", "k3"):
+        estimates = kl_estimate(policy, reference, kind=kind)
+        assert float((policy.exp() * estimates).sum()) == pytest.approx(exact, abs=1e-12), kind
+    assert bool((kl_estimate(policy, reference, kind="k3") >= 0).all())
+    assert kl_estimate(policy, reference, kind="k2").tolist() == pytest.approx(
+        [(p - r) ** 2 / 2 for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
+    )
+
+
+def test_gradient_of_k2_as_a_loss_is_that_of_the_kl_on_average():
+    torch.manual_seed(1)
+    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6).double().log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    sampled = policy.detach().exp()
+    slopes = {
+        kind: torch.autograd.grad((sampled * kl_estimate(policy, reference, kind=kind)).sum(), logits, retain_graph=True)
+        for kind in ("k1", "k2")
+    }
+    assert torch.allclose(slopes["k2"][0], wanted)
+    assert float(slopes["k1"][0].abs().max()) < 1e-12
+
+
+def test_kl_coefficient_follows_its_target():
+    fixed = KLCoefficient(0.1, target=None, horizon=10)
+    fixed.update(5.0)
+    assert fixed.value == 0.1 and not fixed.adapts
+    steered = KLCoefficient(0.1, target=0.02, horizon=10)
+    steered.update(0.021)
+    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10))
+    steered.update(1.0)
+    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10) * 1.02)
+    steered.update(0.0)
+    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10) * 1.02 * 0.98)
 
 
 def test_effective_sample_size():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from multiprocessing import get_context
 
 import msgspec
@@ -13,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainer.algorithms.advantages import group_advantages
 from streamrl.trainer.backends.base import TrainItem
 from streamrl.trainer.backends.torch import TorchBackend
 from streamrl.transport.collective import form_group, open_store
 from tests.trainer.models import KINDS, random_group, save_model
 
 # a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
+LONGEST = 9
 TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
 
 
@@ -29,6 +30,7 @@ def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, pr
         trainer=trainer,
         algorithm=algorithm or AlgorithmConfig(),
         temperature=temperature,
+        longest=LONGEST,
         total_steps=10,
         device=torch.device("cpu"),
         dtype=dtype,
@@ -43,7 +45,14 @@ def make_groups(count=5, *, seed=0):
 
 def make_item(group, *, oldest=0, ref=None, proximal=None):
     young = group.packed_loss_mask & (group.packed_policy_versions >= oldest)
-    return TrainItem(group=group, trainable=young, fresh=young, proximal_logprobs=proximal, ref_logprobs=ref)
+    return TrainItem(
+        group=group,
+        trainable=young,
+        age=6 - group.packed_policy_versions,
+        fresh=young,
+        proximal_logprobs=proximal,
+        ref_logprobs=ref,
+    )
 
 
 def reference_logprobs(model, group, temperature=1.0):
@@ -93,53 +102,129 @@ def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
         assert float((a - b).abs().max()) < 1e-3, name
 
 
-def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences):
-    """The objective from its formula, one token at a time."""
-    loss = torch.zeros(())
+def loop_advantages(items, algorithm, kl_coef):
+    """One list of advantages for each group, from the formulas, with plain floats."""
+    found = []
     for item in items:
         group = item.group
-        advantages = group_advantages(torch.from_numpy(group.rewards), kind=algorithm.advantage)
+        rewards = [float(r) for r in group.rewards]
+        if algorithm.kl_in == "reward":
+            starts = [0, *np.cumsum(group.seqlens).tolist()]
+            for i in range(group.size):
+                sampled = [t for t in range(starts[i], starts[i + 1]) if group.packed_loss_mask[t]]
+                log_ratios = [float(group.packed_behavior_logprobs[t]) - float(item.ref_logprobs[t]) for t in sampled]
+                estimates = {
+                    "k1": log_ratios,
+                    "k2": [d * d / 2 for d in log_ratios],
+                    "k3": [math.exp(-d) - 1 + d for d in log_ratios],
+                }[algorithm.kl_estimator]
+                rewards[i] -= kl_coef * sum(estimates)
+        mean, n = statistics.fmean(rewards), len(rewards)
+        found.append(
+            {
+                "grpo": lambda r=rewards, m=mean: [(x - m) / (statistics.stdev(r) + 1e-4) for x in r],
+                "mean": lambda r=rewards, m=mean: [x - m for x in r],
+                "rloo": lambda r=rewards, n=n: [x - (sum(r) - x) / (n - 1) for x in r],
+                "reinforce++": lambda r=rewards: r,
+                "reinforce++-baseline": lambda r=rewards, m=mean: [x - m for x in r],
+            }[algorithm.advantage]()
+        )
+    if algorithm.advantage.startswith("reinforce++"):
+        everything = [x for group in found for x in group]
+        mean, std = statistics.fmean(everything), statistics.stdev(everything)
+        found = [[(x - mean) / (std + 1e-4) for x in group] for group in found]
+    return found
+
+
+def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences, kl_coef):
+    """The objective from its formulas, one token at a time."""
+    loss = torch.zeros(())
+    for item, advantages in zip(items, loop_advantages(items, algorithm, kl_coef), strict=True):
+        group = item.group
         logprobs, entropy = reference_prediction(model, group)
         ref = reference_logprobs(reference, group).detach()
         for sibling, end in enumerate(np.cumsum(group.seqlens)):
             tokens = [t for t in range(end - group.seqlens[sibling], end) if item.trainable[t]]
-            for t in tokens:
-                now, behavior = logprobs[t], float(group.packed_behavior_logprobs[t])
-                proximal = now.detach() if item.proximal_logprobs is None else float(item.proximal_logprobs[t])
-                if algorithm.proximal == "behavior":
-                    proximal = behavior
-                weight = min(math.exp(proximal - behavior), algorithm.behavior_weight_cap)
-                ratio = (now - proximal).exp()
-                low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-                a = advantages[sibling]
-                token = -weight * torch.min(ratio * a, ratio.clamp(low, high) * a)
-                d = ref[t] - now
-                token = token + algorithm.kl_coef * (d.exp() - 1 - d) - algorithm.entropy_coef * entropy[t]
-                if algorithm.loss_aggregation == "token":
-                    loss = loss + token / total_tokens
+            if not tokens:
+                continue
+            now = [logprobs[t] for t in tokens]
+            behavior = [float(group.packed_behavior_logprobs[t]) for t in tokens]
+            proximal = [float(x.detach()) for x in now]
+            if item.proximal_logprobs is not None:
+                proximal = [float(item.proximal_logprobs[t]) for t in tokens]
+            if algorithm.proximal == "behavior":
+                proximal = behavior
+            rho = [p - b for p, b in zip(proximal, behavior, strict=True)]
+            whole = {"token": None, "sequence": sum(rho), "geometric": sum(rho) / len(rho)}[
+                algorithm.behavior_weight_level
+            ]
+            a = advantages[sibling]
+            low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+            response_ratio = (sum(x - p for x, p in zip(now, proximal, strict=True)) / len(now)).exp()
+            for i, t in enumerate(tokens):
+                weight = math.exp(rho[i] if whole is None else whole)
+                if algorithm.behavior_weight_limit == "truncate":
+                    weight = min(weight, algorithm.behavior_weight_cap)
+                elif not algorithm.behavior_weight_floor <= weight <= algorithm.behavior_weight_cap:
+                    weight = 0.0
+                ratio = response_ratio if algorithm.objective == "gspo" else (now[i] - proximal[i]).exp()
+                if algorithm.objective == "cispo":
+                    token = -weight * float(ratio.detach().clamp(low, high)) * a * now[i]
                 else:
-                    loss = loss + token / len(tokens) / total_sequences
+                    gain = torch.min(ratio * a, ratio.clamp(low, high) * a)
+                    if algorithm.dual_clip is not None and a < 0:
+                        gain = torch.max(gain, torch.tensor(algorithm.dual_clip * a))
+                    token = -weight * gain
+                if algorithm.kl_in == "loss":
+                    d = ref[t] - now[i]
+                    token = token + kl_coef * (d * d / 2 if algorithm.kl_estimator == "k2" else d.exp() - 1 - d)
+                token = token - algorithm.entropy_coef * entropy[t]
+                share = {
+                    "token": 1 / total_tokens,
+                    "sequence": 1 / (len(tokens) * total_sequences),
+                    "constant": 1 / (LONGEST * total_sequences),
+                }[algorithm.loss_aggregation]
+                loss = loss + token * share
     return loss
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        AlgorithmConfig(),
-        AlgorithmConfig(kl_coef=0.3),
-        AlgorithmConfig(loss_aggregation="sequence", advantage="mean"),
-        AlgorithmConfig(proximal="behavior", behavior_weight_cap=1.5),
-        AlgorithmConfig(proximal="recompute", kl_coef=0.1),
-        AlgorithmConfig(entropy_coef=0.2),
-    ],
-    ids=lambda a: f"{a.proximal}-{a.loss_aggregation}-kl{a.kl_coef}-entropy{a.entropy_coef}",
-)
-def test_gradients_and_three_steps_equal_a_loop(tmp_path, algorithm):
+ALGORITHMS = {
+    "grpo": AlgorithmConfig(),
+    "grpo-kl": AlgorithmConfig(kl_coef=0.3),
+    "grpo-kl-in-reward": AlgorithmConfig(kl_coef=0.3, kl_in="reward", kl_estimator="k1"),
+    "grpo-k2-adaptive": AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", kl_target=0.01, kl_horizon=1),
+    "dr-grpo": AlgorithmConfig(loss_aggregation="constant", advantage="mean"),
+    "rloo": AlgorithmConfig(loss_aggregation="sequence", advantage="rloo"),
+    "reinforce++": AlgorithmConfig(advantage="reinforce++", kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
+    "reinforce++-baseline": AlgorithmConfig(advantage="reinforce++-baseline", kl_coef=0.1, kl_estimator="k2"),
+    "gspo": AlgorithmConfig(
+        objective="gspo", loss_aggregation="sequence", proximal="recompute", clip_low=0.5, clip_high=0.5
+    ),
+    "cispo": AlgorithmConfig(objective="cispo", proximal="recompute"),
+    "dual-clip": AlgorithmConfig(proximal="recompute", dual_clip=1.2, clip_low=0.6, clip_high=0.9),
+    "ppo-with-behavior-as-centre": AlgorithmConfig(proximal="behavior", behavior_weight_cap=1.5),
+    "recomputed-kl": AlgorithmConfig(proximal="recompute", kl_coef=0.1),
+    "sequence-weights": AlgorithmConfig(behavior_weight_level="sequence", behavior_weight_cap=1.2),
+    "masked-geometric-weights": AlgorithmConfig(
+        behavior_weight_level="geometric",
+        behavior_weight_limit="mask",
+        behavior_weight_cap=0.3,
+        behavior_weight_floor=0.05,
+    ),
+    "masked-tokens": AlgorithmConfig(behavior_weight_limit="mask", behavior_weight_cap=0.5, behavior_weight_floor=0.05),
+    "entropy": AlgorithmConfig(entropy_coef=0.2),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
+    algorithm = ALGORITHMS[name]
     folder = save_model(tmp_path / "model", "qwen3")
     backend = make_backend(folder, algorithm=algorithm)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    kl_coef = algorithm.kl_coef
     for step in range(3):
         groups = make_groups(3, seed=step)
         proximal = [None] * 3
@@ -151,20 +236,25 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, algorithm):
         tokens = sum(int(item.trainable.sum()) for item in items)
         sequences = sum(group.size for group in groups)
         seen: list[float] = []
-        statistics = backend.train(
+        found = backend.train(
             items, loss_tokens=tokens, sequences=sequences, before_update=lambda seen=seen: seen.append(1.0)
         )
         optimizer.zero_grad()
-        loss = loop_loss(model, reference, items, algorithm, tokens, sequences)
+        loss = loop_loss(model, reference, items, algorithm, tokens, sequences, kl_coef)
         loss.backward()
         assert seen == [1.0]
-        assert statistics.sums["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert found.sums["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         largest = max(float(p.grad.abs().max()) for p in model.parameters())
         for (name, want), got in zip(model.named_parameters(), backend._parameters, strict=True):
             assert float((want.grad - got.grad).abs().max()) < 1e-5 * largest, name
         optimizer.step()
         for (name, want), (_, got) in zip(model.named_parameters(), backend.named_weights(), strict=True):
-            assert float((want - got).abs().max()) < 1e-5, name
+            assert float((want - got).detach().abs().max()) < 1e-5, name
+        if algorithm.kl_coef:
+            assert found.maxima["kl_coef"] == pytest.approx(kl_coef)
+        if algorithm.kl_target:
+            error = found.sums["kl"] / found.sums["tokens"] / algorithm.kl_target - 1
+            kl_coef *= 1 + max(-0.2, min(0.2, error)) / algorithm.kl_horizon
 
 
 def test_groups_without_contrast_change_nothing_but_are_counted(tmp_path):
@@ -186,9 +276,9 @@ def test_over_age_tokens_have_no_gradient(tmp_path):
     backend = make_backend(folder)
     group = make_groups(1)[0]
     item = make_item(group, oldest=100)
-    statistics = backend.train([item], loss_tokens=1, sequences=4, before_update=lambda: None)
-    assert statistics.maxima["grad_norm"] == 0.0
-    assert statistics.sums.get("tokens", 0) == 0
+    found = backend.train([item], loss_tokens=1, sequences=4, before_update=lambda: None)
+    assert found.maxima["grad_norm"] == 0.0
+    assert found.sums.get("tokens", 0) == 0
 
 
 def test_a_gradient_that_is_no_number_stops_before_the_weights_change(tmp_path):

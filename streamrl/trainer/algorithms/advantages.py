@@ -9,22 +9,58 @@ from torch import Tensor
 
 STD_EPS = 1e-4
 
+AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline"]
+"""Those of `group_advantages`, by name."""
 
-def group_advantages(rewards: Tensor, *, kind: Literal["grpo", "mean"]) -> Tensor:
+
+def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
     """Compare each response with its siblings.
 
     `rewards` `[n]` are those of one group; so are the advantages, float32.
 
     - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)` with the unbiased standard deviation
       (DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3);
-    - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+    - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
+    - `rloo`: `r` minus the mean of the *other* siblings, which is `n / (n - 1) · (r - mean(r))`
+      (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
+    - `reinforce++-baseline`: as `mean`, to be whitened over the batch;
+    - `reinforce++`: `r` itself, to be whitened over the batch
+      (REINFORCE++, https://arxiv.org/abs/2501.03262).
 
-    Siblings that all scored the same get exactly 0: they teach nothing.
+    Siblings that all scored the same get exactly 0, except with `reinforce++`: they teach nothing.
     """
     rewards = rewards.float()
+    if kind == "reinforce++":
+        return rewards
     if bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
-    if kind == "mean":
-        return centred
-    return centred / (rewards.std() + STD_EPS)
+    match kind:
+        case "grpo":
+            return centred / (rewards.std() + STD_EPS)
+        case "rloo":
+            return centred * (len(rewards) / (len(rewards) - 1))
+        case _:
+            return centred
+
+
+def whitens(kind: AdvantageKind) -> bool:
+    """Whether the advantages of a batch are to be whitened together."""
+    return kind in ("reinforce++", "reinforce++-baseline")
+
+
+def moments(advantages: Tensor) -> Tensor:
+    """`[3]` float64: how many, their sum, the sum of their squares; those of several ranks add up."""
+    values = advantages.double()
+    return torch.stack([torch.tensor(float(len(values)), dtype=torch.float64), values.sum(), (values**2).sum()])
+
+
+def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
+    """`(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`.
+
+    Each response counts once, however long it is.
+    """
+    count, total, squares = batch_moments.tolist()
+    mean = total / count
+    variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)
+    return (advantages - mean) / (variance**0.5 + STD_EPS)

@@ -1,11 +1,68 @@
-"""Policy losses, as pure tensor functions over flat vectors of tokens."""
+"""Policy losses, as pure tensor functions over flat vectors of tokens.
+
+`logprobs` are those of the current policy π (with a gradient), `proximal_logprobs` those of the
+proximal policy π_p (the clip's centre), `behavior_logprobs` those of the behaviour policy π_b, which
+sampled the token. Every vector has the shape `[tokens]`; `sequence` (int64) tells which of the
+`sequences` responses a token belongs to.
+
+All objectives are decoupled (Hilton et al., "Batch size-invariance for policy optimization",
+https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298): a weight without gradient
+corrects for π_b being another policy than π_p, whatever the clip does about π and π_p.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+WeightLevel = Literal["token", "sequence", "geometric"]
+WeightLimit = Literal["truncate", "mask"]
+
+
+class BehaviorWeight(NamedTuple):
+    """Per-token values, each of the shape `[tokens]`, without gradient."""
+
+    weight: Tensor
+    limited: Tensor
+    """True where the limit changed the weight."""
+
+
+def behavior_weight(
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    *,
+    level: WeightLevel,
+    limit: WeightLimit,
+    cap: float,
+    floor: float = 0.0,
+) -> BehaviorWeight:
+    """Importance weight w of tokens that π_b sampled, for an objective centred at π_p.
+
+    `level`, with `ρ_t = π_p / π_b` of one token:
+
+    - `token`: `w_t = ρ_t`;
+    - `sequence`: `w_t = Π ρ` over the tokens of the response that enter the loss;
+    - `geometric`: the geometric mean of the same.
+
+    `limit`:
+
+    - `truncate`: `min(w, cap)` (truncated importance sampling, Espeholt et al.,
+      https://arxiv.org/abs/1802.01561; AReaL's capped weight);
+    - `mask`: `w` where `floor <= w <= cap`, else 0 (masked importance sampling).
+    """
+    log_weight = (proximal_logprobs - behavior_logprobs).detach()
+    if level != "token":
+        log_weight = sum_of_sequence(log_weight, sequence, sequences, mean=level == "geometric")[sequence]
+    weight = log_weight.exp()
+    if limit == "truncate":
+        limited = weight > cap
+        return BehaviorWeight(weight.clamp(max=cap), limited)
+    limited = (weight > cap) | (weight < floor)
+    return BehaviorWeight(weight.masked_fill(limited, 0.0), limited)
 
 
 class PolicyLoss(NamedTuple):
@@ -14,60 +71,96 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     """To be minimised; differentiable in `logprobs`."""
     clipped: Tensor
-    """True where the clip took the gradient away."""
-    behavior_weight: Tensor
-    """The capped weight proximal / behaviour."""
-    weight_capped: Tensor
-    """True where the cap was reached."""
+    """True where the clip took the gradient away (CISPO: where it bounded the ratio)."""
 
 
-def decoupled_ppo(
+def ppo(
     logprobs: Tensor,
     proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
     advantages: Tensor,
     *,
     clip_low: float,
     clip_high: float,
-    behavior_weight_cap: float,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """The decoupled PPO objective, token by token; all arguments have the shape `[tokens]`.
+    """PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
 
-    With the current policy π, the proximal policy π_p (the clip's centre) and the behaviour
-    policy π_b (which sampled the token):
+        loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
 
-        w = min(π_p / π_b, cap)                      (no gradient)
-        r = π / π_p
-        loss = -w · min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
-
-    Hilton et al., "Batch size-invariance for policy optimization",
-    https://arxiv.org/abs/2110.00641; capped behaviour weight as in AReaL,
-    https://arxiv.org/abs/2505.24298. With π_p = π_b it is PPO, https://arxiv.org/abs/1707.06347.
+    `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). With `dual_clip`
+    c > 1 the objective of a negative advantage is bounded from below by `c · A` (Ye et al.,
+    https://arxiv.org/abs/1912.09729, eq. 5).
     """
-    proximal_logprobs = proximal_logprobs.detach()
-    uncapped = (proximal_logprobs - behavior_logprobs).exp()
-    weight = uncapped.clamp(max=behavior_weight_cap)
-    ratio = (logprobs - proximal_logprobs).exp()
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return PolicyLoss(
-        loss=-weight * torch.min(free, bounded),
-        clipped=bounded < free,
-        behavior_weight=weight,
-        weight_capped=uncapped > behavior_weight_cap,
-    )
+    ratio = (logprobs - proximal_logprobs.detach()).exp()
+    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
-def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Unbiased, non-negative estimate of KL(π || π_ref) for tokens sampled from π, `[tokens]`.
+def gspo(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """PPO's objective with the ratio of a whole response, the same for all its tokens:
 
-    `exp(d) - 1 - d` with `d = log π_ref - log π` (Schulman, "Approximating KL divergence",
-    http://joschu.net/blog/kl-approx.html, estimator k3).
+        s = exp(mean over the response of log(π / π_p))
+
+    (GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; use it with `sequence` aggregation). The
+    mean is over the tokens that enter the loss. Its clip ranges are far smaller than PPO's: the
+    paper's are 3e-4 and 4e-4.
     """
-    difference = ref_logprobs - logprobs
-    return difference.exp() - 1 - difference
+    shift = logprobs - proximal_logprobs.detach()
+    ratio = sum_of_sequence(shift, sequence, sequences, mean=True).exp()[sequence]
+    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def cispo(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """The clipped ratio as a weight without gradient, so that no token loses its gradient:
+
+        loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
+
+    (CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5).
+    """
+    ratio = (logprobs.detach() - proximal_logprobs.detach()).exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(loss=-bounded * advantages * logprobs, clipped=bounded != ratio)
+
+
+def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
+    """`[sequences]`: the sum, or the mean, of `values` over the tokens of each response."""
+    total = values.new_zeros(sequences).index_add(0, sequence, values)
+    if not mean:
+        return total
+    return total / tokens_of_sequence(sequence, sequences)
+
+
+def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
+    """`[sequences]`: how many tokens each response has, at least 1."""
+    return torch.bincount(sequence, minlength=sequences).clamp(min=1)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
     """Share of the tokens that count after weighting: `(Σw)² / (n · Σw²)`, between 1/n and 1."""
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyLoss:
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective = torch.min(free, bounded)
+    clipped = bounded < free
+    if dual_clip is not None:
+        least = dual_clip * advantages
+        hopeless = (advantages < 0) & (objective < least)
+        objective = torch.where(hopeless, least, objective)
+        clipped = clipped | hopeless
+    return PolicyLoss(loss=-objective, clipped=clipped)

@@ -20,6 +20,8 @@ class TrainItem(msgspec.Struct):
     group: TrajectoryGroup
     trainable: NDArray[np.bool_]
     """`[tokens]` sampled and young enough: these enter the loss."""
+    age: NDArray[np.int32]
+    """`[tokens]` in policy versions, of sampled tokens."""
     fresh: NDArray[np.bool_]
     """`[tokens]` sampled by the policy at the start of the step: there engine and trainer have to agree."""
     proximal_logprobs: NDArray[np.float32] | None

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.algorithms.advantages import group_advantages
-from streamrl.trainer.algorithms.losses import decoupled_ppo, effective_sample_size, kl_k3
+from streamrl.trainer.algorithms.kl import KLCoefficient, KLEstimator, kl_estimate
+from streamrl.trainer.algorithms.objective import Tokens, Totals, objective, response_advantages
 from streamrl.trainer.backends.base import StepStatistics, TrainItem
 from streamrl.trainer.packing import MicroBatch, attention_mask, pack
 from streamrl.trainer.schedule import learning_rate_schedule
@@ -47,15 +47,18 @@ class TorchBackend:
         trainer: TrainerConfig,
         algorithm: AlgorithmConfig,
         temperature: float,
+        longest: int,
         total_steps: int,
         device: torch.device,
         dtype: torch.dtype,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`longest`: most tokens that a response may have; `total_steps`: of the whole run, for the schedule."""
         self._model_dir = model_dir
         self._trainer = trainer
         self._algorithm = algorithm
         self._temperature = temperature
+        self._longest = longest
         self._device = device
         self._dtype = dtype
         self._process_group = process_group
@@ -64,6 +67,7 @@ class TorchBackend:
         if trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
         self._reference = _load(model_dir, dtype, device).eval() if algorithm.kl_coef > 0 else None
+        self._kl = KLCoefficient(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
         optimizer = trainer.optimizer
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -75,7 +79,7 @@ class TorchBackend:
             fused=True,
         )
         self._schedule = learning_rate_schedule(
-            self._optimizer, optimizer, total_steps=total_steps * algorithm.minibatches
+            self._optimizer, optimizer, total_steps=total_steps * algorithm.minibatches * algorithm.epochs
         )
 
     def logprobs(self, groups: Sequence[TrajectoryGroup], *, reference: bool) -> list[NDArray[np.float32]]:
@@ -101,10 +105,10 @@ class TorchBackend:
     ) -> StepStatistics:
         self._optimizer.zero_grad(set_to_none=False)
         statistics = StepStatistics(sums=defaultdict(float), maxima=defaultdict(float))
+        totals = Totals(tokens=loss_tokens, sequences=sequences, longest=self._longest)
         teaching, advantages = self._teaching(items)
-        groups = [item.group for item in teaching]
-        for micro in self._pack(groups):
-            self._accumulate(micro, teaching, advantages, loss_tokens, sequences, statistics)
+        for micro in self._pack([item.group for item in teaching]):
+            self._accumulate(micro, teaching, advantages, totals, statistics)
         self._sum_gradients()
         norm = float(clip_grad_norm_(self._parameters, self._trainer.optimizer.grad_clip))
         before_update()
@@ -117,6 +121,9 @@ class TorchBackend:
         statistics.maxima["lr"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
+        if self._reference is not None:
+            statistics.maxima["kl_coef"] = self._kl.value
+            self._adapt_kl(statistics)
         return statistics
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,19 +134,24 @@ class TorchBackend:
         self._model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
 
-    def _teaching(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[NDArray[np.float32]]]:
+    def _teaching(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[Tensor]]:
         """The items with a gradient, and the advantage of each of their siblings.
 
         Without a KL or an entropy term a group whose siblings all scored the same has none; it is left out of
         the computation (not of the normalisation). One is kept if all are so, for the figures.
         """
-        advantages = [
-            group_advantages(torch.from_numpy(item.group.rewards), kind=self._algorithm.advantage).numpy()
-            for item in items
-        ]
-        if self._algorithm.kl_coef > 0 or self._algorithm.entropy_coef > 0:
+        algorithm = self._algorithm
+        penalised = self._reference is not None and algorithm.kl_in == "reward"
+        advantages = response_advantages(
+            [torch.from_numpy(item.group.rewards) for item in items],
+            [_divergence(item, algorithm.kl_estimator) for item in items] if penalised else None,
+            algorithm,
+            kl_coef=self._kl.value,
+            add_up=self._add_up,
+        )
+        if self._reference is not None or algorithm.entropy_coef > 0:
             return list(items), advantages
-        keep = [i for i, a in enumerate(advantages) if a.any()] or list(range(min(1, len(items))))
+        keep = [i for i, a in enumerate(advantages) if bool(a.any())] or list(range(min(1, len(items))))
         return [items[i] for i in keep], [advantages[i] for i in keep]
 
     def _pack(self, groups: Sequence[TrajectoryGroup]) -> list[MicroBatch]:
@@ -186,72 +198,67 @@ class TorchBackend:
         self,
         micro: MicroBatch,
         items: Sequence[TrainItem],
-        advantages: Sequence[NDArray[np.float32]],
-        loss_tokens: int,
-        sequences: int,
+        advantages: Sequence[Tensor],
+        totals: Totals,
         statistics: StepStatistics,
     ) -> None:
         """Add the gradient of one micro-batch, and its figures to `statistics`."""
-        algorithm = self._algorithm
         groups = [item.group for item in items]
-        predicted = self._forward(self._model, micro, groups)
-        keep = self._tensor(_gather(micro, [item.trainable for item in items]))
-        if not bool(keep.any()):
+        keep = _gather(micro, [item.trainable for item in items])
+        if not keep.any():
             return
-        logprobs = predicted.logprobs[keep]
-        behavior = self._tensor(_gather(micro, [g.packed_behavior_logprobs for g in groups]))[keep]
-        if algorithm.proximal == "behavior":
+        predicted = self._forward(self._model, micro, groups)
+
+        def kept(arrays: Sequence[NDArray[Any]]) -> Tensor:
+            return self._tensor(_gather(micro, arrays)[keep])
+
+        mask = self._tensor(keep)
+        logprobs = predicted.logprobs[mask]
+        behavior = kept([g.packed_behavior_logprobs for g in groups])
+        if self._algorithm.proximal == "behavior":
             proximal = behavior
         elif items[0].proximal_logprobs is not None:
-            proximal = self._tensor(_gather(micro, [_some(i.proximal_logprobs) for i in items]))[keep]
+            proximal = kept([_some(i.proximal_logprobs) for i in items])
         else:
             proximal = logprobs.detach()
-        per_token = [np.repeat(a, item.group.seqlens) for a, item in zip(advantages, items, strict=True)]
-        policy = decoupled_ppo(
-            logprobs,
-            proximal,
-            behavior,
-            self._tensor(_gather(micro, per_token))[keep],
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            behavior_weight_cap=algorithm.behavior_weight_cap,
+        firsts = np.cumsum([0] + [group.size for group in groups])
+        sequences = [np.repeat(np.arange(g.size), g.seqlens) + first for g, first in zip(groups, firsts, strict=False)]
+        tokens = Tokens(
+            logprobs=logprobs,
+            entropy=predicted.entropy[mask],
+            behavior_logprobs=behavior,
+            proximal_logprobs=proximal,
+            ref_logprobs=kept([_some(i.ref_logprobs) for i in items]) if self._reference is not None else None,
+            advantages=kept([np.repeat(a.numpy(), g.seqlens) for a, g in zip(advantages, groups, strict=True)]),
+            sequence=kept(sequences),
+            sequences=int(firsts[-1]),
+            age=kept([item.age for item in items]),
+            comparable=kept([item.fresh for item in items]),
         )
-        loss = policy.loss
-        sums = statistics.sums
-        if algorithm.kl_coef > 0:
-            ref = self._tensor(_gather(micro, [_some(i.ref_logprobs) for i in items]))[keep]
-            kl = kl_k3(logprobs, ref)
-            loss = loss + algorithm.kl_coef * kl
-            sums["kl"] += float(kl.detach().sum())
-        entropy = predicted.entropy[keep]
-        if algorithm.entropy_coef > 0:
-            loss = loss - algorithm.entropy_coef * entropy
-        if algorithm.loss_aggregation == "token":
-            total = loss.sum() / max(loss_tokens, 1)
-        else:
-            shares = [_share_of_sequence(item) for item in items]
-            total = (loss * self._tensor(_gather(micro, shares))[keep]).sum() / max(sequences, 1)
-        total.backward()  # type: ignore[no-untyped-call]
+        found = objective(tokens, self._algorithm, kl_coef=self._kl.value, totals=totals)
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        statistics.sums["computed_tokens"] += micro.tokens
+        for name, value in found.sums.items():
+            statistics.sums[name] += value
+        for name, value in found.maxima.items():
+            statistics.maxima[name] = max(statistics.maxima[name], value)
 
-        difference = (logprobs.detach() - behavior).abs()
-        weights = (logprobs.detach() - behavior).exp()
-        sums["tokens"] += len(logprobs)
-        sums["loss"] += float(total.detach())
-        sums["clipped"] += float(policy.clipped.sum())
-        sums["behavior_weight"] += float(policy.behavior_weight.sum())
-        sums["weight_capped"] += float(policy.weight_capped.sum())
-        sums["policy_shift"] += float(difference.sum())
-        sums["entropy"] += float(entropy.detach().sum())
-        sums["ess"] += float(effective_sample_size(weights)) * len(weights)
-        sums["ratio"] += float(weights.sum())
-        sums["computed_tokens"] += micro.tokens
-        at_start = logprobs.detach() if algorithm.proximal == "behavior" else proximal
-        fresh = (at_start - behavior).abs()[self._tensor(_gather(micro, [item.fresh for item in items]))[keep]]
-        if len(fresh):
-            sums["fresh_tokens"] += len(fresh)
-            sums["logprob_diff"] += float(fresh.sum())
-            statistics.maxima["logprob_diff"] = max(statistics.maxima["logprob_diff"], float(fresh.max()))
-        statistics.maxima["ratio"] = max(statistics.maxima["ratio"], float(weights.max()))
+    def _adapt_kl(self, statistics: StepStatistics) -> None:
+        """Steer the coefficient by the KL of the step, over all ranks."""
+        if not self._kl.adapts:
+            return
+        sums = statistics.sums
+        kl, tokens = self._add_up(torch.tensor([sums["kl"], sums["tokens"]], dtype=torch.float64)).tolist()
+        if tokens:
+            self._kl.update(kl / tokens)
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """`values` summed over all ranks."""
+        if self._process_group is None:
+            return values
+        values = values.to(self._device)
+        dist.all_reduce(values, group=self._process_group)
+        return values.cpu()
 
     def _sum_gradients(self) -> None:
         if self._process_group is None:
@@ -297,12 +304,12 @@ def _gather(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return values
 
 
-def _share_of_sequence(item: TrainItem) -> NDArray[np.float32]:
-    """For each token, one divided by how many tokens of its sequence enter the loss."""
-    ends = np.cumsum(item.group.seqlens)
-    counts = [item.trainable[end - n : end].sum() for end, n in zip(ends, item.group.seqlens, strict=True)]
-    shares = 1.0 / np.maximum(np.array(counts, dtype=np.float32), 1.0)
-    return np.repeat(shares, item.group.seqlens)
+def _divergence(item: TrainItem, kind: KLEstimator) -> Tensor:
+    """`[siblings]`: the KL from the reference of each response's sampled tokens, as its own policy saw them."""
+    group = item.group
+    behavior, reference = torch.from_numpy(group.packed_behavior_logprobs), torch.from_numpy(_some(item.ref_logprobs))
+    kl = kl_estimate(behavior, reference, kind=kind) * torch.from_numpy(group.packed_loss_mask)
+    return torch.stack([part.sum() for part in kl.split(group.seqlens.tolist())])
 
 
 def _some(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

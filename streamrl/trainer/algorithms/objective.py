@@ -1,0 +1,187 @@
+"""What `actor_train` minimises: the configured advantages, policy loss, penalties and their aggregation.
+
+Shared by all backends, which bring their tokens as flat vectors. Losses are normalised by counts
+over the whole minibatch, so parts of it may be computed one after another, on any rank, and added up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamrl.config import AlgorithmConfig
+from streamrl.trainer.algorithms.advantages import group_advantages, moments, whiten, whitens
+from streamrl.trainer.algorithms.kl import kl_estimate
+from streamrl.trainer.algorithms.losses import (
+    BehaviorWeight,
+    PolicyLoss,
+    behavior_weight,
+    cispo,
+    effective_sample_size,
+    gspo,
+    ppo,
+    tokens_of_sequence,
+)
+
+
+class Tokens(NamedTuple):
+    """Tokens that enter the loss; all tensors have the shape `[tokens]`.
+
+    All tokens of a response that enter the loss are in the same `Tokens`.
+    """
+
+    logprobs: Tensor
+    """Under the current policy; with a gradient."""
+    entropy: Tensor
+    """Of the current policy's whole distribution; with a gradient if `entropy_coef > 0`."""
+    behavior_logprobs: Tensor
+    proximal_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    sequence: Tensor
+    """int64: to which response a token belongs, in `0 … sequences - 1`."""
+    sequences: int
+    age: Tensor
+    """int64: in policy versions."""
+    comparable: Tensor
+    """bool: sampled by the policy at the start of the step, so that engine and trainer have to agree."""
+
+
+class Totals(NamedTuple):
+    """Of the whole minibatch, over all ranks."""
+
+    tokens: int
+    """That enter the loss."""
+    sequences: int
+    longest: int
+    """Most tokens that a response may have: the length of `constant` aggregation."""
+
+
+class Objective(NamedTuple):
+    loss: Tensor
+    """Scalar, to be minimised: this part's share of the minibatch's loss."""
+    sums: dict[str, float]
+    """Figures that add up over parts and ranks."""
+    maxima: dict[str, float]
+
+
+def response_advantages(
+    rewards: list[Tensor],
+    divergences: list[Tensor] | None,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coef: float,
+    add_up: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """The advantage of each response: one vector `[n]` for each group of `rewards`.
+
+    `divergences`: of each response, the sum over its tokens of the estimated KL; it is taken from
+    the reward, times `kl_coef` (None: no such penalty). `add_up` adds a vector up over all ranks.
+    """
+    if divergences is not None:
+        rewards = [r - kl_coef * d for r, d in zip(rewards, divergences, strict=True)]
+    found = [group_advantages(r, kind=algorithm.advantage) for r in rewards]
+    if not whitens(algorithm.advantage):
+        return found
+    batch = add_up(moments(torch.cat(found) if found else torch.zeros(0)))
+    return [whiten(advantages, batch) for advantages in found]
+
+
+def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
+    """The loss of `tokens`, as a share of that of the minibatch, and figures about them."""
+    corrected = behavior_weight(
+        tokens.proximal_logprobs,
+        tokens.behavior_logprobs,
+        tokens.sequence,
+        tokens.sequences,
+        level=algorithm.behavior_weight_level,
+        limit=algorithm.behavior_weight_limit,
+        cap=algorithm.behavior_weight_cap,
+        floor=algorithm.behavior_weight_floor,
+    )
+    policy = _policy_loss(tokens, algorithm)
+    per_token = corrected.weight * policy.loss
+    sums: defaultdict[str, float] = defaultdict(float)
+    if tokens.ref_logprobs is not None:
+        kl = kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind=algorithm.kl_estimator)
+        sums["kl"] = float(kl.detach().sum())
+        if algorithm.kl_in == "loss":
+            per_token = per_token + kl_coef * kl
+    if algorithm.entropy_coef > 0:
+        per_token = per_token - algorithm.entropy_coef * tokens.entropy
+    loss = (per_token * _shares(tokens, algorithm, totals)).sum()
+    sums["loss"] = float(loss.detach())
+    at_start = tokens.logprobs if algorithm.proximal == "behavior" else tokens.proximal_logprobs
+    maxima = _add_figures(sums, tokens, policy, corrected, at_start.detach())
+    return Objective(loss, dict(sums), maxima)
+
+
+def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> PolicyLoss:
+    now, centre, advantages = tokens.logprobs, tokens.proximal_logprobs, tokens.advantages
+    low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+    match algorithm.objective:
+        case "ppo":
+            return ppo(now, centre, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+        case "gspo":
+            return gspo(
+                *(now, centre, advantages, tokens.sequence, tokens.sequences),
+                clip_low=low,
+                clip_high=high,
+                dual_clip=dual,
+            )
+        case "cispo":
+            return cispo(now, centre, advantages, clip_low=low, clip_high=high)
+
+
+def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tensor:
+    """What each token's loss counts in that of the minibatch.
+
+    `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its response · responses) (GRPO);
+    `constant`: 1 / (longest response possible · responses) (Dr. GRPO).
+    """
+    match algorithm.loss_aggregation:
+        case "token":
+            return torch.full_like(tokens.logprobs, 1 / max(totals.tokens, 1), requires_grad=False)
+        case "sequence":
+            counts = tokens_of_sequence(tokens.sequence, tokens.sequences)[tokens.sequence]
+            return 1 / (counts.to(tokens.logprobs.dtype) * max(totals.sequences, 1))
+        case "constant":
+            share = 1 / (totals.longest * max(totals.sequences, 1))
+            return torch.full_like(tokens.logprobs, share, requires_grad=False)
+
+
+def _add_figures(
+    sums: defaultdict[str, float],
+    tokens: Tokens,
+    policy: PolicyLoss,
+    corrected: BehaviorWeight,
+    at_start: Tensor,
+) -> dict[str, float]:
+    """Fill `sums`; the maxima are returned. `at_start`: log-probabilities before the step's first update."""
+    shift = (tokens.logprobs.detach() - tokens.behavior_logprobs).abs()
+    ratio = (tokens.logprobs.detach() - tokens.behavior_logprobs).exp()
+    sums["tokens"] = len(ratio)
+    sums["clipped"] = float(policy.clipped.sum())
+    sums["behavior_weight"] = float(corrected.weight.sum())
+    sums["weight_limited"] = float(corrected.limited.sum())
+    sums["policy_shift"] = float(shift.sum())
+    sums["entropy"] = float(tokens.entropy.detach().sum())
+    sums["ess"] = float(effective_sample_size(ratio)) * len(ratio)
+    sums["ratio"] = float(ratio.sum())
+    for age in tokens.age.unique().tolist():
+        mine = tokens.age == age
+        sums[f"tokens/age_{age}"] = float(mine.sum())
+        sums[f"policy_shift/age_{age}"] = float(shift[mine].sum())
+        sums[f"clipped/age_{age}"] = float(policy.clipped[mine].sum())
+        sums[f"weight_limited/age_{age}"] = float(corrected.limited[mine].sum())
+    maxima = {"ratio": float(ratio.max())}
+    difference = (at_start - tokens.behavior_logprobs).abs()[tokens.comparable]
+    if len(difference):
+        sums["fresh_tokens"] = len(difference)
+        sums["logprob_diff"] = float(difference.sum())
+        maxima["logprob_diff"] = float(difference.max())
+    return maxima

@@ -75,7 +75,10 @@ def main() -> None:
     parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
     parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
     parser.add_argument(
-        "--over-age", nargs="+", choices=["mask", "wait", "drop"], help="by default: mask at every value, wait and drop at 4"
+        "--over-age",
+        nargs="+",
+        choices=["mask", "wait", "drop"],
+        help="by default: mask at every value, wait and drop at 4",
     )
     parser.add_argument("--steps", type=int, help="steps of each run")
     options = parser.parse_args()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from streamrl.checksum import dtype_name
+from streamrl.device import compute_with
 from streamrl.errors import PublicationError
 from streamrl.gserver.engine import Refused
 from streamrl.transport.collective import broadcast, destroy_group, form_group
@@ -239,6 +240,7 @@ async def in_thread(call: Callable[[], Result]) -> Result:
                 future.set_exception(error)
 
     def run() -> None:
+        compute_with(1)
         result, failure = None, None
         try:
             result = call()

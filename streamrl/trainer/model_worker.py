@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from streamrl.config import Config
-from streamrl.device import resolve_device, resolve_dtype
+from streamrl.device import compute_with, resolve_device, resolve_dtype
 from streamrl.errors import DeadlineExceeded, TrainingError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.backends.base import Backend, TrainItem
@@ -144,8 +144,11 @@ class ModelWorker:
         self._dataset = dataset
         self._client = client
         self._device = resolve_device(config.run.device, index=index)
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        compute_with(1)  # in this thread; `config.trainer.threads` are those of the one that computes
+        self._compute = ThreadPoolExecutor(
+            1, thread_name_prefix="compute", initializer=compute_with, initargs=(config.trainer.threads,)
+        )
+        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish", initializer=compute_with, initargs=(1,))
         self._weights_free = threading.Event()
         self._weights_free.set()
         self._backend: Backend | None = None
@@ -219,7 +222,6 @@ class ModelWorker:
 
         began = time.monotonic()
         config = self._config
-        torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.run.seed)
         if call.world_size > 1:
             self._group = form_group(

@@ -152,8 +152,10 @@ async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_t
         await client.close()
     assert [admission.seq for admission in reply.admissions] == [5]
     tickets = [message.ticket for message in asked]
-    assert len(set(tickets[:6])) == 1 and tickets[0] != ""
-    assert len(tickets) == 7 and tickets[6] != tickets[0]
+    assert set(tickets[:6]) == {tickets[0]}
+    assert tickets[0] != ""
+    assert len(tickets) == 7
+    assert tickets[6] != tickets[0]
 
 
 class FakeManager:

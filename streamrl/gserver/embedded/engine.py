@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from streamrl.checksum import WeightsChecksum
+from streamrl.device import compute_with
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.cache import KVCache
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         seed: int,
         update_timeout: float,
     ) -> None:
+        compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
         if max_context > architecture.max_position:
             log.info("contexts end at %d tokens, for which the model was made", architecture.max_position)
@@ -288,7 +290,7 @@ class EmbeddedEngine:
         self._tickets.clear()
 
     def _compute(self) -> None:
-        torch.set_num_threads(self._threads)
+        compute_with(self._threads)
         with torch.inference_mode():
             while True:
                 for command in self._take_commands():

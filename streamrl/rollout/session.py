@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-
 from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.errors import DataError, RewardError
 from streamrl.rollout.activity import Activity

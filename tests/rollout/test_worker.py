@@ -275,7 +275,9 @@ async def test_groups_without_contrast_may_be_dropped(
     assert sorted(on.manager.rejected) == list(range(10))
     assert set(on.manager.rejected.values()) == {"all responses scored 2"}
     assert sorted(on.trainer.held) == [10, 11, 12, 13]
-    warnings = [record.getMessage() for record in caplog.records if "groups in a row are dropped" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "groups in a row are dropped" in record.getMessage()
+    ]
     assert [warning.split()[1] for warning in warnings] == ["5", "10"]
 
 

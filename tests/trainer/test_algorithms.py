@@ -181,7 +181,9 @@ def test_gradient_of_k2_as_a_loss_is_that_of_the_kl_on_average():
     (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
     sampled = policy.detach().exp()
     slopes = {
-        kind: torch.autograd.grad((sampled * kl_estimate(policy, reference, kind=kind)).sum(), logits, retain_graph=True)
+        kind: torch.autograd.grad(
+            (sampled * kl_estimate(policy, reference, kind=kind)).sum(), logits, retain_graph=True
+        )
         for kind in ("k1", "k2")
     }
     assert torch.allclose(slopes["k2"][0], wanted)
@@ -191,7 +193,8 @@ def test_gradient_of_k2_as_a_loss_is_that_of_the_kl_on_average():
 def test_kl_coefficient_follows_its_target():
     fixed = KLCoefficient(0.1, target=None, horizon=10)
     fixed.update(5.0)
-    assert fixed.value == 0.1 and not fixed.adapts
+    assert fixed.value == 0.1
+    assert not fixed.adapts
     steered = KLCoefficient(0.1, target=0.02, horizon=10)
     steered.update(0.021)
     assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -60,7 +61,7 @@ def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
 
     Each response counts once, however long it is.
     """
-    count, total, squares = batch_moments.tolist()
+    count, total, squares = map(float, batch_moments)
     mean = total / count
     variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)
-    return (advantages - mean) / (variance**0.5 + STD_EPS)
+    return (advantages - mean) / (math.sqrt(variance) + STD_EPS)

@@ -172,7 +172,7 @@ def _add_figures(
     sums["entropy"] = float(tokens.entropy.detach().sum())
     sums["ess"] = float(effective_sample_size(ratio)) * len(ratio)
     sums["ratio"] = float(ratio.sum())
-    for age in tokens.age.unique().tolist():
+    for age in sorted(set(tokens.age.tolist())):
         mine = tokens.age == age
         sums[f"tokens/age_{age}"] = float(mine.sum())
         sums[f"policy_shift/age_{age}"] = float(shift[mine].sum())

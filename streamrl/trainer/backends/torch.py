@@ -309,7 +309,8 @@ def _divergence(item: TrainItem, kind: KLEstimator) -> Tensor:
     group = item.group
     behavior, reference = torch.from_numpy(group.packed_behavior_logprobs), torch.from_numpy(_some(item.ref_logprobs))
     kl = kl_estimate(behavior, reference, kind=kind) * torch.from_numpy(group.packed_loss_mask)
-    return torch.stack([part.sum() for part in kl.split(group.seqlens.tolist())])
+    ends = np.cumsum(group.seqlens).tolist()
+    return torch.stack([kl[end - n : end].sum() for end, n in zip(ends, group.seqlens.tolist(), strict=True)])
 
 
 def _some(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

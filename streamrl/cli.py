@@ -46,17 +46,25 @@ LOOK = "Looking"
 
 
 @app.command()
-def run(config: ConfigFile, overrides: Overrides = None) -> None:
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of this name from its latest checkpoint.")
+    ] = False,
+) -> None:
     """Run everything on this machine: manager, gservers, trainer, rollout workers."""
     from streamrl import config as configuration
     from streamrl.launch.display import make_display
-    from streamrl.launch.local import claim_run_dir, run_locally
+    from streamrl.launch.local import claim_run_dir, resumed, run_locally
     from streamrl.launch.process import set_up_logging
 
     set_up_logging("run")
     asked = configuration.load(config, overrides or ())
-    resolved = claim_run_dir(asked)
+    resolved = resumed(asked) if resume else claim_run_dir(asked)
     console = _console()
+    if resume:
+        console.print(f"{resolved.run_dir} goes on from {resolved.run.resume_from}", markup=False, soft_wrap=True)
     if resolved.run.name != asked.run.name:
         console.print(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}", markup=False)
     try:

@@ -47,6 +47,8 @@ class RunConfig(Section, frozen=True):
     stop_at_reward: float | None = None
     """End early once the mean reward of the last `stop_window` steps reaches this."""
     stop_window: Positive = 5
+    resume_from: str | None = None
+    """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
 
 
 class ScratchConfig(Section, frozen=True):
@@ -268,7 +270,11 @@ class TrainerConfig(Section, frozen=True):
     """Compute the prompt of a group once, not once for each sibling."""
     gradient_checkpointing: bool = False
     save_every: NonNegative = 0
-    """Steps between Hugging Face checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: as `save_every_seconds` and `save_at_end` say."""
+    save_every_seconds: NonNegativeFloat = 900.0
+    """Seconds between checkpoints; 0: as `save_every` and `save_at_end` say. Both count on their own."""
+    keep_checkpoints: Positive = 2
+    """How many checkpoints stay, besides that of the end."""
     save_at_end: bool = True
     step_timeout_seconds: PositiveFloat = 1800.0
     """Of one model function call."""

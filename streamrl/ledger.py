@@ -58,6 +58,24 @@ class Ledger:
         self._returned_set: set[int] = set()
         self._rejected_set: set[int] = set()
 
+    def restore(self, *, policy_version: int, trained: Collection[int], rejected: Sequence[int]) -> None:
+        """Go on, before anything was admitted, where a run was at the end of a step.
+
+        `trained` were accepted, `rejected` given up; all other sequence numbers below the largest of
+        them go back to be given out again.
+        """
+        if self.next_seq:
+            raise ValueError("a ledger that has admitted groups cannot be restored")
+        settled = set(trained).union(rejected)
+        self.policy_version = policy_version
+        self.accepted = len(trained)
+        self.rejected = list(rejected)
+        self._rejected_set = set(rejected)
+        self.next_seq = max(settled, default=-1) + 1
+        for seq in range(self.next_seq):
+            if seq not in settled:
+                self._push_returned(seq)
+
     @property
     def running(self) -> int:
         """Groups under lease."""

@@ -41,6 +41,15 @@ CACHE_FORMAT = 1
 
 
 def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
+    """The folder of the run's first weights: `config.run.resume_from`, or as `initial_checkpoint`."""
+    if config.run.resume_from is None:
+        return initial_checkpoint(config, cache=cache)
+    folder = Path(config.run.resume_from).expanduser()
+    check_checkpoint(folder)
+    return folder
+
+
+def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     """The folder of `config.model.path`, made first if need be.
 
     `cache` is where made folders are kept: by default `$STREAMRL_CACHE`, else `~/.cache/streamrl`.

@@ -15,6 +15,7 @@ import logging
 import time
 from typing import Literal
 
+from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.admissions import Admissions
@@ -95,6 +96,12 @@ class Manager:
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
         )
+        begun = progress.of_run(config)
+        if begun is not None:
+            self._ledger.restore(
+                policy_version=begun.policy_version, trained=list(begun.trained_seqs()), rejected=begun.rejected
+            )
+            log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet)
         calls = WeightCalls(client, timeout=config.weights.timeout_seconds)

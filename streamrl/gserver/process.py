@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from streamrl import progress
 from streamrl.config import Config
 from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
@@ -18,6 +19,7 @@ from streamrl.gserver.server import Server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.gserver.text import Text
 from streamrl.transport.control import ControlClient
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
     """The engine that the configuration asks for, not started."""
     settings = config.gserver
     seed = config.run.seed * 2**20 + index
+    begun = progress.of_run(config)
+    version = INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)
     if settings.engine == "simulated":
         return SimulatedEngine(
             settings.simulation,
@@ -105,6 +109,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
             max_queued=settings.max_queued,
             max_context=settings.max_context,
             seed=seed,
+            version=version,
             update_timeout=config.weights.timeout_seconds,
         )
     device = resolve_device(config.run.device, index=index)
@@ -118,5 +123,6 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         max_queued=settings.max_queued,
         max_context=settings.max_context,
         seed=seed,
+        version=version,
         update_timeout=config.weights.timeout_seconds,
     )

@@ -89,6 +89,7 @@ class SimulatedEngine:
         max_queued: int,
         max_context: int,
         seed: int,
+        version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
     ) -> None:
         self.model_path = model_path
@@ -98,7 +99,7 @@ class SimulatedEngine:
         self._max_running = max_running
         self._max_queued = max_queued
         self._random = random.Random(seed)
-        self._version = INITIAL_WEIGHT_VERSION
+        self._version = version
         self._running: dict[str, _Simulated] = {}
         self._waiting: deque[_Simulated] = deque()
         self._paused_at: float | None = None

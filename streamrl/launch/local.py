@@ -13,15 +13,18 @@ The launcher itself stays light: it loads no model library, and learns of everyt
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from streamrl import config as configuration
+from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.launch.children import Child, Children, describe_exit
@@ -62,6 +65,22 @@ def claim_run_dir(config: Config) -> Config:
     raise AssertionError("unreachable")
 
 
+def resumed(config: Config) -> Config:
+    """The configuration of the run in `config.run_dir`, to go on from its latest checkpoint."""
+    found = progress.checkpoints(config.run_dir)
+    if not found:
+        raise ConfigError(
+            f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
+            "trainer.save_every steps or trainer.save_every_seconds; start without --resume"
+        )
+    version = progress.read(found[-1]).policy_version
+    if version >= config.run.steps:
+        raise ConfigError(f"{config.run_dir} is done: it made {version} steps; for more of them raise run.steps")
+    return msgspec.structs.replace(
+        config, run=msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
+    )
+
+
 def run_locally(
     config: Config,
     *,
@@ -93,7 +112,8 @@ class LocalRun:
     async def run(self) -> None:
         """Start everything, watch it to the end, and leave nothing behind."""
         logs = self._config.run_dir / "logs"
-        logs.mkdir()
+        logs.mkdir(exist_ok=True)
+        lock = self._lock()
         self._config_file.write_text(configuration.to_toml(self._config))
         self._children = Children(logs=logs)
         try:
@@ -105,6 +125,17 @@ class LocalRun:
                     await self._children.stop()
         finally:
             self._children.close()
+            lock.close()
+
+    def _lock(self) -> IO[str]:
+        """Held until closed, and by this process only: two launchers would write the same files."""
+        lock = (self._config.run_dir / "run.lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise ConfigError(f"{self._config.run_dir} is being run by another process") from error
+        return lock
 
     def kill(self) -> None:
         """End everything by force, at once."""

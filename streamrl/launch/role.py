@@ -33,8 +33,11 @@ def run_manager(
     """The manager; answers its exit code. `host` and `port` replace those of the configuration."""
 
     def arguments(config: Config) -> dict[str, Any]:
-        if (config.run_dir / "metrics.jsonl").exists():
-            raise ConfigError(f"run.name: {config.run_dir} holds another run; choose a new run.name for this one")
+        if config.run.resume_from is None and (config.run_dir / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"run.name: {config.run_dir} holds another run; choose a new run.name for this one, "
+                "or set run.resume_from to one of its checkpoints to go on with it"
+            )
         return {
             "host": config.manager.host if host is None else host,
             "port": config.manager.port if port is None else port,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.progress import Progress
 from streamrl.types import SampleMeta
 
 
@@ -60,9 +61,10 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: write a Hugging Face checkpoint."""
+    """Worker 0: write a checkpoint that the run can go on from, in a folder beside which old ones are removed."""
 
     folder: str
+    progress: Progress
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):

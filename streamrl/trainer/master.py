@@ -16,10 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter
+from streamrl.stream_dataset import SeqSet
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import SequenceBuffer
 from streamrl.trainer.calls import (
@@ -113,6 +115,8 @@ class Master:
             arrivals_limit=config.trainer.batch_groups,
             timeout=config.trainer.step_timeout_seconds,
         )
+        if config.run.resume_from is not None:
+            progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
         self._workers = range(config.trainer.data_parallel)
@@ -121,9 +125,14 @@ class Master:
         self._rewards: list[float] = []
         self._groups_trained = 0
         self._tokens_dropped = 0
-        self._began = time.time()
+        self._began = self._saved_at = time.time()
         self._counted: list[Counted] = []
         self.policy_version = 0
+        self._trained_seqs = SeqSet()
+        self._rejected_seqs: list[int] = []
+        begun = progress.of_run(config)
+        if begun is not None:
+            self._go_on(begun)
 
     @property
     def endpoint(self) -> str:
@@ -225,6 +234,8 @@ class Master:
         spans = await self._executor.run_batch(batch)
         seqs = [meta.seq for meta in batch]
         self._former.trained(seqs)
+        for seq in seqs:
+            self._trained_seqs.add(seq)
         await self._buffer.discard(seqs)
         self.policy_version = version + 1
         self._groups_trained += len(batch)
@@ -255,8 +266,7 @@ class Master:
             seqs=seqs,
         )
         self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
-        every = self._config.trainer.save_every
-        if every and self.policy_version % every == 0:
+        if self._save_is_due():
             await self._save(f"step-{self.policy_version:06d}")
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
@@ -328,8 +338,38 @@ class Master:
     async def _save(self, name: str) -> None:
         folder = self._config.run_dir / "checkpoints" / name
         limit = self._config.trainer.step_timeout_seconds
-        await self._channel.call(0, Save(str(folder.absolute())), Done, timeout=limit)
+        self.membership.waiting_for = f"checkpoint {name}"
+        await self._channel.call(0, Save(str(folder.absolute()), self._progress()), Done, timeout=limit)
+        self.membership.waiting_for = ""
+        self._saved_at = time.time()
         log.info("saved %s", folder)
+
+    def _save_is_due(self) -> bool:
+        """By steps or by seconds, each counted on its own."""
+        trainer = self._config.trainer
+        by_steps = trainer.save_every and self.policy_version % trainer.save_every == 0
+        by_seconds = trainer.save_every_seconds and time.time() - self._saved_at >= trainer.save_every_seconds
+        return bool(by_steps or by_seconds)
+
+    def _progress(self) -> progress.Progress:
+        return progress.Progress(
+            policy_version=self.policy_version,
+            trained=self._trained_seqs.ranges(),
+            rejected=self._rejected_seqs.copy(),
+            prompts=progress.prompts_digest(self._config),
+            tokens_dropped=self._tokens_dropped,
+            recent_rewards=self._rewards[-self._config.run.stop_window :],
+        )
+
+    def _go_on(self, begun: progress.Progress) -> None:
+        """Be where the run was when the checkpoint was written."""
+        self.policy_version = begun.policy_version
+        self._groups_trained = begun.groups_trained
+        self._tokens_dropped = begun.tokens_dropped
+        self._rewards = list(begun.recent_rewards)
+        for seq in begun.trained_seqs():
+            self._trained_seqs.add(seq)
+        self._former.trained(begun.trained_seqs())
 
     def _on_stored(self, worker: int, notice: Stored) -> None:
         self._inbox.put_nowait(notice.metas)
@@ -346,5 +386,6 @@ class Master:
             rejected = await self._client.rejections(known)
             if rejected:
                 known += len(rejected)
+                self._rejected_seqs += rejected
                 self._former.reject(rejected)
                 await self._buffer.wake()

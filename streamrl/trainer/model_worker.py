@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamrl import progress
 from streamrl.config import Config
 from streamrl.device import compute_with, resolve_device, resolve_dtype
 from streamrl.errors import DeadlineExceeded, TrainingError
+from streamrl.models import initial_checkpoint
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.backends.base import Backend, TrainItem
 from streamrl.trainer.calls import (
@@ -236,6 +238,7 @@ class ModelWorker:
             )
         self._backend = TorchBackend(
             model_dir=self._model_dir,
+            reference_dir=initial_checkpoint(config) if config.run.resume_from else self._model_dir,
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.sampling.temperature,
@@ -245,6 +248,8 @@ class ModelWorker:
             dtype=resolve_dtype(config.trainer.dtype, self._device),
             process_group=self._group,
         )
+        if config.run.resume_from:
+            self._backend.load_state(Path(config.run.resume_from) / progress.STATE)
         if self._index == 0:
             self._publisher = self._make_publisher()
         return Done(compute_seconds=time.monotonic() - began)
@@ -342,7 +347,15 @@ class ModelWorker:
 
     def _save(self, call: Save) -> Done:
         began = time.monotonic()
-        write_folder(Path(call.folder), self._ready_backend.save)
+        folder = Path(call.folder)
+
+        def write(unfinished: Path) -> None:
+            self._ready_backend.save(unfinished)
+            progress.write(unfinished, call.progress)
+            self._ready_backend.save_state(unfinished / progress.STATE)
+
+        write_folder(folder, write)
+        progress.prune(folder.parent, keep=self._config.trainer.keep_checkpoints)
         return Done(compute_seconds=time.monotonic() - began)
 
     def _count(self) -> Counted:

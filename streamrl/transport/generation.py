@@ -18,6 +18,7 @@ from streamrl.transport import http
 PauseMode = Literal["in_place", "retract", "abort"]
 
 INITIAL_WEIGHT_VERSION = "default"
+"""What a server calls the weights that it was started with, unless told otherwise."""
 """What a gserver calls the weights that it was started with: policy version 0."""
 
 Reply = TypeVar("Reply")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, processes_of, start, steps, summary
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, processes_of, run, start, steps, summary
 
 LONG = {"run__steps": 400, "trainer__save_at_end": "false", "manager__lease_seconds": 2, "rollout__workers": 2}
 
@@ -60,6 +60,46 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     assert trained == list(range(len(trained)))  # "wait" trains in admission order: a lost group would be a gap
     assert json.loads((run_dir / "final.json").read_text())["status"]["ledger"]["expired"] > 0
     wait_until_gone(run_dir, seconds=10)
+
+
+@pytest.mark.parametrize("over_age", ["mask", "wait"])
+def test_a_run_goes_on_after_everything_was_killed(tmp_path, over_age):
+    run_dir = tmp_path / "resumed"
+    settings = overrides(
+        tmp_path,
+        "resumed",
+        **(LONG | {"run__steps": 30, "trainer__save_every": 4, "trainer__data_parallel": 2}),
+        staleness__over_age=over_age,
+    )
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 11)
+    for victim in [process, *processes_of(run_dir)]:
+        victim.send_signal(signal.SIGKILL)
+    process.wait(10)
+    reader.join(10)
+    wait_until_gone(run_dir, seconds=10)
+    before = steps(run_dir)
+
+    said = run(COPY_SCRATCH, [*settings, "--resume"])
+    assert "goes on from" in said
+    assert_exactly_once(run_dir)
+    after = steps(run_dir)
+    assert [step["step"] for step in after] == list(range(1, 31))
+    kept = [step for step in after if step in before]
+    assert 4 <= len(kept) <= 12
+    assert after[: len(kept)] == kept  # the steps up to the checkpoint, untouched
+    assert len(kept) % 4 == 0
+    if over_age == "wait":
+        trained = sorted(seq for step in after for seq in step["seqs"])
+        assert trained == list(range(len(trained)))
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000024", "step-000028"]
+
+    done = start(COPY_SCRATCH, [*settings, "run.steps=28", "--resume"])
+    reader, output = collected(done)
+    assert done.wait(60) == 2
+    reader.join(10)
+    assert "is done: it made 28 steps" in "".join(output).replace("\n", " ")
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from streamrl.errors import TrainingError
+from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.base import TrainItem
 from streamrl.trainer.backends.torch import TorchBackend
 from streamrl.transport.collective import form_group, open_store
@@ -24,9 +24,19 @@ LONGEST = 9
 TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
 
 
-def make_backend(folder, *, trainer=TRAINER, algorithm=None, temperature=1.0, process_group=None, dtype=torch.float32):
+def make_backend(
+    folder,
+    *,
+    reference_dir=None,
+    trainer=TRAINER,
+    algorithm=None,
+    temperature=1.0,
+    process_group=None,
+    dtype=torch.float32,
+):
     return TorchBackend(
         model_dir=folder,
+        reference_dir=reference_dir or folder,
         trainer=trainer,
         algorithm=algorithm or AlgorithmConfig(),
         temperature=temperature,
@@ -312,6 +322,46 @@ def test_saved_checkpoint_loads_with_the_trained_weights(tmp_path):
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
     for name, weight in backend.named_weights():
         assert torch.equal(loaded[name], weight)
+
+
+def test_a_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
+    folder = save_model(tmp_path / "model")
+    optimizer = OptimizerConfig(schedule="cosine", warmup_steps=3, min_lr_ratio=0.1)
+    settings = {
+        "trainer": msgspec.structs.replace(TRAINER, optimizer=optimizer),
+        "algorithm": AlgorithmConfig(kl_coef=0.2, kl_target=0.01),
+    }
+
+    def steps(backend, numbers):
+        for number in numbers:
+            groups = make_groups(3, seed=number)
+            refs = backend.logprobs(groups, reference=True)
+            items = [make_item(g, ref=r) for g, r in zip(groups, refs, strict=True)]
+            yield backend.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
+
+    whole = make_backend(folder, **settings)
+    expected = list(steps(whole, range(8)))
+    first = make_backend(folder, **settings)
+    list(steps(first, range(5)))
+    first.save(tmp_path / "saved")
+    first.save_state(tmp_path / "saved")
+    second = make_backend(tmp_path / "saved", reference_dir=folder, **settings)
+    second.load_state(tmp_path / "saved")
+    for got, wanted in zip(steps(second, range(5, 8)), expected[5:], strict=True):
+        assert got.sums == wanted.sums
+        assert got.maxima == wanted.maxima
+    for (name, a), (_, b) in zip(whole.named_weights(), second.named_weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_state_of_another_model_is_refused(tmp_path):
+    backend = make_backend(save_model(tmp_path / "model"))
+    with pytest.raises(ModelError, match="cannot be taken over"):
+        backend.load_state(tmp_path)
+    backend.train([make_item(g) for g in make_groups(2)], loss_tokens=50, sequences=8, before_update=lambda: None)
+    backend.save_state(tmp_path)
+    with pytest.raises(ModelError, match="cannot be taken over"):
+        make_backend(save_model(tmp_path / "other", "qwen3")).load_state(tmp_path)
 
 
 def _rank(folder, rank, port, results):

@@ -63,6 +63,7 @@ class EmbeddedEngine:
         max_queued: int,
         max_context: int,
         seed: int,
+        version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
     ) -> None:
         compute_with(1)  # the engine has a thread of its own
@@ -87,7 +88,7 @@ class EmbeddedEngine:
             model=Model(self._live, cache, max_length=self.max_context),
             cache=cache,
             max_running=max_running,
-            version=INITIAL_WEIGHT_VERSION,
+            version=version,
         )
         self._receiver = WeightReceiver(
             expected=Expected(

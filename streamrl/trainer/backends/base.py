@@ -66,3 +66,11 @@ class Backend(Protocol):
     def save(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint (rank 0 only)."""
         ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write, into a folder that exists, what else a run needs to go on as if never interrupted (rank 0 only)."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Take over what `save_state` wrote; the weights were those of the same checkpoint from the start."""
+        ...

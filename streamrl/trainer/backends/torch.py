@@ -8,15 +8,19 @@ makes the result independent of how groups are spread.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +37,8 @@ from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+OPTIMIZER_FILE = "optimizer.safetensors"
+SCALARS_FILE = "trainer.json"
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""
 
@@ -44,6 +50,7 @@ class TorchBackend:
         self,
         *,
         model_dir: Path,
+        reference_dir: Path,
         trainer: TrainerConfig,
         algorithm: AlgorithmConfig,
         temperature: float,
@@ -53,7 +60,10 @@ class TorchBackend:
         dtype: torch.dtype,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`longest`: most tokens that a response may have; `total_steps`: of the whole run, for the schedule."""
+        """`model_dir`: first weights of the policy; `reference_dir`: those of the reference.
+
+        `longest`: most tokens that a response may have; `total_steps`: of the run, for the schedule.
+        """
         self._model_dir = model_dir
         self._trainer = trainer
         self._algorithm = algorithm
@@ -66,7 +76,7 @@ class TorchBackend:
         self._model.train()
         if trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable()
-        self._reference = _load(model_dir, dtype, device).eval() if algorithm.kl_coef > 0 else None
+        self._reference = _load(reference_dir, dtype, device).eval() if algorithm.kl_coef > 0 else None
         self._kl = KLCoefficient(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
         optimizer = trainer.optimizer
         self._parameters = list(self._model.parameters())
@@ -81,6 +91,8 @@ class TorchBackend:
         self._schedule = learning_rate_schedule(
             self._optimizer, optimizer, total_steps=total_steps * algorithm.minibatches * algorithm.epochs
         )
+
+        self._schedule_steps = 0
 
     def logprobs(self, groups: Sequence[TrajectoryGroup], *, reference: bool) -> list[NDArray[np.float32]]:
         model = self._reference if reference else self._model
@@ -121,6 +133,7 @@ class TorchBackend:
         statistics.maxima["lr"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
+        self._schedule_steps += 1
         if self._reference is not None:
             statistics.maxima["kl_coef"] = self._kl.value
             self._adapt_kl(statistics)
@@ -133,6 +146,34 @@ class TorchBackend:
     def save(self, folder: Path) -> None:
         self._model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
+
+    def save_state(self, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            for key, value in self._optimizer.state[parameter].items():
+                tensors[f"{key}/{name}"] = value
+        save_file(tensors, folder / OPTIMIZER_FILE)
+        state = _Scalars(schedule_steps=self._schedule_steps, kl_coef=self._kl.value)
+        (folder / SCALARS_FILE).write_bytes(msgspec.json.encode(state))
+
+    def load_state(self, folder: Path) -> None:
+        try:
+            tensors = load_file(folder / OPTIMIZER_FILE)
+            scalars = msgspec.json.decode((folder / SCALARS_FILE).read_bytes(), type=_Scalars)
+            for name, parameter in self._model.named_parameters():
+                state = {key: tensors.pop(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if state[key].shape != parameter.shape:
+                        raise ModelError(f"{key} of {name} has the shape {tuple(state[key].shape)}")
+                self._optimizer.state[parameter] = {key: value.to(self._device) for key, value in state.items()}
+        except (OSError, KeyError, SafetensorError, msgspec.DecodeError) as error:
+            raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error!r}") from error
+        self._kl.value = scalars.kl_coef
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")  # there was no optimizer step yet
+            for _ in range(scalars.schedule_steps):
+                self._schedule.step()
+        self._schedule_steps = scalars.schedule_steps
 
     def _teaching(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[Tensor]]:
         """The items with a gradient, and the advantage of each of their siblings.
@@ -273,6 +314,13 @@ class TorchBackend:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+class _Scalars(msgspec.Struct, frozen=True):
+    """What is no tensor of a backend's state."""
+
+    schedule_steps: int
+    kl_coef: float
 
 
 class _Predicted:

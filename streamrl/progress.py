@@ -1,0 +1,142 @@
+"""How far a run has come: what a checkpoint holds besides weights, so that the run can go on from it.
+
+A checkpoint is a folder of Hugging Face's layout with one more folder in it:
+
+    run_dir/checkpoints/step-000040/    config.json, model.safetensors, tokenizer: the policy
+                             state/progress.json            `Progress`
+                             state/optimizer.safetensors    the backend's own state
+
+Groups that were generated and not trained on when the checkpoint was written are not in it:
+their prompts are given out again. So each prompt is trained on exactly once in the history of
+the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.metrics import METRICS_FILE, StepReport
+
+log = logging.getLogger(__name__)
+
+STATE = "state"
+FILE = "progress.json"
+UNFINISHED = ".unfinished"
+
+Ranges = list[tuple[int, int]]
+"""(first, last + 1), ascending."""
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run at the end of a step."""
+
+    policy_version: int
+    trained: Ranges
+    """Sequence numbers that the weights have learned from."""
+    rejected: list[int]
+    """Sequence numbers that were given up on purpose, in order."""
+    prompts: str
+    """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    tokens_dropped: int = 0
+    recent_rewards: list[float] = []
+    """Mean rewards of the last steps."""
+
+    @property
+    def groups_trained(self) -> int:
+        return sum(end - first for first, end in self.trained)
+
+    def trained_seqs(self) -> Iterator[int]:
+        for first, end in self.trained:
+            yield from range(first, end)
+
+
+def prompts_digest(config: Config) -> str:
+    """Fingerprint of the settings that decide which prompt belongs to which sequence number."""
+    return hashlib.sha256(msgspec.json.encode((config.run.seed, config.data))).hexdigest()[:16]
+
+
+def write(folder: Path, progress: Progress) -> None:
+    """Add `progress` to the checkpoint in `folder`."""
+    (folder / STATE).mkdir(exist_ok=True)
+    (folder / STATE / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
+
+
+def read(folder: Path) -> Progress:
+    """The progress in the checkpoint `folder`; raises `ConfigError` if it has none."""
+    file = folder / STATE / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Progress)
+    except OSError as error:
+        raise ConfigError(
+            f"run.resume_from: {folder} is no checkpoint that a run can go on from ({file}: {error.strerror}); "
+            "to start anew from its weights set model.path"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"run.resume_from: {file} cannot be read: {error}") from error
+
+
+def of_run(config: Config) -> Progress | None:
+    """Where the run begins: None for a new one. Raises `ConfigError` if its prompts would be others."""
+    if config.run.resume_from is None:
+        return None
+    progress = read(Path(config.run.resume_from))
+    if progress.prompts != prompts_digest(config):
+        raise ConfigError(
+            f"run.resume_from: the checkpoint {config.run.resume_from} comes from a run with another [data] section "
+            "or run.seed, whose sequence numbers mean other prompts; take the settings of that run "
+            "(config.toml in its folder)"
+        )
+    return progress
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run that it can go on from, the one of the latest version last."""
+    found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
+    whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
+    return sorted(whole, key=lambda folder: read(folder).policy_version)
+
+
+def prune(folder: Path, *, keep: int, pattern: str = "step-*") -> None:
+    """Remove all but the latest `keep` checkpoints of `folder` that `pattern` names."""
+    names = sorted(path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED))
+    for old in names[:-keep]:
+        shutil.rmtree(old)
+        log.info("removed %s: %d newer ones are kept", old, keep)
+
+
+def rewind(run_dir: Path, *, policy_version: int) -> None:
+    """Take the run's records back to `policy_version`: later steps are about to be made again."""
+    (run_dir / "final.json").unlink(missing_ok=True)
+    metrics = run_dir / METRICS_FILE
+    if not metrics.exists():
+        return
+    decoder = msgspec.json.Decoder(StepReport)
+    kept = []
+    for line in metrics.read_bytes().splitlines():
+        try:
+            if decoder.decode(line).step <= policy_version:
+                kept.append(line)
+        except msgspec.DecodeError:
+            continue  # cut off in mid-line when the run died
+    unfinished = metrics.with_name(METRICS_FILE + UNFINISHED)
+    unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
+    unfinished.rename(metrics)
+
+
+def ranges(seqs: Iterable[int]) -> Ranges:
+    """`seqs` as ranges."""
+    found: Ranges = []
+    for seq in sorted(seqs):
+        if found and found[-1][1] == seq:
+            found[-1] = (found[-1][0], seq + 1)
+        else:
+            found.append((seq, seq + 1))
+    return found

@@ -1,0 +1,108 @@
+"""Checkpoints that a run can go on from, and the ledger that is restored from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl import progress
+from streamrl.config import from_dict
+from streamrl.errors import ConfigError
+from streamrl.ledger import Ledger
+from streamrl.metrics import StepReport, read_metrics
+from streamrl.progress import Progress
+
+
+def make_progress(version: int = 3, **more: object) -> Progress:
+    settings: dict[str, object] = {"trained": [(0, 8)], "rejected": [], "prompts": "x"}
+    return Progress(policy_version=version, **(settings | more))  # type: ignore[arg-type]
+
+
+def save(run_dir: Path, name: str, made: Progress) -> Path:
+    folder = run_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    progress.write(folder, made)
+    return folder
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_hold_just_their_members(seqs: set[int]) -> None:
+    made = make_progress(trained=progress.ranges(seqs))
+    assert list(made.trained_seqs()) == sorted(seqs)
+    assert made.groups_trained == len(seqs)
+    assert all(a_end < b for (_, a_end), (b, _) in zip(made.trained, made.trained[1:], strict=False))
+
+
+def test_the_latest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    assert progress.checkpoints(tmp_path) == []
+    save(tmp_path, "step-000010", make_progress(10))
+    last = save(tmp_path, "final", make_progress(11))
+    save(tmp_path, "step-000012.unfinished", make_progress(12))
+    (tmp_path / "checkpoints" / "step-000013").mkdir()  # weights without the state of a run
+    assert progress.checkpoints(tmp_path)[-1] == last
+    assert progress.read(last) == make_progress(11)
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    for version in (5, 10, 15, 20):
+        save(tmp_path, f"step-{version:06d}", make_progress(version))
+    save(tmp_path, "final", make_progress(20))
+    progress.prune(tmp_path / "checkpoints", keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
+    config = from_dict({})
+    good = save(tmp_path, "good", make_progress(prompts=progress.prompts_digest(config)))
+    bad = save(tmp_path, "bad", make_progress(prompts="other"))
+
+    def begin(folder: Path) -> Progress | None:
+        run = msgspec.structs.replace(config.run, resume_from=str(folder))
+        return progress.of_run(msgspec.structs.replace(config, run=run))
+
+    assert progress.of_run(config) is None
+    assert begin(good) == progress.read(good)
+    with pytest.raises(ConfigError, match="sequence numbers mean other prompts"):
+        begin(bad)
+    with pytest.raises(ConfigError, match="no checkpoint that a run can go on from"):
+        begin(tmp_path)
+    (bad / "state" / "progress.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        begin(bad)
+
+
+def test_records_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+    reports = [StepReport(step=n, time=float(n), metrics={}, token_ages={}) for n in range(1, 6)]
+    lines = [msgspec.json.encode(report) + b"\n" for report in reports]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "ti')
+    (tmp_path / "final.json").write_text("{}")
+    progress.rewind(tmp_path, policy_version=3)
+    assert read_metrics(tmp_path / "metrics.jsonl") == reports[:3]
+    assert not (tmp_path / "final.json").exists()
+    progress.rewind(tmp_path / "nowhere", policy_version=3)
+
+
+@given(st.data())
+def test_a_restored_ledger_gives_out_what_was_not_settled(data: st.DataObject) -> None:
+    trained = data.draw(st.sets(st.integers(0, 40)))
+    rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
+    ledger = Ledger(groups_per_batch=4, max_staleness=2, lease_seconds=1)
+    ledger.restore(policy_version=100, trained=trained, rejected=rejected)
+    assert ledger.accepted == len(trained)
+    admitted = ledger.admit("w", 60, now=0.0)
+    unsettled = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
+    assert admitted == unsettled[:60]
+    assert not any(ledger.finish(seq) for seq in trained)
+    assert not any(ledger.reject(seq) for seq in rejected)
+    with pytest.raises(ValueError, match="cannot be restored"):
+        ledger.restore(policy_version=1, trained=[], rejected=[])
+
+
+def test_admission_goes_on_as_if_never_interrupted() -> None:
+    ledger = Ledger(groups_per_batch=8, max_staleness=1, lease_seconds=1)
+    ledger.restore(policy_version=3, trained=range(24), rejected=[])
+    assert ledger.room == 16

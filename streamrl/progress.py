@@ -104,10 +104,15 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(whole, key=lambda folder: read(folder).policy_version)
 
 
-def prune(folder: Path, *, keep: int, pattern: str = "step-*") -> None:
-    """Remove all but the latest `keep` checkpoints of `folder` that `pattern` names."""
+def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
+    """Remove all but the latest `keep` checkpoints of `folder` that `pattern` names.
+
+    `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs.
+    """
     names = sorted(path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED))
     for old in names[:-keep]:
+        if spare is not None and old.resolve() == Path(spare).resolve():
+            continue
         shutil.rmtree(old)
         log.info("removed %s: %d newer ones are kept", old, keep)
 

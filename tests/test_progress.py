@@ -51,7 +51,10 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     for version in (5, 10, 15, 20):
         save(tmp_path, f"step-{version:06d}", make_progress(version))
     save(tmp_path, "final", make_progress(20))
-    progress.prune(tmp_path / "checkpoints", keep=2)
+    spare = str(tmp_path / "checkpoints" / "step-000005")
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=spare)
+    assert (tmp_path / "checkpoints" / "step-000005").exists()
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
 
 

@@ -355,7 +355,8 @@ class ModelWorker:
             self._ready_backend.save_state(unfinished / progress.STATE)
 
         write_folder(folder, write)
-        progress.prune(folder.parent, keep=self._config.trainer.keep_checkpoints)
+        config = self._config
+        progress.prune(folder.parent, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
         return Done(compute_seconds=time.monotonic() - began)
 
     def _count(self) -> Counted:

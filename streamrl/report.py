@@ -184,7 +184,7 @@ def summary_table(summary: Summary) -> Table:
     row(
         "engine - trainer",
         f"{_form(s.logprob_diff_mean, '.1e')}",
-        f"log-probabilities of tokens of age 0, mean difference; at most {_form(s.logprob_diff_max, '.1e')}",
+        f"log-probabilities of responses of age 0, mean difference; at most {_form(s.logprob_diff_max, '.1e')}",
     )
     return table
 

@@ -53,7 +53,7 @@ from streamrl.transport.collective import destroy_group, form_group, open_store
 from streamrl.transport.control import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
-from streamrl.types import SampleMeta
+from streamrl.types import SampleMeta, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ class ModelWorker:
             group=group,
             age=call.policy_version - versions,
             trainable=group.packed_loss_mask & (versions >= call.oldest_version),
-            fresh=(versions == call.policy_version) & (proximal is not None or not updated),
+            fresh=_comparable(group, call.policy_version) & (proximal is not None or not updated),
             proximal_logprobs=proximal,
             ref_logprobs=self._keys["ref_logprobs"].get(seq),
         )
@@ -373,6 +373,19 @@ class ModelWorker:
         if self._backend is None:
             raise TrainingError(f"model_worker/{self._index} was asked to compute before Initialize")
         return self._backend
+
+
+def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
+    """`[tokens]`: sampled tokens of responses that `version` wrote alone.
+
+    Where weights changed in the middle, the rest may attend to keys and values of the old ones
+    (`weights.pause_mode`), so the two sides differ without anything being wrong.
+    """
+    sampled = group.packed_loss_mask
+    starts = np.cumsum(group.seqlens) - group.seqlens
+    others = sampled & (group.packed_policy_versions != version)
+    mixed: NDArray[np.bool_] = np.logical_or.reduceat(others, starts)
+    return sampled & ~np.repeat(mixed, group.seqlens)
 
 
 def _count_ages(ages: dict[int, int], item: TrainItem) -> None:

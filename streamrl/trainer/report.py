@@ -31,7 +31,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     """What `actor_train` found, over all ranks; means are over the tokens that were computed.
 
-    `logprob_diff` compares engine and trainer on tokens of age 0, and is missing where there are
+    `logprob_diff` compares engine and trainer on responses of age 0, and is missing where there are
     none; `policy_shift` is the same difference over all tokens, so it grows with their age.
     """
     sums: dict[str, float] = {}

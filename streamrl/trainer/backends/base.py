@@ -23,7 +23,8 @@ class TrainItem(msgspec.Struct):
     age: NDArray[np.int32]
     """`[tokens]` in policy versions, of sampled tokens."""
     fresh: NDArray[np.bool_]
-    """`[tokens]` sampled by the policy at the start of the step: there engine and trainer have to agree."""
+    """`[tokens]` of responses sampled as a whole by the policy at the start of the step: there engine and
+    trainer have to agree."""
     proximal_logprobs: NDArray[np.float32] | None
     """None: those of the first forward pass."""
     ref_logprobs: NDArray[np.float32] | None

@@ -204,6 +204,29 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command(rich_help_panel=LOOK)
+def graph(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it into this file, too.")] = None,
+) -> None:
+    """Show the model function calls that a configuration asks for, and what they need from each other."""
+    from streamrl import config as configuration
+    from streamrl.errors import ConfigError
+    from streamrl.launch.graph_picture import graph_text, write_svg
+    from streamrl.trainer.graph import grpo_graph
+
+    found = grpo_graph(configuration.load(config, overrides or ()).algorithm)
+    console = _console()
+    console.print(graph_text(found))
+    if svg is not None:
+        try:
+            write_svg(found, svg)
+        except OSError as error:
+            raise ConfigError(f"--svg {svg}: cannot be written ({error.strerror})") from error
+        console.print(f"drawn into {svg}", markup=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel=LOOK)
 def status(manager: ManagerUrl) -> None:
     """Show the state of a run."""
     import asyncio

@@ -120,6 +120,20 @@ def test_report_command(tmp_path: Path) -> None:
     assert (folder / "plots" / "timeline.png").stat().st_size > 5000
 
 
+def test_graph_command(tmp_path: Path) -> None:
+    file = tmp_path / "graph.svg"
+    settings = ["algorithm.kl_coef=0.1", "algorithm.minibatches=2"]
+    done = streamrl("graph", str(EXAMPLES[0]), *settings, "--svg", str(file))
+    assert done.returncode == 0, done.stderr
+    order = [done.stdout.index(f"─ {name}  ") for name in ("ref_inf", "actor_inf", "actor_train")]
+    assert order == sorted(order)
+    assert "needs proximal_logprobs  from actor_inf" in done.stdout
+    assert "<!-- actor_inf -->" in file.read_text()
+    refused = streamrl("graph", str(EXAMPLES[0]), "--svg", str(tmp_path / "nowhere" / "graph.svg"))
+    assert refused.returncode == 2
+    assert "cannot be written" in refused.stderr
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_valid(example: Path) -> None:
     done = streamrl("check", str(example))

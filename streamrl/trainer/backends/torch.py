@@ -184,7 +184,7 @@ class TorchBackend:
         algorithm = self._algorithm
         penalised = self._reference is not None and algorithm.kl_in == "reward"
         advantages = response_advantages(
-            [torch.from_numpy(item.group.rewards) for item in items],
+            [torch.from_numpy(item.group.rewards.copy()) for item in items],  # received arrays are read-only
             [_divergence(item, algorithm.kl_estimator) for item in items] if penalised else None,
             algorithm,
             kl_coef=self._kl.value,
@@ -355,8 +355,9 @@ def _gather(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def _divergence(item: TrainItem, kind: KLEstimator) -> Tensor:
     """`[siblings]`: the KL from the reference of each response's sampled tokens, as its own policy saw them."""
     group = item.group
-    behavior, reference = torch.from_numpy(group.packed_behavior_logprobs), torch.from_numpy(_some(item.ref_logprobs))
-    kl = kl_estimate(behavior, reference, kind=kind) * torch.from_numpy(group.packed_loss_mask)
+    behavior = torch.from_numpy(group.packed_behavior_logprobs.copy())  # received arrays are read-only
+    reference = torch.from_numpy(_some(item.ref_logprobs))
+    kl = kl_estimate(behavior, reference, kind=kind) * torch.from_numpy(group.packed_loss_mask.copy())
     ends = np.cumsum(group.seqlens).tolist()
     return torch.stack([kl[end - n : end].sum() for end, n in zip(ends, group.seqlens.tolist(), strict=True)])
 

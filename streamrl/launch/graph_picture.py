@@ -1,0 +1,92 @@
+"""Pictures of a run's graph of model function calls: text for the terminal, SVG for elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.text import Text
+from rich.tree import Tree
+
+from streamrl.trainer.graph import MFC, STREAM_KEYS, Graph
+
+SOURCE = "StreamDataset"
+SOURCE_NOTE = "actor_gen and rew_inf, by rollout workers"
+NOTES = {"arrivals": "as groups arrive", "batch": "on each batch"}
+
+
+def graph_text(graph: Graph) -> Tree:
+    """The MFCs in the order in which they run, each with its keys and who gives them."""
+    tree = Tree(Text.assemble((SOURCE, "bold"), f"  {SOURCE_NOTE}"))
+    tree.add(f"gives {', '.join(sorted(STREAM_KEYS))}")
+    for mfc in graph.mfcs:
+        branch = tree.add(Text.assemble((mfc.name, "bold"), f"  {NOTES[mfc.reads]}"))
+        for giver, keys in sorted(_inputs(graph, mfc).items()):
+            branch.add(f"needs {', '.join(keys)}  from {giver}")
+        if mfc.outputs:
+            branch.add(f"gives {', '.join(sorted(mfc.outputs))}")
+    return tree
+
+
+def write_svg(graph: Graph, file: Path) -> None:
+    """Draw boxes in columns, each to the right of all that it needs, and an arrow for each giver."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = _places(graph)
+    columns, rows = (1 + max(axis) for axis in zip(*places.values(), strict=True))
+    figure, axes = plt.subplots(figsize=(3.6 * columns, 1.6 * rows + 0.6))
+    axes.set_xlim(-0.6, columns - 0.4)
+    axes.set_ylim(rows - 0.4, -0.8)
+    axes.axis("off")
+    notes = {SOURCE: SOURCE_NOTE.replace(", ", ",\n"), **{mfc.name: NOTES[mfc.reads] for mfc in graph.mfcs}}
+    for name, (column, row) in places.items():
+        axes.text(
+            column,
+            row,
+            f"{name}\n{notes[name]}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            bbox={"boxstyle": "round,pad=0.6", "facecolor": "#eef3fa", "edgecolor": "#4a6fa5"},
+        )
+    for mfc in graph.mfcs:
+        for giver, keys in _inputs(graph, mfc).items():
+            begin, end = places[giver], places[mfc.name]
+            skipped = end[0] - begin[0] - 1  # columns that the arrow has to pass above
+            arrow = {
+                "arrowstyle": "->",
+                "color": "#4a6fa5",
+                "shrinkA": 55,
+                "shrinkB": 55,
+                "connectionstyle": f"arc3,rad={-0.28 * skipped:.2f}",
+            }
+            axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
+            label = ",\n".join(keys) if giver != SOURCE else f"{len(keys)} keys"
+            middle = (begin[1] + end[1]) / 2 - 0.62 * skipped
+            axes.text((begin[0] + end[0]) / 2, middle, label, ha="center", va="bottom", fontsize=7)
+    figure.savefig(file, format="svg", bbox_inches="tight")
+    plt.close(figure)
+
+
+def _inputs(graph: Graph, mfc: MFC) -> dict[str, list[str]]:
+    """Who gives `mfc` which of its keys."""
+    givers = dict.fromkeys(STREAM_KEYS, SOURCE) | {key: other.name for other in graph.mfcs for key in other.outputs}
+    found: dict[str, list[str]] = {}
+    for key in sorted(mfc.inputs):
+        found.setdefault(givers[key], []).append(key)
+    return found
+
+
+def _places(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Column and row of each box; a column holds what could run at the same time."""
+    columns = {SOURCE: 0}
+    for mfc in graph.mfcs:  # in an order in which givers come first
+        columns[mfc.name] = 1 + max((columns[giver] for giver in _inputs(graph, mfc)), default=0)
+    rows: dict[int, int] = {}
+    places = {}
+    for name, column in columns.items():
+        places[name] = (column, rows.get(column, 0))
+        rows[column] = rows.get(column, 0) + 1
+    return places

@@ -31,7 +31,7 @@ class FixedRoutes:
 
 @pytest.fixture
 async def client() -> AsyncIterator[GenerationClient]:
-    made = GenerationClient(timeout=0.5)
+    made = GenerationClient(timeout=1.5)
     yield made
     await made.close()
 

@@ -41,7 +41,7 @@ from streamrl.types import TrajectoryGroup
 
 MICRO_TOKENS = 4096
 """Of a micro-batch, for all contenders: padding counts."""
-GROUPS, SIBLINGS, PROMPT = 4, 8, 64
+GROUPS, SIBLINGS, PROMPT = 2, 8, 64
 MEAN, SIGMA, LONGEST = 64, 0.8, 256
 TOLERANCE = 1e-3
 """How far the contenders' losses may be apart: they sum up in different orders."""
@@ -221,7 +221,7 @@ def main() -> None:
     logging.disable_progress_bar()
     compute_with(options.threads)
     console = Console()
-    rounds = 2 if options.quick else 5
+    rounds = 2 if options.quick else 3
     rows: list[dict[str, Any]] = []
     for name in list(MODELS)[: 1 if options.quick else None]:
         rows += measure(name, MODELS[name], rounds=rounds, console=console)

@@ -17,7 +17,7 @@ def compute_with(threads: int) -> None:
     as it was given; all others, one. Why: OpenMP keeps a team of helpers for each thread that asks for
     several, and as soon as two such teams have more members than there are cores, helpers no longer
     wait actively for the next operation. Waking them for each one costs more than they are worth
-    (decoding with SmolLM2 on two cores: 58 ms a token instead of 32).
+    (benchmarks/bench_engine.py, SmolLM2, one request on two cores: 16 tokens a second instead of 30).
     """
     torch.get_num_threads()  # in a new thread torch first takes over what another set last; let that be done
     torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -98,23 +98,29 @@ def of_run(config: Config) -> Progress | None:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that it can go on from, the one of the latest version last."""
+    """The checkpoints of a run that it can go on from, the one that was written last at the end."""
     found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
     whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
-    return sorted(whole, key=lambda folder: read(folder).policy_version)
+    return sorted(whole, key=_written)
 
 
 def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
-    """Remove all but the latest `keep` checkpoints of `folder` that `pattern` names.
+    """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
 
+    By time and not by version: a run that went back to an earlier checkpoint must not lose its new ones.
     `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs.
     """
-    names = sorted(path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED))
-    for old in names[:-keep]:
+    found = sorted((path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)), key=_written)
+    for old in found[:-keep]:
         if spare is not None and old.resolve() == Path(spare).resolve():
             continue
         shutil.rmtree(old)
         log.info("removed %s: %d newer ones are kept", old, keep)
+
+
+def _written(folder: Path) -> tuple[int, str]:
+    """When a checkpoint was written; of two within a tick of the clock, their names decide."""
+    return folder.stat().st_mtime_ns, folder.name
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:
@@ -134,14 +140,3 @@ def rewind(run_dir: Path, *, policy_version: int) -> None:
     unfinished = metrics.with_name(METRICS_FILE + UNFINISHED)
     unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
     unfinished.rename(metrics)
-
-
-def ranges(seqs: Iterable[int]) -> Ranges:
-    """`seqs` as ranges."""
-    found: Ranges = []
-    for seq in sorted(seqs):
-        if found and found[-1][1] == seq:
-            found[-1] = (found[-1][0], seq + 1)
-        else:
-            found.append((seq, seq + 1))
-    return found

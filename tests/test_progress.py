@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from streamrl.errors import ConfigError
 from streamrl.ledger import Ledger
 from streamrl.metrics import StepReport, read_metrics
 from streamrl.progress import Progress
+from streamrl.stream_dataset import SeqSet
 
 
 def make_progress(version: int = 3, **more: object) -> Progress:
@@ -31,7 +33,10 @@ def save(run_dir: Path, name: str, made: Progress) -> Path:
 
 @given(st.sets(st.integers(0, 60)))
 def test_ranges_hold_just_their_members(seqs: set[int]) -> None:
-    made = make_progress(trained=progress.ranges(seqs))
+    members = SeqSet()
+    for seq in seqs:
+        members.add(seq)
+    made = make_progress(trained=members.ranges())
     assert list(made.trained_seqs()) == sorted(seqs)
     assert made.groups_trained == len(seqs)
     assert all(a_end < b for (_, a_end), (b, _) in zip(made.trained, made.trained[1:], strict=False))
@@ -39,7 +44,8 @@ def test_ranges_hold_just_their_members(seqs: set[int]) -> None:
 
 def test_the_latest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert progress.checkpoints(tmp_path) == []
-    save(tmp_path, "step-000010", make_progress(10))
+    older = save(tmp_path, "step-000010", make_progress(10))
+    os.utime(older, (1, 1))
     last = save(tmp_path, "final", make_progress(11))
     save(tmp_path, "step-000012.unfinished", make_progress(12))
     (tmp_path / "checkpoints" / "step-000013").mkdir()  # weights without the state of a run
@@ -56,6 +62,16 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step-000005").exists()
     progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
+    for written, version in enumerate((20, 30, 40, 24)):  # the last one after going back to 20
+        folder = save(tmp_path, f"step-{version:06d}", make_progress(version))
+        os.utime(folder, (written, written))
+    assert progress.read(progress.checkpoints(tmp_path)[-1]).policy_version == 24
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=str(tmp_path / "checkpoints" / "step-000020"))
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step-000020", "step-000040", "step-000024"}
 
 
 def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:

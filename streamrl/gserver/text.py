@@ -14,17 +14,16 @@ class Text:
     """The tokenizer of the served model."""
 
     def __init__(self, folder: Path) -> None:
-        # tokenizers raises plain Exception for whatever is wrong with the file.
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:
+        except Exception as error:  # tokenizers raises nothing more precise
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
         try:
             tokens: list[int] = self._tokenizer.encode(text).ids
-        except Exception as error:  # the same plain Exception
+        except Exception as error:  # as above
             raise Refused(f"the text cannot be tokenized: {error}") from error
         return tokens
 

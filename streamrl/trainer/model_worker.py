@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from streamrl import progress
 from streamrl.config import Config
@@ -69,6 +70,9 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         dataset = StreamDataset(
             rank=index, capacity_groups=config.stream.capacity_groups, on_stored=arrivals.put_from_thread
         )
+        begun = progress.of_run(config)
+        if begun is not None:
+            dataset.restore(begun.trained)
         ingress = StreamIngress(
             dataset,
             host=config.stream.host,
@@ -354,7 +358,13 @@ class ModelWorker:
             progress.write(unfinished, call.progress)
             self._ready_backend.save_state(unfinished / progress.STATE)
 
-        write_folder(folder, write)
+        try:
+            write_folder(folder, write)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"the checkpoint {folder} cannot be written ({error}); those before it are whole: make room there, "
+                "or lower trainer.keep_checkpoints, then go on with `streamrl run CONFIG --resume`"
+            ) from error
         config = self._config
         progress.prune(folder.parent, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
         return Done(compute_seconds=time.monotonic() - began)

@@ -364,34 +364,54 @@ def test_state_of_another_model_is_refused(tmp_path):
         make_backend(save_model(tmp_path / "other", "qwen3")).load_state(tmp_path)
 
 
-def _rank(folder, rank, port, results):
-    torch.set_num_threads(1)
-    group = form_group(address="127.0.0.1", port=port, rank=rank, world_size=2, name="dp", backend="gloo", timeout=60)
-    backend = make_backend(folder, process_group=group)
+SPREAD = {
+    "grpo": AlgorithmConfig(),
+    # what has to be added up over ranks: the moments for whitening, and the KL that steers its coefficient
+    "whitened, KL steered": AlgorithmConfig(
+        advantage="reinforce++-baseline", kl_coef=0.2, kl_estimator="k2", kl_target=0.01, kl_horizon=1
+    ),
+}
+
+
+def _train_spread(backend, kind, chosen):
+    """Two steps on the groups `chosen` of five."""
     for step in range(2):
         groups = make_groups(5, seed=step)
         tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
-        mine = groups[:4] if rank == 0 else groups[4:]
-        backend.train([make_item(g) for g in mine], loss_tokens=tokens, sequences=20, before_update=lambda: None)
-    results.put((rank, {name: w.numpy() for name, w in backend.named_weights()}))
+        mine = groups[chosen]
+        refs = backend.logprobs(mine, reference=True) if SPREAD[kind].kl_coef else [None] * len(mine)
+        items = [make_item(g, ref=r) for g, r in zip(mine, refs, strict=True)]
+        found = backend.train(items, loss_tokens=tokens, sequences=20, before_update=lambda: None)
+    return found.maxima.get("kl_coef")
 
 
-def test_two_unequal_ranks_equal_one(tmp_path):
+def _rank(folder, kind, rank, port, results):
+    torch.set_num_threads(1)
+    group = form_group(address="127.0.0.1", port=port, rank=rank, world_size=2, name="dp", backend="gloo", timeout=60)
+    backend = make_backend(folder, algorithm=SPREAD[kind], process_group=group)
+    coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
+    results.put((rank, ({name: w.numpy() for name, w in backend.named_weights()}, coefficient)))
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_two_unequal_ranks_equal_one(tmp_path, kind):
     folder = save_model(tmp_path / "model")
     store = open_store("127.0.0.1")
     context = get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(folder, rank, store.port, results)) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(folder, kind, rank, store.port, results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    weights = dict(results.get(timeout=120) for _ in ranks)
+    found = dict(results.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(30)
-    alone = make_backend(folder)
-    for step in range(2):
-        groups = make_groups(5, seed=step)
-        tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
-        alone.train([make_item(g) for g in groups], loss_tokens=tokens, sequences=20, before_update=lambda: None)
+    alone = make_backend(folder, algorithm=SPREAD[kind])
+    coefficient = _train_spread(alone, kind, slice(0, 5))
+    (weights, first), (others, second) = found[0], found[1]
     for name, weight in alone.named_weights():
-        assert np.array_equal(weights[0][name], weights[1][name]), name
-        assert np.abs(weights[0][name] - weight.numpy()).max() < 1e-4, name
+        assert np.array_equal(weights[name], others[name]), name
+        assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, name
+    assert first == second
+    assert first == (coefficient if coefficient is None else pytest.approx(coefficient, rel=1e-5))
+    if coefficient is not None:
+        assert coefficient != SPREAD[kind].kl_coef

@@ -14,6 +14,7 @@ Pure functions over numpy; the backend turns the arrays into tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -38,9 +39,11 @@ class Row(msgspec.Struct):
     branch: NDArray[np.int64]
     """0: prompt; k: the row's k-th sibling."""
     predictors: NDArray[np.int64]
-    """Positions in the row whose hidden state predicts a sampled token."""
+    """Positions in the row whose hidden state predicts something, by default a sampled token."""
     targets: NDArray[np.int64]
     """Index of that token in the group's packed arrays."""
+    target_ids: NDArray[np.int64]
+    """Its token id."""
 
 
 class MicroBatch(msgspec.Struct):
@@ -56,6 +59,8 @@ class MicroBatch(msgspec.Struct):
     group_index: NDArray[np.int64]
     target_index: NDArray[np.int64]
     """Group, and index in its packed arrays, of each sampled token."""
+    target_ids: NDArray[np.int64]
+    """Its token id."""
 
     @property
     def branched(self) -> bool:
@@ -68,8 +73,18 @@ class MicroBatch(msgspec.Struct):
         return self.input_ids.size
 
 
+Positions = Literal["sampled", "ends"]
+"""What is predicted: each sampled token, from the position before it; or something about each sibling as a whole,
+from its last token."""
+
+
 def pack(
-    groups: Sequence[TrajectoryGroup], *, max_tokens: int, share_prefix: bool, hidden_size: int
+    groups: Sequence[TrajectoryGroup],
+    *,
+    max_tokens: int,
+    share_prefix: bool,
+    hidden_size: int,
+    positions: Positions = "sampled",
 ) -> list[MicroBatch]:
     """Lay out all `groups` in micro-batches of at most `max_tokens` tokens.
 
@@ -79,7 +94,7 @@ def pack(
     rows: list[Row] = []
     for index, group in enumerate(groups):
         siblings = _siblings_per_row(group, max_tokens, hidden_size) if share_prefix else 1
-        rows += _rows(index, group, siblings)
+        rows += _rows(index, group, siblings, positions)
     rows.sort(key=lambda row: -len(row.input_ids))
     return [_stack(batch) for batch in _similar_rows(rows, max_tokens)]
 
@@ -116,7 +131,7 @@ def _siblings_per_row(group: TrajectoryGroup, max_tokens: int, hidden_size: int)
     return best
 
 
-def _rows(index: int, group: TrajectoryGroup, siblings_per_row: int) -> Iterator[Row]:
+def _rows(index: int, group: TrajectoryGroup, siblings_per_row: int, positions: Positions) -> Iterator[Row]:
     ends = np.cumsum(group.seqlens, dtype=np.int64)
     starts = ends - group.seqlens
     prompt = group.prompt_length if siblings_per_row > 1 else 0
@@ -134,11 +149,15 @@ def _rows(index: int, group: TrajectoryGroup, siblings_per_row: int) -> Iterator
             source.append(own)
             branch.append(np.full(length, number if prompt else 1))
             position.append(np.arange(prompt, prompt + length))
-            sampled = np.flatnonzero(group.packed_loss_mask[own])
-            before = offset + sampled - 1
-            before[sampled == 0] = prompt - 1  # the first token of a branch follows the prompt
-            predictors.append(before)
-            targets.append(own[sampled])
+            if positions == "ends":
+                predictors.append(np.array([offset + length - 1]))
+                targets.append(own[-1:])
+            else:
+                sampled = np.flatnonzero(group.packed_loss_mask[own])
+                before = offset + sampled - 1
+                before[sampled == 0] = prompt - 1  # the first token of a branch follows the prompt
+                predictors.append(before)
+                targets.append(own[sampled])
             offset += length
         yield Row(
             group=index,
@@ -147,6 +166,7 @@ def _rows(index: int, group: TrajectoryGroup, siblings_per_row: int) -> Iterator
             branch=np.concatenate(branch),
             predictors=np.concatenate(predictors),
             targets=np.concatenate(targets),
+            target_ids=group.packed_input_ids[np.concatenate(targets)].astype(np.int64),
         )
 
 
@@ -185,4 +205,5 @@ def _stack(rows: Sequence[Row]) -> MicroBatch:
         column_index=np.concatenate([row.predictors for row in rows]),
         group_index=np.repeat([row.group for row in rows], counts),
         target_index=np.concatenate([row.targets for row in rows]),
+        target_ids=np.concatenate([row.target_ids for row in rows]),
     )

@@ -1,25 +1,25 @@
-"""Learning-rate schedules, assembled from torch's."""
+"""The learning rate of each optimizer step. Pure."""
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+import math
 
 from streamrl.config import OptimizerConfig
 
 
-def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig, *, total_steps: int) -> LRScheduler:
-    """Linear warm-up over `warmup_steps`, then `config.schedule` down to `min_lr_ratio` at `total_steps`."""
+def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_steps: int) -> float:
+    """Of optimizer step `step`, from 0: linear warm-up, then `config.schedule` down to its end at `total_steps`.
+
+    The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / (config.warmup_steps + 1)
     rest = max(1, total_steps - config.warmup_steps)
-    peak = optimizer.param_groups[0]["lr"]
-    main: LRScheduler
-    if config.schedule == "cosine":
-        main = CosineAnnealingLR(optimizer, rest, eta_min=peak * config.min_lr_ratio)
-    elif config.schedule == "linear":
-        main = LinearLR(optimizer, start_factor=1.0, end_factor=max(config.min_lr_ratio, 1e-8), total_iters=rest)
-    else:
-        main = ConstantLR(optimizer, factor=1.0)
-    if not config.warmup_steps:
-        return main
-    warmup = LinearLR(optimizer, start_factor=1 / (config.warmup_steps + 1), total_iters=config.warmup_steps)
-    return SequentialLR(optimizer, [warmup, main], milestones=[config.warmup_steps])
+    done = min(1.0, (step - config.warmup_steps) / rest)
+    match config.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - (1 - config.min_lr_ratio) * done)
+        case "cosine":
+            return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)

@@ -1,77 +1,146 @@
-"""The interface that a model worker drives, whatever library computes underneath."""
+"""The interface of a model that several model workers compute with together.
+
+A *role* (`trainer/roles/`) knows what is computed: which loss, on which tokens. A `ParallelModel`
+knows how: with which library, spread how over the ranks of a `Layout`. So each algorithm is
+written once and every backend computes it.
+
+Calls marked *collective* have to be made by all ranks of the layout, in the same order, with
+equal arguments on all members of one data-parallel rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
-from streamrl.types import TrajectoryGroup
+from streamrl.config import OptimizerConfig
+from streamrl.trainer.packing import MicroBatch
+
+Head = Literal["tokens", "scalar"]
+"""`tokens`: the language model's own; `scalar`: one linear unit (critics, reward models), `score.weight` in
+Hugging Face checkpoints; a checkpoint without one gets zeros."""
 
 
-class TrainItem(msgspec.Struct):
-    """A group with all that `actor_train` needs; arrays are packed like the group's own."""
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend builds."""
 
-    group: TrajectoryGroup
-    trainable: NDArray[np.bool_]
-    """`[tokens]` sampled and young enough: these enter the loss."""
-    age: NDArray[np.int32]
-    """`[tokens]` in policy versions, of sampled tokens."""
-    fresh: NDArray[np.bool_]
-    """`[tokens]` of responses sampled as a whole by the policy at the start of the step: there engine and
-    trainer have to agree."""
-    proximal_logprobs: NDArray[np.float32] | None
-    """None: those of the first forward pass."""
-    ref_logprobs: NDArray[np.float32] | None
-    """None: no KL term."""
+    folder: Path
+    """Hugging Face checkpoint with the first weights."""
+    head: Head
+    device: torch.device
+    dtype: torch.dtype
+    """Of the computation. Trained weights are kept in float32 whatever it is, others in `dtype`."""
+    temperature: float = 1.0
+    """Logits are divided by it (head `tokens`)."""
+    entropy_gradient: bool = False
+    """Whether `Output.entropy` has a gradient (head `tokens`)."""
+    lr: float | None = None
+    """Peak learning rate; None: the model is never trained and has no optimizer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    total_updates: int = 1
+    """Optimizer steps of the whole run, for the schedule of the learning rate."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    shard: bool = False
+    """Spread weights, gradients and optimizer state over the data-parallel ranks (torch: FSDP2; megatron: its
+    distributed optimizer)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and its step, on the CPU."""
 
 
-class StepStatistics(msgspec.Struct):
-    """Sums over tokens or sequences of this rank, and largest values; combined over ranks."""
+class Output(NamedTuple):
+    """For each predicted position of a micro-batch: `[predicted]` float32, with a gradient while training."""
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
+    values: Tensor
+    """Head `tokens`: log-probability of the target. Head `scalar`: the unit's value at the predictor."""
+    entropy: Tensor
+    """Head `tokens`: of the whole distribution. Head `scalar`: zeros."""
 
 
-class Backend(Protocol):
-    """A policy that trains, and a reference policy that does not."""
+class Update(NamedTuple):
+    """What an optimizer step was."""
 
-    def logprobs(self, groups: Sequence[TrajectoryGroup], *, reference: bool) -> list[NDArray[np.float32]]:
-        """Log-probabilities of all sampled tokens (0 elsewhere), packed like each group."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+
+
+LossOf = Callable[[int, Output], Tensor]
+"""From the number of a micro-batch and its output: its share of the minibatch's loss, a scalar."""
+
+
+class ParallelModel(Protocol):
+    """One model over the ranks of one layout."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def gives_output(self) -> bool:
+        """Whether this rank sees outputs: those of the last pipeline stage do."""
         ...
 
-    def train(
-        self,
-        items: Sequence[TrainItem],
-        *,
-        loss_tokens: int,
-        sequences: int,
-        before_update: Callable[[], None],
-    ) -> StepStatistics:
-        """One optimizer step on this rank's share of a minibatch.
+    def infer(self, micros: Sequence[MicroBatch]) -> list[Output] | None:
+        """Outputs of `micros`, without a gradient; None where `gives_output` is False. Collective."""
+        ...
 
-        `loss_tokens` and `sequences` count the whole minibatch, over all ranks.
-        `before_update` is called when gradients are ready and weights are about to change.
+    def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
+        """Forward and backward through `micros`; gradients add up until `update`. Collective.
+
+        `loss` is called where `gives_output` is True. The data-parallel ranks may bring different
+        numbers of micro-batches, or none.
         """
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights by Hugging Face name, tied ones once."""
+    def update(self, before_update: Callable[[], None]) -> Update:
+        """Sum gradients over the data-parallel ranks, clip, step, and begin anew at zero. Collective.
+
+        `before_update` is called when the weights are about to change. Raises `TrainingError`, with the
+        weights as they were, when the norm is not finite.
+        """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write a Hugging Face checkpoint (rank 0 only)."""
+    def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Hugging Face name and whole shape of every weight, tied ones once, in the order of `gather_weights`."""
+        ...
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
+
+        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other
+        than 0 get empty tensors. No rank holds more than a few weights at a time.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over whole weights by Hugging Face name, each rank its part; raises `ModelError` if one is
+        unknown, missing or of another shape."""
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write, into a folder that exists, what else a run needs to go on as if never interrupted (rank 0 only)."""
+        """Write optimizer and schedule into `folder`, which exists. Collective."""
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Take over what `save_state` wrote; the weights were those of the same checkpoint from the start."""
+        """Take over what `save_state` wrote, under this or another layout. Collective.
+
+        Raises `ModelError` when it is of another model. The weights are not in it.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Move everything to the CPU until `onload`; computing meanwhile is an error."""
+        ...
+
+    def onload(self) -> None:
+        """Move everything back."""
+        ...
+
+    def close(self) -> None:
+        """Leave all communicators."""
         ...

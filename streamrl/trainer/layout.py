@@ -1,0 +1,59 @@
+"""How the model workers share one model: data, tensor and pipeline parallelism. Pure.
+
+Ranks are numbered as Megatron numbers them: tensor rank fastest, then data, then pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in a layout; each counts from 0."""
+
+    data: int
+    tensor: int
+    pipeline: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Sizes of the three dimensions; their product is the number of model workers."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def world(self) -> int:
+        """Model workers."""
+        return self.data * self.tensor * self.pipeline
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands."""
+        return Coordinates(
+            data=rank // self.tensor % self.data,
+            tensor=rank % self.tensor,
+            pipeline=rank // (self.tensor * self.data),
+        )
+
+    def rank(self, *, data: int, tensor: int, pipeline: int) -> int:
+        """Who stands there."""
+        return tensor + self.tensor * (data + self.data * pipeline)
+
+    def head(self, data: int) -> int:
+        """The DP head of data-parallel rank `data`: it holds the data and gives the output."""
+        return self.rank(data=data, tensor=0, pipeline=self.pipeline - 1)
+
+    @property
+    def heads(self) -> list[int]:
+        """The DP heads, by data-parallel rank."""
+        return [self.head(data) for data in range(self.data)]
+
+    def members(self, data: int) -> list[int]:
+        """All ranks of data-parallel rank `data`: they get identical input."""
+        return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
+
+    def __str__(self) -> str:
+        return f"data {self.data} × tensor {self.tensor} × pipeline {self.pipeline}"

@@ -283,15 +283,39 @@ class TrainerConfig(Section, frozen=True):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
+class CriticConfig(Section, frozen=True):
+    """The critic; there is one with `algorithm.advantage = "gae"`."""
+
+    path: str | None = None
+    """Hugging Face checkpoint folder of its first weights; by default the policy's own. Without a `score.weight` of
+    its own the scalar head starts at 0."""
+    lr: PositiveFloat = 1e-5
+    value_clip: PositiveFloat | None = None
+    """How far a value may move in one step; None: any distance."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class RewardModelConfig(Section, frozen=True):
+    """A neural reward model that scores responses in `rew_inf`, in place of `rollout.reward`."""
+
+    path: str | None = None
+    """Hugging Face checkpoint folder of a sequence classifier with one label; None: no reward model."""
+
+
 class AlgorithmConfig(Section, frozen=True):
     """What `actor_train` minimises; by default GRPO with the decoupled PPO objective.
 
     docs/algorithms.md tells which settings make which algorithm.
     """
 
-    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline"] = "grpo"
+    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
-    `reinforce++`: r, and `reinforce++-baseline`: r - mean, whitened over the batch."""
+    `reinforce++`: r, and `reinforce++-baseline`: r - mean, whitened over the batch; `gae`: generalised advantage
+    estimation with a critic, whitened over the batch's tokens."""
+    gamma: Share = 1.0
+    """Discount of later tokens (`gae`)."""
+    gae_lambda: Share = 0.95
+    """Between one-step (0) and whole-response (1) estimates (`gae`)."""
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: clipped ratio of a whole response; `cispo`: the clipped ratio
     as a weight without gradient."""
@@ -351,6 +375,8 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     stream: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     metrics: MetricsConfig = MetricsConfig()
 
@@ -441,7 +467,7 @@ def _check(config: Config, where: str) -> None:
     problems: list[str] = []
     if (config.model.path == "scratch") != (config.model.scratch is not None):
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage != "reinforce++":
+    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
     if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
         problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")

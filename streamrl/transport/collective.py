@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from streamrl.errors import PublicationError
+from streamrl.errors import DeadlineExceeded, PublicationError
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,29 @@ def form_group(
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def join_world(
+    *, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float, store: Any = None
+) -> None:
+    """Form torch's default process group with the other ranks; rank 0 passes the `store` that it opened.
+
+    Raises `DeadlineExceeded` when the others do not come within `timeout` seconds.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=timeout)
+    try:
+        if store is None:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+        dist.init_process_group(
+            backend, store=PrefixStore("world", store), rank=rank, world_size=world_size, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        raise DeadlineExceeded(
+            f"rank {rank} of {world_size} could not meet the others at {address}:{port} within {timeout:.0f} s: {error}"
+        ) from error
 
 
 def destroy_group(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Advantages of sibling responses, as pure tensor functions."""
+"""Advantages of responses and of tokens, as pure tensor functions."""
 
 from __future__ import annotations
 
@@ -45,9 +45,33 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
             return centred
 
 
-def whitens(kind: AdvantageKind) -> bool:
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation (Schulman et al., https://arxiv.org/abs/1506.02438, eq. 11 to 16):
+
+        δ_t = r_t + γ · V_{t+1} - V_t,        A_t = δ_t + γ · λ · A_{t+1}
+
+    with V and A 0 after a response's last token. `rewards` and `values` `[tokens]` are those of the
+    sampled tokens of all responses, one response after another; `lengths` `[responses]` (int64) says how
+    many each has. `values[t]` is of the state in which token t was sampled. The advantages `[tokens]`
+    plus the values are the returns that a critic learns.
+    """
+    advantages = torch.zeros_like(values)
+    ends = lengths.cumsum(0)
+    following = torch.zeros(len(lengths), dtype=values.dtype)
+    next_value = torch.zeros_like(following)
+    for back in range(1, int(lengths.max()) + 1 if len(lengths) else 0):
+        alive = lengths >= back
+        at = ends[alive] - back
+        delta = rewards[at] + gamma * next_value[alive] - values[at]
+        advantages[at] = delta + gamma * gae_lambda * following[alive]
+        following[alive] = advantages[at]
+        next_value[alive] = values[at]
+    return advantages
+
+
+def whitens(kind: AdvantageKind | Literal["gae"]) -> bool:
     """Whether the advantages of a batch are to be whitened together."""
-    return kind in ("reinforce++", "reinforce++-baseline")
+    return kind in ("reinforce++", "reinforce++-baseline", "gae")
 
 
 def moments(advantages: Tensor) -> Tensor:
@@ -57,10 +81,7 @@ def moments(advantages: Tensor) -> Tensor:
 
 
 def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
-    """`(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`.
-
-    Each response counts once, however long it is.
-    """
+    """`(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`."""
     count, total, squares = map(float, batch_moments)
     mean = total / count
     variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)

@@ -1,4 +1,4 @@
-"""Policy losses, as pure tensor functions over flat vectors of tokens.
+"""Policy and value losses, as pure tensor functions over flat vectors of tokens.
 
 `logprobs` are those of the current policy π (with a gradient), `proximal_logprobs` those of the
 proximal policy π_p (the clip's centre), `behavior_logprobs` those of the behaviour policy π_b, which
@@ -65,11 +65,11 @@ def behavior_weight(
     return BehaviorWeight(weight.masked_fill(limited, 0.0), limited)
 
 
-class PolicyLoss(NamedTuple):
+class ClippedLoss(NamedTuple):
     """Per-token values, each of the shape `[tokens]`."""
 
     loss: Tensor
-    """To be minimised; differentiable in `logprobs`."""
+    """To be minimised; differentiable in the first argument."""
     clipped: Tensor
     """True where the clip took the gradient away (CISPO: where it bounded the ratio)."""
 
@@ -82,7 +82,7 @@ def ppo(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
 
         loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
@@ -105,7 +105,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """PPO's objective with the ratio of a whole response, the same for all its tokens:
 
         s = exp(mean over the response of log(π / π_p))
@@ -121,7 +121,7 @@ def gspo(
 
 def cispo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
+) -> ClippedLoss:
     """The clipped ratio as a weight without gradient, so that no token loses its gradient:
 
         loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
@@ -130,7 +130,22 @@ def cispo(
     """
     ratio = (logprobs.detach() - proximal_logprobs.detach()).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(loss=-bounded * advantages * logprobs, clipped=bounded != ratio)
+    return ClippedLoss(loss=-bounded * advantages * logprobs, clipped=bounded != ratio)
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ClippedLoss:
+    """How far a critic's `values` are from `returns`, not moving more than `clip` from `old_values` in one step:
+
+        loss = max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²) / 2
+
+    (PPO's value clipping as in Huang et al., https://arxiv.org/abs/2403.17031, detail 14); `clip` None: plain
+    squares. All `[tokens]`; `clipped` is True where the clip took the gradient away.
+    """
+    free = (values - returns) ** 2
+    if clip is None:
+        return ClippedLoss(free / 2, torch.zeros_like(free, dtype=torch.bool))
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
+    return ClippedLoss(torch.max(free, bounded) / 2, bounded > free)
 
 
 def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
@@ -153,7 +168,7 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 
 def _clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> PolicyLoss:
+) -> ClippedLoss:
     free = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     objective = torch.min(free, bounded)
@@ -163,4 +178,4 @@ def _clipped(
         hopeless = (advantages < 0) & (objective < least)
         objective = torch.where(hopeless, least, objective)
         clipped = clipped | hopeless
-    return PolicyLoss(loss=-objective, clipped=clipped)
+    return ClippedLoss(loss=-objective, clipped=clipped)

@@ -7,18 +7,16 @@ over the whole minibatch, so parts of it may be computed one after another, on a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.advantages import group_advantages, moments, whiten, whitens
 from streamrl.trainer.algorithms.kl import kl_estimate
 from streamrl.trainer.algorithms.losses import (
     BehaviorWeight,
-    PolicyLoss,
+    ClippedLoss,
     behavior_weight,
     cispo,
     effective_sample_size,
@@ -69,28 +67,6 @@ class Objective(NamedTuple):
     maxima: dict[str, float]
 
 
-def response_advantages(
-    rewards: list[Tensor],
-    divergences: list[Tensor] | None,
-    algorithm: AlgorithmConfig,
-    *,
-    kl_coef: float,
-    add_up: Callable[[Tensor], Tensor],
-) -> list[Tensor]:
-    """The advantage of each response: one vector `[n]` for each group of `rewards`.
-
-    `divergences`: of each response, the sum over its tokens of the estimated KL; it is taken from
-    the reward, times `kl_coef` (None: no such penalty). `add_up` adds a vector up over all ranks.
-    """
-    if divergences is not None:
-        rewards = [r - kl_coef * d for r, d in zip(rewards, divergences, strict=True)]
-    found = [group_advantages(r, kind=algorithm.advantage) for r in rewards]
-    if not whitens(algorithm.advantage):
-        return found
-    batch = add_up(moments(torch.cat(found) if found else torch.zeros(0)))
-    return [whiten(advantages, batch) for advantages in found]
-
-
 def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
     """The loss of `tokens`, as a share of that of the minibatch, and figures about them."""
     corrected = behavior_weight(
@@ -120,7 +96,7 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
     return Objective(loss, dict(sums), maxima)
 
 
-def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> PolicyLoss:
+def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
     now, centre, advantages = tokens.logprobs, tokens.proximal_logprobs, tokens.advantages
     low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
     match algorithm.objective:
@@ -157,7 +133,7 @@ def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tenso
 def _add_figures(
     sums: defaultdict[str, float],
     tokens: Tokens,
-    policy: PolicyLoss,
+    policy: ClippedLoss,
     corrected: BehaviorWeight,
     at_start: Tensor,
 ) -> dict[str, float]:

@@ -1,22 +1,30 @@
-"""The torch backend against transformers and loops over single sequences, in float32."""
+"""The policy on the torch backend against transformers and loops over single sequences, in float32."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from itertools import product
 from multiprocessing import get_context
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.backends.base import TrainItem
-from streamrl.trainer.backends.torch import TorchBackend
-from streamrl.transport.collective import form_group, open_store
+from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.backends.base import ModelSpec
+from streamrl.trainer.backends.files import export
+from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.ranks import Ranks
+from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.transport.collective import join_world, open_store
 from tests.trainer.models import KINDS, random_group, save_model
 
 # a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
@@ -24,28 +32,65 @@ LONGEST = 9
 TRAINER = TrainerConfig(lr=1e-2, max_tokens_per_microbatch=120, optimizer=OptimizerConfig(grad_clip=1e9, eps=1e-3))
 
 
-def make_backend(
-    folder,
-    *,
-    reference_dir=None,
-    trainer=TRAINER,
-    algorithm=None,
-    temperature=1.0,
-    process_group=None,
-    dtype=torch.float32,
-):
-    return TorchBackend(
-        model_dir=folder,
-        reference_dir=reference_dir or folder,
-        trainer=trainer,
-        algorithm=algorithm or AlgorithmConfig(),
-        temperature=temperature,
-        longest=LONGEST,
-        total_steps=10,
-        device=torch.device("cpu"),
-        dtype=dtype,
-        process_group=process_group,
-    )
+class Policy:
+    """An actor with its reference, as a model worker has them."""
+
+    def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
+        self.folder = folder
+        algorithm = algorithm or AlgorithmConfig()
+        dtype, world, rank = options.get("dtype", torch.float32), options.get("world", 1), options.get("rank", 0)
+        cpu = torch.device("cpu")
+        common = {"head": "tokens", "device": cpu, "dtype": dtype, "temperature": temperature}
+        trained = ModelSpec(
+            folder=folder,
+            lr=trainer.lr,
+            optimizer=trainer.optimizer,
+            total_updates=10,
+            entropy_gradient=algorithm.entropy_coef > 0,
+            shard=options.get("shard", False),
+            **common,
+        )
+        kl = KLCoefficient(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+
+        def actor(spec):
+            return Actor(
+                TorchModel(spec, world=world),
+                ranks=Ranks(Layout(data=world), rank, device=cpu),
+                trainer=trainer,
+                algorithm=algorithm,
+                kl=kl,
+                longest=LONGEST,
+                device=cpu,
+            )
+
+        self.actor = actor(trained)
+        self.model = self.actor.model
+        self.reference = actor(ModelSpec(folder=reference_dir or folder, **common)) if algorithm.kl_coef else None
+
+    def logprobs(self, groups, *, reference):
+        return (self.reference if reference else self.actor).inference(groups)
+
+    def train(self, items, *, loss_tokens, sequences, before_update):
+        return self.actor.train_step(items, Minibatch(loss_tokens, sequences), before_update=before_update)
+
+    def named_weights(self):
+        return self.model.gather_weights()
+
+    def copy_gradients(self, into):
+        into |= {name: parameter.grad.clone() for name, parameter in self.model._parameters.items()}
+
+    def save(self, folder):
+        """As a worker does: weights, and beside them the state."""
+        state = folder / "state"
+        state.mkdir(parents=True)
+        export(folder, self.model.gather_weights(), source=self.folder, scalar_head=False, write=True)
+        self.actor.save_state(state)
+
+    def load_state(self, folder):
+        self.actor.load_state(folder / "state")
+
+
+make_backend = Policy
 
 
 def make_groups(count=5, *, seed=0):
@@ -245,18 +290,17 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
         items = [make_item(g, oldest=2, ref=r, proximal=p) for g, r, p in zip(groups, refs, proximal, strict=True)]
         tokens = sum(int(item.trainable.sum()) for item in items)
         sequences = sum(group.size for group in groups)
-        seen: list[float] = []
+        gradients = {}
         found = backend.train(
-            items, loss_tokens=tokens, sequences=sequences, before_update=lambda seen=seen: seen.append(1.0)
+            items, loss_tokens=tokens, sequences=sequences, before_update=lambda g=gradients: backend.copy_gradients(g)
         )
         optimizer.zero_grad()
         loss = loop_loss(model, reference, items, algorithm, tokens, sequences, kl_coef)
         loss.backward()
-        assert seen == [1.0]
         assert found.sums["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         largest = max(float(p.grad.abs().max()) for p in model.parameters())
-        for (name, want), got in zip(model.named_parameters(), backend._parameters, strict=True):
-            assert float((want.grad - got.grad).abs().max()) < 1e-5 * largest, name
+        for name, want in model.named_parameters():
+            assert float((want.grad - gradients[name]).abs().max()) < 1e-5 * largest, name
         optimizer.step()
         for (name, want), (_, got) in zip(model.named_parameters(), backend.named_weights(), strict=True):
             assert float((want - got).detach().abs().max()) < 1e-5, name
@@ -307,11 +351,13 @@ def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, ent
     items = [make_item(g) for g in make_groups(3)]
     algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
     whole, chunked = make_backend(folder, algorithm=algorithm), make_backend(folder, algorithm=algorithm)
-    whole.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
+    expected, found = {}, {}
+    whole.train(items, loss_tokens=50, sequences=12, before_update=lambda: whole.copy_gradients(expected))
     monkeypatch.setattr("streamrl.trainer.backends.torch.HEAD_CHUNK_TOKENS", 7)
-    chunked.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
-    for a, b in zip(whole._parameters, chunked._parameters, strict=True):
-        assert float((a.grad - b.grad).abs().max()) < 1e-6
+    chunked.train(items, loss_tokens=50, sequences=12, before_update=lambda: chunked.copy_gradients(found))
+    assert expected.keys() == found.keys() != set()
+    for name, gradient in expected.items():
+        assert float((gradient - found[name]).abs().max()) < 1e-6, name
 
 
 def test_saved_checkpoint_loads_with_the_trained_weights(tmp_path):
@@ -344,7 +390,6 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
     first = make_backend(folder, **settings)
     list(steps(first, range(5)))
     first.save(tmp_path / "saved")
-    first.save_state(tmp_path / "saved")
     second = make_backend(tmp_path / "saved", reference_dir=folder, **settings)
     second.load_state(tmp_path / "saved")
     for got, wanted in zip(steps(second, range(5, 8)), expected[5:], strict=True):
@@ -359,7 +404,7 @@ def test_state_of_another_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="cannot be taken over"):
         backend.load_state(tmp_path)
     backend.train([make_item(g) for g in make_groups(2)], loss_tokens=50, sequences=8, before_update=lambda: None)
-    backend.save_state(tmp_path)
+    backend.save(tmp_path)
     with pytest.raises(ModelError, match="cannot be taken over"):
         make_backend(save_model(tmp_path / "other", "qwen3")).load_state(tmp_path)
 
@@ -385,33 +430,38 @@ def _train_spread(backend, kind, chosen):
     return found.maxima.get("kl_coef")
 
 
-def _rank(folder, kind, rank, port, results):
+def _rank(folder, rank, port, results):
     torch.set_num_threads(1)
-    group = form_group(address="127.0.0.1", port=port, rank=rank, world_size=2, name="dp", backend="gloo", timeout=60)
-    backend = make_backend(folder, algorithm=SPREAD[kind], process_group=group)
-    coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
-    results.put((rank, ({name: w.numpy() for name, w in backend.named_weights()}, coefficient)))
+    join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
+    for kind, shard in product(SPREAD, (False, True)):
+        backend = make_backend(folder, algorithm=SPREAD[kind], world=2, rank=rank, shard=shard)
+        coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
+        weights = {name: w.numpy() for name, w in backend.named_weights()}
+        results.put(((kind, shard, rank), (weights, coefficient)))
+        backend.model.close()
+    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", SPREAD)
-def test_two_unequal_ranks_equal_one(tmp_path, kind):
+def test_two_unequal_ranks_equal_one(tmp_path):
     folder = save_model(tmp_path / "model")
     store = open_store("127.0.0.1")
     context = get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(folder, kind, rank, store.port, results)) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(folder, rank, store.port, results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    found = dict(results.get(timeout=120) for _ in ranks)
+    found = dict(results.get(timeout=120) for _ in range(8))
     for process in ranks:
         process.join(30)
-    alone = make_backend(folder, algorithm=SPREAD[kind])
-    coefficient = _train_spread(alone, kind, slice(0, 5))
-    (weights, first), (others, second) = found[0], found[1]
-    for name, weight in alone.named_weights():
-        assert np.array_equal(weights[name], others[name]), name
-        assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, name
-    assert first == second
-    assert first == (coefficient if coefficient is None else pytest.approx(coefficient, rel=1e-5))
-    if coefficient is not None:
-        assert coefficient != SPREAD[kind].kl_coef
+    for kind in SPREAD:
+        alone = make_backend(folder, algorithm=SPREAD[kind])
+        coefficient = _train_spread(alone, kind, slice(0, 5))
+        for shard in (False, True):
+            (weights, first), (others, second) = found[kind, shard, 0], found[kind, shard, 1]
+            for name, weight in alone.named_weights():
+                assert shard or np.array_equal(weights[name], others[name]), name
+                assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, (kind, shard, name)
+            assert first == second
+            assert first == (coefficient if coefficient is None else pytest.approx(coefficient, rel=1e-5))
+            if coefficient is not None:
+                assert coefficient != SPREAD[kind].kl_coef

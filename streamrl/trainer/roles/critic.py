@@ -1,0 +1,125 @@
+"""The critic: what reward is still to come, token by token, for PPO with generalised advantage estimation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from streamrl.errors import TrainingError
+from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.algorithms.losses import clipped_value_loss
+from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.packing import MicroBatch, pack
+from streamrl.trainer.ranks import Ranks
+from streamrl.trainer.roles.credit import Credit, assign_credit
+from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem, at_targets, needed, unpack
+from streamrl.types import TrajectoryGroup
+
+
+class Critic:
+    """A model with a scalar head whose value at a position is that of the state before the next token."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        ranks: Ranks,
+        trainer: TrainerConfig,
+        critic: CriticConfig,
+        algorithm: AlgorithmConfig,
+        kl: KLCoefficient,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self._ranks = ranks
+        self._trainer = trainer
+        self._critic = critic
+        self._algorithm = algorithm
+        self._kl = kl
+        self._device = device
+
+    def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
+        """Values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each group;
+        None where the model gives no output. Collective."""
+        micros = self._pack(groups)
+        outputs = self.model.infer(micros)
+        return None if outputs is None else unpack(micros, outputs, groups)
+
+    def train_step(
+        self, items: Sequence[TrainItem], minibatch: Minibatch, *, before_update: Callable[[], None]
+    ) -> StepStatistics:
+        """One optimizer step towards the returns, on this rank's share of `minibatch`. Collective."""
+        statistics = StepStatistics(sums=defaultdict(float), maxima={})
+        penalised = self._algorithm.kl_coef > 0 and self._algorithm.kl_in == "reward"
+        credits = assign_credit(
+            items, self._algorithm, kl_coef=self._kl.value, penalised=penalised, add_up=self._ranks.add_up
+        )
+        trained = [item.trainable for item in items]
+        micros = [micro for micro in self._pack([item.group for item in items]) if at_targets(micro, trained).any()]
+
+        def loss(number: int, output: Output) -> Tensor:
+            return self._loss(micros[number], output, items, credits, minibatch.loss_tokens, statistics)
+
+        self.model.accumulate(micros, loss)
+        update = self.model.update(before_update)
+        statistics.maxima |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
+        return statistics
+
+    def save_state(self, folder: Path) -> None:
+        """The optimizer's. Collective; rank 0 writes."""
+        self.model.save_state(folder)
+
+    def load_state(self, folder: Path) -> None:
+        """What `save_state` wrote. Collective."""
+        self.model.load_state(folder)
+
+    def _loss(
+        self,
+        micro: MicroBatch,
+        output: Output,
+        items: Sequence[TrainItem],
+        credits: Sequence[Credit],
+        tokens: int,
+        statistics: StepStatistics,
+    ) -> Tensor:
+        keep = at_targets(micro, [item.trainable for item in items])
+
+        def kept(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(at_targets(micro, arrays)[keep])).to(self._device)
+
+        values = output.values[torch.from_numpy(keep).to(self._device)]
+        returns = kept([_returns(credit).numpy() for credit in credits])
+        before = kept([needed(item.values, "values") for item in items])
+        found = clipped_value_loss(values, before, returns, clip=self._critic.value_clip)
+        loss = found.loss.sum() / max(tokens, 1)
+        sums = statistics.sums
+        sums["critic/loss"] += float(loss.detach())
+        sums["critic/tokens"] += len(values)
+        sums["critic/clipped"] += float(found.clipped.sum())
+        sums["critic/value"] += float(before.sum())
+        sums["critic/return"] += float(returns.sum())
+        sums["critic/return_squares"] += float((returns**2).sum())
+        sums["critic/residual"] += float((returns - before).sum())
+        sums["critic/residual_squares"] += float(((returns - before) ** 2).sum())
+        return loss
+
+    def _pack(self, groups: Sequence[TrajectoryGroup]) -> list[MicroBatch]:
+        return pack(
+            groups,
+            max_tokens=self._trainer.max_tokens_per_microbatch,
+            share_prefix=self._trainer.share_prefix,
+            hidden_size=self.model.hidden_size,
+        )
+
+
+def _returns(credit: Credit) -> Tensor:
+    if credit.returns is None:
+        raise TrainingError('critic_train needs returns: set algorithm.advantage = "gae"')
+    return credit.returns

@@ -1,0 +1,79 @@
+"""What roles get to compute with: groups, and what other model function calls found out about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.errors import TrainingError
+from streamrl.trainer.backends.base import Output
+from streamrl.trainer.packing import MicroBatch
+from streamrl.types import TrajectoryGroup
+
+
+class TrainItem(msgspec.Struct):
+    """A group with all that a `train_step` needs; arrays are packed like the group's own."""
+
+    group: TrajectoryGroup
+    trainable: NDArray[np.bool_]
+    """`[tokens]` sampled and young enough: these enter the loss."""
+    age: NDArray[np.int32]
+    """`[tokens]` in policy versions, of sampled tokens."""
+    fresh: NDArray[np.bool_]
+    """`[tokens]` of responses sampled as a whole by the policy at the start of the step: there engine and
+    trainer have to agree."""
+    proximal_logprobs: NDArray[np.float32] | None = None
+    """None: those of the first forward pass."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """None: no KL term."""
+    values: NDArray[np.float32] | None = None
+    """The critic's, of the state in which each token was sampled; None: no critic."""
+    advantages: NDArray[np.float32] | None = None
+    """Of each token, from a model function call of the user's; None: as `algorithm.advantage` says."""
+
+
+class StepStatistics(msgspec.Struct):
+    """Sums over tokens or sequences of this rank, and largest values; combined over ranks."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Minibatch(msgspec.Struct, frozen=True):
+    """Counts over the whole minibatch, of all ranks."""
+
+    loss_tokens: int
+    """Tokens that enter the loss."""
+    sequences: int
+    """Trajectories."""
+
+
+def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:
+    """`array`, which the graph should have given."""
+    if array is None:
+        raise TrainingError(f"a group came to a training step without its {key}; does the graph give it?")
+    return array
+
+
+def at_targets(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Values of the predicted tokens of `micro`, from one packed array for each group."""
+    offsets = np.concatenate(([0], np.cumsum([len(a) for a in arrays])))[:-1]
+    values: NDArray[Any] = np.concatenate(arrays)[offsets[micro.group_index] + micro.target_index]
+    return values
+
+
+def unpack(
+    micros: Sequence[MicroBatch], outputs: Sequence[Output], groups: Sequence[TrajectoryGroup]
+) -> list[NDArray[np.float32]]:
+    """Output values as one packed array for each group, 0 where nothing was predicted."""
+    result = [np.zeros(group.tokens, dtype=np.float32) for group in groups]
+    for micro, output in zip(micros, outputs, strict=True):
+        values = output.values.float().cpu().numpy()
+        for index in np.unique(micro.group_index):
+            mine = micro.group_index == index
+            result[index][micro.target_index[mine]] = values[mine]
+    return result

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.adamw import AdamW
@@ -261,12 +262,16 @@ def _load(spec: ModelSpec) -> Any:
     dtype = spec.dtype if spec.lr is None else torch.float32
     kind = AutoModelForCausalLM if spec.head == "tokens" else AutoModelForSequenceClassification
     options = {} if spec.head == "tokens" else {"num_labels": 1}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that a policy has no scalar head is no news
     try:
         model = kind.from_pretrained(
             spec.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{spec.folder}: transformers cannot load this model: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if spec.head == "scalar" and "score.weight" not in TensorFiles(spec.folder, "model"):
         nn.init.zeros_(model.score.weight)
     if spec.gradient_checkpointing and spec.lr is not None:

@@ -1,11 +1,17 @@
-"""Requests from one master to its model workers, over ZMQ with msgpack.
+"""Requests from one master to its workers, over ZMQ with msgpack.
 
-A worker carries out calls one after another in the order of their sending; the master may have
-many on the way. Besides replies a worker sends *notices* (something happened there) and beats;
-a worker that stays silent fails every call that waits for it, with its name.
+A *request* goes to one worker or to several at once. Requests of one turn of the event loop are
+collected and flushed together, one after another to all their workers, so every worker sees
+requests in the same order: workers that communicate within them never wait for each other in a
+circle. A request to several workers begins only when each of them has acknowledged it (`ack`), so
+none starts to communicate with a worker that is gone; the master's `syn` then sets all off.
 
-Frames: `[kind, call id, body]`. Kinds: `C` call, `R` reply, `E` error (body: traceback text),
-`N` notice, `H` heartbeat, which is also the first word of a worker.
+Besides replies a worker sends *notices* (something happened there) and beats; a worker that stays
+silent fails every request that waits for it, with its name.
+
+Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
+`S` syn. From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice, `H`
+heartbeat, which is also the first word of a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,60 +40,93 @@ SILENCE_SECONDS = 20.0
 """A worker not heard of for so long is lost."""
 
 
+class _Request:
+    """One request on its way."""
+
+    def __init__(self, number: int, calls: Mapping[int, bytes], what: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        self.calls = calls
+        self.what = what
+        self.answers: dict[int, asyncio.Future[bytes]] = {worker: loop.create_future() for worker in calls}
+        self.unacknowledged = set(calls) if len(calls) > 1 else set()
+
+    def fail(self, error: Exception) -> None:
+        for future in self.answers.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # one failure is told; the others of the same request are known
+
+
 class RequestChannel(Generic[Notice]):
     """The master's end."""
 
-    def __init__(self, *, host: str, notice_type: type[Notice], on_notice: Callable[[int, Notice], None]) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        notice_type: type[Notice],
+        on_notice: Callable[[int, Notice], None],
+        name_of: Callable[[int], str] = "model_worker/{}".format,
+    ) -> None:
+        """`name_of` tells people which worker a number means."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._encoder = msgspec.msgpack.Encoder()
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice
+        self._name_of = name_of
         self._next_id = 0
-        self._pending: dict[int, tuple[int, asyncio.Future[bytes]]] = {}
+        self._pending: dict[int, _Request] = {}
+        self._collected: deque[_Request] = deque()
+        self._some = asyncio.Event()
         self._heard: dict[int, float] = {}
         self._joined = asyncio.Condition()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch, self._flush)]
 
-    async def wait_for(self, count: int, *, patience: float) -> None:
-        """Until workers 0 … `count` - 1 have spoken."""
+    async def wait_for(self, workers: set[int], *, patience: float) -> None:
+        """Until all of `workers` have spoken."""
         try:
             async with asyncio.timeout(patience), self._joined:
-                await self._joined.wait_for(lambda: len(self._heard) >= count)
+                await self._joined.wait_for(lambda: workers <= self._heard.keys())
         except TimeoutError as error:
-            missing = sorted(set(range(count)) - set(self._heard))
+            missing = ", ".join(self._name_of(worker) for worker in sorted(workers - self._heard.keys()))
             raise DeadlineExceeded(
-                f"model workers {missing} did not connect to the master within {patience:.0f} s; look at their logs"
+                f"{missing} did not connect to the master within {patience:.0f} s; look at the logs there"
             ) from error
 
     async def call(self, worker: int, call: Any, reply: type[Reply], *, timeout: float) -> Reply:
-        """Have `worker` carry out `call`.
+        """Have one worker carry out `call`; raises as `request` does."""
+        return (await self.request({worker: call}, reply, timeout=timeout))[worker]
 
-        Raises `PeerError` with the worker's traceback, `PeerLost` when it falls silent,
-        `DeadlineExceeded` after `timeout` seconds.
+    async def request(self, calls: Mapping[int, Any], reply: type[Reply], *, timeout: float) -> dict[int, Reply]:
+        """Have several workers carry out one call each, together; answers their replies by worker.
+
+        Raises `PeerError` with the traceback of the first worker that fails, `PeerLost` when one
+        falls silent, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
         """
-        call_id = self._next_id
+        what = type(next(iter(calls.values()))).__name__
+        encoded = {worker: self._encoder.encode(call) for worker, call in calls.items()}
+        request = _Request(self._next_id, encoded, what, asyncio.get_running_loop())
         self._next_id += 1
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[call_id] = (worker, future)
-        name = type(call).__name__
+        self._pending[request.number] = request
+        self._collected.append(request)
+        self._some.set()
         try:
-            await self._socket.send_multipart(
-                [_identity(worker), b"C", call_id.to_bytes(8, "big"), self._encoder.encode(call)]
-            )
             async with asyncio.timeout(timeout):
-                body = await future
+                bodies = dict(zip(calls, await asyncio.gather(*request.answers.values()), strict=True))
         except TimeoutError as error:
-            raise DeadlineExceeded(f"model_worker/{worker} did not finish {name} within {timeout:.0f} s") from error
+            late = ", ".join(self._name_of(w) for w, future in request.answers.items() if not _answered(future))
+            raise DeadlineExceeded(f"{late} did not finish {what} within {timeout:.0f} s") from error
         finally:
-            self._pending.pop(call_id, None)
+            self._pending.pop(request.number, None)
         try:
-            return msgspec.msgpack.decode(body, type=reply)
+            return {worker: msgspec.msgpack.decode(body, type=reply) for worker, body in bodies.items()}
         except msgspec.DecodeError as error:
-            raise WireError(f"model_worker/{worker} answered {name} with something else: {error}") from error
+            raise WireError(f"{what} was answered with something else: {error}") from error
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -95,17 +135,27 @@ class RequestChannel(Generic[Notice]):
         self._socket.close()
         self._context.term()
 
+    async def _flush(self) -> None:
+        """Send what was collected, in order."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._collected:
+                request = self._collected.popleft()
+                kind = b"P" if request.unacknowledged else b"C"
+                for worker, body in request.calls.items():
+                    await self._send(worker, kind, request.number, body)
+
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                identity, kind, call_id, body = frames
-                worker = int(identity)
-                await self._handle(worker, kind, int.from_bytes(call_id, "big"), body)
+                identity, kind, number, body = frames
+                await self._handle(int(identity), kind, int.from_bytes(number, "big"), body)
             except (ValueError, msgspec.DecodeError) as error:
                 log.warning("the master received a message that is none: %s", error)
 
-    async def _handle(self, worker: int, kind: bytes, call_id: int, body: bytes) -> None:
+    async def _handle(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
         first = worker not in self._heard
         self._heard[worker] = time.monotonic()
         if first:
@@ -113,24 +163,35 @@ class RequestChannel(Generic[Notice]):
                 self._joined.notify_all()
         if kind == b"N":
             self._on_notice(worker, self._notices.decode(body))
-        elif kind in (b"R", b"E"):
-            _, future = self._pending.get(call_id, (worker, None))
-            if future is None or future.done():
-                return
-            if kind == b"R":
-                future.set_result(body)
-            else:
-                future.set_exception(PeerError(f"model_worker/{worker} failed:\n{body.decode(errors='replace')}"))
+            return
+        request = self._pending.get(number)
+        if kind == b"H" or request is None or worker not in request.answers:
+            return
+        future = request.answers[worker]
+        if kind == b"A":
+            request.unacknowledged.discard(worker)
+            if not request.unacknowledged:
+                for member in request.calls:
+                    await self._send(member, b"S", number, b"")
+        elif kind == b"R" and not future.done():
+            future.set_result(body)
+        elif kind == b"E" and not future.done():
+            text = body.decode(errors="replace")
+            request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}:\n{text}"))
 
     async def _watch(self) -> None:
-        """Fail the calls of workers that fell silent."""
+        """Fail the requests of workers that fell silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             now = time.monotonic()
-            for worker, future in list(self._pending.values()):
-                silent = now - self._heard.get(worker, now)
-                if silent > SILENCE_SECONDS and not future.done():
-                    future.set_exception(PeerLost(f"model_worker/{worker} has been silent for {silent:.0f} s"))
+            for request in list(self._pending.values()):
+                for worker, future in request.answers.items():
+                    silent = now - self._heard.get(worker, now)
+                    if silent > SILENCE_SECONDS and not future.done():
+                        request.fail(PeerLost(f"{self._name_of(worker)} has been silent for {silent:.0f} s"))
+
+    async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
+        await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(8, "big"), body])
 
 
 class ReplyChannel(Generic[Call]):
@@ -144,17 +205,34 @@ class ReplyChannel(Generic[Call]):
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
+        self._waiting: dict[int, asyncio.Event] = {}
         self._beating = asyncio.create_task(self._beat())
 
     async def receive(self) -> tuple[int, Call]:
-        """The next call and its id."""
+        """The next call and its id, in the order that all workers share. Before it is carried out, `begin` it."""
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                _, call_id, body = frames
-                return int.from_bytes(call_id, "big"), self._calls.decode(body)
-            except (ValueError, msgspec.DecodeError) as error:
+                kind, number, body = frames
+                call_id = int.from_bytes(number, "big")
+                if kind == b"S":
+                    self._waiting[call_id].set()
+                    continue
+                call: Call = self._calls.decode(body)
+            except (ValueError, KeyError, msgspec.DecodeError) as error:
                 log.warning("a worker received a call that is none: %s", error)
+                continue
+            if kind == b"P":
+                self._waiting[call_id] = asyncio.Event()
+                await self._send(b"A", call_id, b"")
+            return call_id, call
+
+    async def begin(self, call_id: int) -> None:
+        """Until all workers of this request have it; `receive` has to go on meanwhile."""
+        waiting = self._waiting.get(call_id)
+        if waiting is not None:
+            await waiting.wait()
+            del self._waiting[call_id]
 
     async def reply(self, call_id: int, result: msgspec.Struct) -> None:
         await self._send(b"R", call_id, self._encoder.encode(result))
@@ -182,3 +260,7 @@ class ReplyChannel(Generic[Call]):
 
 def _identity(worker: int) -> bytes:
     return str(worker).encode()
+
+
+def _answered(future: asyncio.Future[bytes]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

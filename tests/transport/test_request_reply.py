@@ -35,9 +35,20 @@ class News(msgspec.Struct):
     text: str
 
 
-async def serve(channel):
+async def serve(channel, begun):
+    """Reads on while calls wait to begin, as a worker has to."""
+    ordered = asyncio.Queue()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(carry_out(channel, ordered, begun))
+        while True:
+            await ordered.put(await channel.receive())
+
+
+async def carry_out(channel, ordered, begun):
     while True:
-        call_id, call = await channel.receive()
+        call_id, call = await ordered.get()
+        await channel.begin(call_id)
+        begun.append(call)
         if isinstance(call, Double):
             await channel.reply(call_id, Answer(call.value * 2))
         elif isinstance(call, Fail):
@@ -58,7 +69,8 @@ async def master():
 @contextlib.asynccontextmanager
 async def worker(channel, number):
     end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double | Fail | Hang)
-    serving = asyncio.create_task(serve(end))
+    end.begun = []
+    serving = asyncio.create_task(serve(end, end.begun))
     try:
         yield end
     finally:
@@ -69,22 +81,50 @@ async def worker(channel, number):
 
 async def test_calls_reach_their_worker_and_are_answered():
     async with master() as m, worker(m, 0), worker(m, 1):
-        await m.wait_for(2, patience=5)
+        await m.wait_for({0, 1}, patience=5)
         calls = [m.call(i % 2, Double(i), Answer, timeout=5) for i in range(50)]
         assert [a.value for a in await asyncio.gather(*calls)] == [2 * i for i in range(50)]
 
 
+async def test_workers_see_concurrent_requests_in_one_order():
+    async with master() as m, worker(m, 0) as a, worker(m, 1) as b, worker(m, 2) as c:
+        await m.wait_for({0, 1, 2}, patience=5)
+        everywhere = [
+            m.request(dict.fromkeys((i % 3, (i + 1) % 3, (i + 2) % 3), Double(i)), Answer, timeout=5) for i in range(40)
+        ]
+        singly = [m.call(i % 3, Double(100 + i), Answer, timeout=5) for i in range(40)]
+        replies = await asyncio.gather(*(request for pair in zip(everywhere, singly, strict=True) for request in pair))
+        assert replies[0] == {0: Answer(0), 1: Answer(0), 2: Answer(0)}
+        shared = [[call.value for call in end.begun if call.value < 100] for end in (a, b, c)]
+        assert shared[0] == shared[1] == shared[2] == list(range(40))
+
+
+async def test_no_worker_begins_a_request_that_another_does_not_have():
+    async with master() as m, worker(m, 0) as a:
+        await m.wait_for({0}, patience=5)
+        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 did not finish Double"):
+            await m.request({0: Double(1), 1: Double(1)}, Answer, timeout=0.5)
+        assert a.begun == []
+
+
+async def test_the_failure_of_one_worker_fails_the_request_at_once():
+    async with master() as m, worker(m, 0), worker(m, 1):
+        await m.wait_for({0, 1}, patience=5)
+        with pytest.raises(PeerError, match="model_worker/1 failed in Hang:\nTraceback: it broke"):
+            await m.request({0: Hang(), 1: Fail()}, Answer, timeout=30)
+
+
 async def test_a_failure_arrives_with_its_traceback_and_the_worker_lives_on():
     async with master() as m, worker(m, 0):
-        await m.wait_for(1, patience=5)
-        with pytest.raises(PeerError, match="model_worker/0 failed:\nTraceback: it broke"):
+        await m.wait_for({0}, patience=5)
+        with pytest.raises(PeerError, match="model_worker/0 failed in Fail:\nTraceback: it broke"):
             await m.call(0, Fail(), Answer, timeout=5)
         assert (await m.call(0, Double(4), Answer, timeout=5)).value == 8
 
 
 async def test_a_call_that_takes_too_long_is_named():
     async with master() as m, worker(m, 0):
-        await m.wait_for(1, patience=5)
+        await m.wait_for({0}, patience=5)
         with pytest.raises(DeadlineExceeded, match="model_worker/0 did not finish Hang within 0 s"):
             await m.call(0, Hang(), Answer, timeout=0.1)
 
@@ -94,15 +134,15 @@ async def test_a_silent_worker_fails_its_calls(monkeypatch):
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
     async with master() as m:
         async with worker(m, 0):
-            await m.wait_for(1, patience=5)
+            await m.wait_for({0}, patience=5)
         with pytest.raises(PeerLost, match="model_worker/0 has been silent"):
             await m.call(0, Double(1), Answer, timeout=5)
 
 
 async def test_a_worker_that_never_comes_is_named():
     async with master() as m, worker(m, 1):
-        with pytest.raises(DeadlineExceeded, match=r"model workers \[0\] did not connect"):
-            await m.wait_for(2, patience=0.3)
+        with pytest.raises(DeadlineExceeded, match="model_worker/0 did not connect"):
+            await m.wait_for({0, 1}, patience=0.3)
 
 
 async def test_notices_arrive_and_nonsense_is_passed_over():
@@ -114,7 +154,7 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
         for junk in ([b"x"], [b"N", b"", b"\xff\xff"], [b"R", b"12345678", b""]):
             await stranger.send_multipart(junk)
         await w.notify(News("stored"))
-        await m.wait_for(1, patience=5)
+        await m.wait_for({0}, patience=5)
         assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
         assert m.notices == [(0, News("stored"))]
         stranger.close()
@@ -123,6 +163,6 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
 
 async def test_an_answer_of_another_type_is_refused():
     async with master() as m, worker(m, 0):
-        await m.wait_for(1, patience=5)
+        await m.wait_for({0}, patience=5)
         with pytest.raises(WireError, match="answered Double with something else"):
             await m.call(0, Double(1), News, timeout=5)

@@ -1,77 +1,138 @@
-"""What the master asks of a model worker, what it answers, and what it tells unasked."""
+"""What the master asks of a model worker, what it answers, and what it tells unasked.
+
+| call | carried out | by |
+|---|---|---|
+| `Spec`, `ModelConfig`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
+| `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
+| `Publish` | beside the others | all, together |
+
+Groups reach the workers through the stream and are told by `Stored`, so nothing has to be fetched.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from streamrl.progress import Progress
+from streamrl.trainer.hooks import Hook
 from streamrl.types import SampleMeta
 
 
-class OpenStore(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: open the store at which the data-parallel ranks meet."""
+class Spec(msgspec.Struct, frozen=True, tag=True):
+    """Say what you are and what you have counted."""
 
-    world_size: int
+
+class ModelConfig(msgspec.Struct, frozen=True, tag=True):
+    """Say what model a role has."""
+
+    role: str
+
+
+class OpenStore(msgspec.Struct, frozen=True, tag=True):
+    """Worker 0: open the store at which the workers meet."""
 
 
 class Initialize(msgspec.Struct, frozen=True, tag=True):
-    """Load the model; join the other ranks at the store if there are any."""
+    """Meet the other workers at the store, and load the models."""
 
-    world_size: int
     store_host: str
     store_port: int
 
 
-class Infer(msgspec.Struct, frozen=True, tag=True):
-    """Run `ref_inf` or `actor_inf` on groups that the worker holds."""
+class Inference(msgspec.Struct, frozen=True, tag=True):
+    """A pass without gradients; its output stays with the DP head."""
 
     mfc: str
     seqs: list[int]
+    """This data-parallel rank's share."""
+    pre_hooks: list[Hook] = []
+    post_hooks: list[Hook] = []
 
 
-class Minibatch(msgspec.Struct, frozen=True):
+class Function(msgspec.Struct, frozen=True, tag=True):
+    """Call the user's function on this data-parallel rank's share."""
+
+    mfc: str
+    seqs: list[int]
+    pre_hooks: list[Hook] = []
+    post_hooks: list[Hook] = []
+
+
+class MinibatchShare(msgspec.Struct, frozen=True):
     """One optimizer step."""
 
     seqs: list[int]
-    """The worker's own share."""
+    """This data-parallel rank's share."""
     loss_tokens: int
-    """Tokens that enter the loss, over all workers."""
+    """Tokens that enter the loss, over all ranks."""
     sequences: int
-    """Trajectories, over all workers."""
+    """Trajectories, over all ranks."""
 
 
-class Train(msgspec.Struct, frozen=True, tag=True):
-    """Run `actor_train`, then forget the groups; tokens older than allowed stay out of the loss."""
+class TrainStep(msgspec.Struct, frozen=True, tag=True):
+    """Train a role on a batch; tokens older than allowed stay out of the loss."""
 
+    mfc: str
     policy_version: int
     oldest_version: int
-    minibatches: list[Minibatch]
+    minibatches: list[MinibatchShare]
+    pre_hooks: list[Hook] = []
+    post_hooks: list[Hook] = []
 
 
-class Discard(msgspec.Struct, frozen=True, tag=True):
-    """Groups were dropped: let go of them, and take them again when they come anew."""
+class ClearDataCache(msgspec.Struct, frozen=True, tag=True):
+    """Let go of groups and of all that was computed about them."""
 
     seqs: list[int]
+    come_again: bool
+    """They were dropped: take them when they come anew."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: bring the weights to the gservers as `version`."""
+    """Bring the policy's weights to the gservers as `version`; worker 0 sends, the others give it their parts."""
 
     version: int
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: write a checkpoint that the run can go on from, in a folder beside which old ones are removed."""
+    """Write a checkpoint that the run can go on from, in a folder beside which old ones are removed."""
 
     folder: str
     progress: Progress
 
 
-class Count(msgspec.Struct, frozen=True, tag=True):
-    """Say what the StreamDataset has counted."""
+Call = (
+    Spec
+    | ModelConfig
+    | OpenStore
+    | Initialize
+    | Inference
+    | Function
+    | TrainStep
+    | ClearDataCache
+    | Publish
+    | Save
+)
 
 
-Call = OpenStore | Initialize | Infer | Train | Discard | Publish | Save | Count
+class WorkerSpec(msgspec.Struct, frozen=True):
+    rank: int
+    device: str
+    pid: int
+    roles: dict[str, str]
+    """Role → backend and layout, for people."""
+    stored: int
+    duplicated: int
+    refused: int
+    held: int
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    parameters: int
+    """Of the whole model."""
+    tensors: int
+    hidden_size: int
 
 
 class StoreOpened(msgspec.Struct, frozen=True):
@@ -81,6 +142,8 @@ class StoreOpened(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True):
     compute_seconds: float
+    rewards: dict[int, list[float]] = {}
+    """Of each group that `rew_inf` scored, by sequence number (DP heads only)."""
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -100,13 +163,6 @@ class Published(msgspec.Struct, frozen=True):
     pause_seconds: float
     bytes: int
     attempts: int
-
-
-class Counted(msgspec.Struct, frozen=True):
-    stored: int
-    duplicated: int
-    refused: int
-    held: int
 
 
 class Stored(msgspec.Struct, frozen=True):

@@ -1,52 +1,100 @@
 """Model function calls and the graph that their keys make. Pure.
 
 An MFC names the keys that it needs and those that it gives; who runs after whom follows from
-that alone. Keys that come with the stream are given from the start.
+that alone. Three graphs come with it:
+
+- asynchronous: rollout workers generate and score by themselves, so the master sees only what follows;
+- synchronous: `actor_gen` and `rew_inf` are MFCs of the master too;
+- `module:function` (`trainer.graph`): the user's own, a function from `Config` to a list of `MFC`.
+
+docs/trainer.md has an example of the last.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from streamrl.config import AlgorithmConfig
+from streamrl.config import AlgorithmConfig, Config
 from streamrl.errors import ConfigError
+from streamrl.trainer.hooks import Hook, Offload, ParamRealloc
 
-STREAM_KEYS = frozenset({"packed_input_ids", "seqlens", "loss_mask", "behavior_logprobs", "policy_versions", "rewards"})
-"""What every group brings from `actor_gen` and `rew_inf`."""
+Interface = Literal["generate", "inference", "train_step", "function"]
+"""What is called: sampling by rollout workers, a pass without and one with gradients, or the user's function."""
+
+SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "prompt_length"})
+"""What a pass over a group's tokens needs."""
+GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions"}
+"""What `actor_gen` gives."""
+STREAM_KEYS = GENERATED_KEYS | {"rewards"}
+"""What every group brings through the stream from `actor_gen` and `rew_inf`."""
+ROLLOUT = "rollout"
+"""The role of the MFCs that rollout workers carry out."""
 
 
 class MFC(msgspec.Struct, frozen=True):
     """A model function call of the trainer."""
 
     name: str
+    role: str
+    """The model that computes: `actor`, `ref`, `critic`, `reward`, or `rollout`."""
+    interface: Interface
     inputs: frozenset[str]
     outputs: frozenset[str]
-    reads: Literal["arrivals", "batch"]
+    """`inference` gives exactly one key."""
+    reads: Literal["arrivals", "batch"] = "batch"
     """`arrivals`: runs on groups as they come; `batch`: on the training batch, once it is formed."""
+    groups: int | None = None
+    """Batch size, in groups: at most so many in one call. None: all that are ready, or the whole batch."""
+    function: str = ""
+    """`module:function` of the interface `function` (docs/trainer.md)."""
+    pre_hooks: tuple[Hook, ...] = ()
+    post_hooks: tuple[Hook, ...] = ()
+    """What the workers do before and after, within the same request."""
 
 
 class Graph(msgspec.Struct, frozen=True):
     """MFCs in an order in which each one's inputs are given before it runs."""
 
     mfcs: tuple[MFC, ...]
+    stream_keys: frozenset[str] = STREAM_KEYS
+    """What groups bring when they arrive."""
 
     def reading(self, source: Literal["arrivals", "batch"]) -> list[MFC]:
-        """The MFCs that read `source`, in order."""
-        return [mfc for mfc in self.mfcs if mfc.reads == source]
+        """The MFCs of model workers that read `source`, in order."""
+        return [mfc for mfc in self.mfcs if mfc.reads == source and mfc.role != ROLLOUT]
+
+    @property
+    def of_rollout(self) -> list[MFC]:
+        """The MFCs that rollout workers carry out for the master: none in an asynchronous graph."""
+        return [mfc for mfc in self.mfcs if mfc.role == ROLLOUT]
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """The models that model workers hold."""
+        return frozenset(mfc.role for mfc in self.mfcs if mfc.role != ROLLOUT)
 
     @property
     def arrival_keys(self) -> frozenset[str]:
         """Keys that a group must have before it can be part of a batch."""
-        return STREAM_KEYS.union(*(mfc.outputs for mfc in self.reading("arrivals")))
+        return self.stream_keys.union(*(mfc.outputs for mfc in self.reading("arrivals")))
 
 
-def build_graph(mfcs: Sequence[MFC]) -> Graph:
-    """Order `mfcs` by their keys; refuses cycles, unknown keys and two givers of one key."""
-    givers: dict[str, str] = dict.fromkeys(STREAM_KEYS, "the stream")
+def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEYS, largest: int | None = None) -> Graph:
+    """Order `mfcs` by their keys.
+
+    `stream_keys` are given from the start; `largest`: most groups that a call can get. Refuses, with a
+    `ConfigError` that names them: cycles, keys that nobody gives, two givers of one key, impossible batch sizes,
+    an MFC on arrivals that needs what is only given for batches.
+    """
+    made_by_rollout = frozenset().union(*(mfc.outputs for mfc in mfcs if mfc.role == ROLLOUT))
+    given = stream_keys - made_by_rollout
+    givers: dict[str, str] = dict.fromkeys(given, "the stream")
     for mfc in mfcs:
+        _check_alone(mfc, largest)
         for key in sorted(mfc.outputs):
             if key in givers:
                 raise ConfigError(f"key {key} is given by both {givers[key]} and {mfc.name}")
@@ -54,16 +102,7 @@ def build_graph(mfcs: Sequence[MFC]) -> Graph:
     for mfc in mfcs:
         for key in sorted(mfc.inputs - givers.keys()):
             raise ConfigError(f"{mfc.name} needs key {key}, which no model function call gives")
-    ordered: list[MFC] = []
-    known = set(STREAM_KEYS)
-    waiting = list(mfcs)
-    while waiting:
-        ready = [mfc for mfc in waiting if mfc.inputs <= known]
-        if not ready:
-            raise ConfigError(f"model function calls wait for each other: {', '.join(m.name for m in waiting)}")
-        ordered += ready
-        known.update(*(mfc.outputs for mfc in ready))
-        waiting = [mfc for mfc in waiting if mfc not in ready]
+    ordered = _in_order(mfcs, set(given))
     of_batches = {key: mfc.name for mfc in ordered if mfc.reads == "batch" for key in mfc.outputs}
     for mfc in ordered:
         late = sorted(of_batches.keys() & mfc.inputs)
@@ -72,22 +111,57 @@ def build_graph(mfcs: Sequence[MFC]) -> Graph:
                 f"{mfc.name} runs as groups arrive but needs {late[0]}, which {of_batches[late[0]]} gives "
                 "only for formed batches"
             )
-    return Graph(tuple(ordered))
+    return Graph(tuple(ordered), stream_keys)
 
 
-def grpo_graph(algorithm: AlgorithmConfig) -> Graph:
-    """The trainer's side of asynchronous GRPO."""
+def graph_of(config: Config) -> Graph:
+    """The graph that `trainer.graph` and the algorithm's settings ask for."""
+    neural = config.reward_model.path is not None
+    stream_keys = GENERATED_KEYS if neural else STREAM_KEYS
+    match config.trainer.graph:
+        case "asynchronous":
+            mfcs = downstream(config)
+        case "synchronous":
+            mfcs = [*upstream(config), *downstream(config)]
+        case name:
+            mfcs = _users(name, config)
+    largest = min(config.stream.capacity_groups, config.trainer.batch_groups)
+    return build_graph(mfcs, stream_keys=stream_keys, largest=largest)
+
+
+def upstream(config: Config) -> list[MFC]:
+    """What rollout workers do, as MFCs of the master: generation, and rewards by verifiers."""
+    mfcs = [MFC("actor_gen", ROLLOUT, "generate", frozenset(), GENERATED_KEYS, "arrivals")]
+    if config.reward_model.path is None:
+        mfcs.append(MFC("rew_inf", ROLLOUT, "inference", SEQUENCE_KEYS, frozenset({"rewards"}), "arrivals"))
+    return mfcs
+
+
+def downstream(config: Config) -> list[MFC]:
+    """What follows generation: rewards by a model, log-probabilities, values, and training."""
+    algorithm = config.algorithm
+    mfcs: list[MFC] = []
     needs = set(STREAM_KEYS)
-    mfcs = []
+
+    def inference(name: str, role: str, key: str, reads: Literal["arrivals", "batch"]) -> None:
+        post = (Offload(role),) if role in config.trainer.offload else ()
+        mfcs.append(MFC(name, role, "inference", SEQUENCE_KEYS, frozenset({key}), reads, post_hooks=post))
+        needs.add(key)
+
+    if config.reward_model.path is not None:
+        inference("rew_inf", "reward", "rewards", "arrivals")
     if algorithm.kl_coef > 0:
-        mfcs.append(MFC("ref_inf", frozenset({"packed_input_ids", "seqlens"}), frozenset({"ref_logprobs"}), "arrivals"))
-        needs.add("ref_logprobs")
+        inference("ref_inf", "ref", "ref_logprobs", "arrivals")
     if recomputes_proximal(algorithm):
-        inputs = frozenset({"packed_input_ids", "seqlens"})
-        mfcs.append(MFC("actor_inf", inputs, frozenset({"proximal_logprobs"}), "batch"))
-        needs.add("proximal_logprobs")
-    mfcs.append(MFC("actor_train", frozenset(needs), frozenset(), "batch"))
-    return build_graph(mfcs)
+        inference("actor_inf", "actor", "proximal_logprobs", "batch")
+    if algorithm.advantage == "gae":
+        inference("critic_inf", "critic", "values", "batch")
+        mfcs.append(MFC("critic_train", "critic", "train_step", frozenset(needs), frozenset()))
+    post: tuple[Hook, ...] = ()
+    if algorithm.kl_coef > 0 and algorithm.ref_update_every:
+        post = (ParamRealloc("actor", "ref", every=algorithm.ref_update_every, share=algorithm.ref_update_share),)
+    mfcs.append(MFC("actor_train", "actor", "train_step", frozenset(needs), frozenset(), post_hooks=post))
+    return mfcs
 
 
 def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
@@ -99,3 +173,45 @@ def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
     return algorithm.proximal == "recompute" or (
         algorithm.proximal == "auto" and algorithm.minibatches * algorithm.epochs > 1
     )
+
+
+def _check_alone(mfc: MFC, largest: int | None) -> None:
+    if mfc.groups is not None and (mfc.groups < 1 or (largest is not None and mfc.groups > largest)):
+        upper = "" if largest is None else f", at most {largest} (trainer.batch_groups, stream.capacity_groups)"
+        raise ConfigError(f"{mfc.name} wants {mfc.groups} groups in a call: must be at least 1{upper}")
+    if mfc.interface == "inference" and mfc.role != ROLLOUT and len(mfc.outputs) != 1:
+        raise ConfigError(f"{mfc.name} is an inference and gives {len(mfc.outputs)} keys; it must give one")
+    if (mfc.interface == "function") != bool(mfc.function):
+        raise ConfigError(f"{mfc.name}: the interface `function` and a function to call need each other")
+    if (mfc.interface == "generate") != (mfc.role == ROLLOUT and mfc.outputs >= GENERATED_KEYS):
+        raise ConfigError(f"{mfc.name}: only the role `{ROLLOUT}` generates, and then it gives all of a group's keys")
+
+
+def _in_order(mfcs: Sequence[MFC], known: set[str]) -> list[MFC]:
+    ordered: list[MFC] = []
+    waiting = list(mfcs)
+    while waiting:
+        ready = [mfc for mfc in waiting if mfc.inputs <= known]
+        if not ready:
+            raise ConfigError(f"model function calls wait for each other: {', '.join(m.name for m in waiting)}")
+        ordered += ready
+        known.update(*(mfc.outputs for mfc in ready))
+        waiting = [mfc for mfc in waiting if mfc not in ready]
+    return ordered
+
+
+def _users(name: str, config: Config) -> list[MFC]:
+    """The list that the user's function answers."""
+    module, colon, function = name.partition(":")
+    try:
+        if not colon:
+            raise ImportError("give it as module:function")
+        found = getattr(importlib.import_module(module), function)(config)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'trainer.graph = "{name}" is neither "asynchronous" nor "synchronous" nor a function that can be '
+            f"imported: {error}"
+        ) from error
+    if not isinstance(found, list) or not all(isinstance(mfc, MFC) for mfc in found):
+        raise ConfigError(f"{name} answered {type(found).__name__}; it has to answer a list of MFC")
+    return found

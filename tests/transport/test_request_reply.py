@@ -164,5 +164,5 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
 async def test_an_answer_of_another_type_is_refused():
     async with master() as m, worker(m, 0):
         await m.wait_for({0}, patience=5)
-        with pytest.raises(WireError, match="answered Double with something else"):
+        with pytest.raises(WireError, match="Double was answered with something else"):
             await m.call(0, Double(1), News, timeout=5)

@@ -12,6 +12,7 @@ into it, so its memory is free again once the last of them has been discarded.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,8 +32,9 @@ from streamrl.transport.collective import destroy_group, form_group
 
 ALIGNMENT = 8
 """Arrays begin at multiples of so many bytes in a buffer."""
-BACKEND_PATIENCE = 2.0
-"""The backend's own deadline, in our own: NCCL's ends the process, so ours has to come first."""
+NCCL_PATIENCE = 2.0
+"""NCCL's own deadline, in ours: it ends the process, so ours has to come first."""
+SHORTEST_WAIT_SECONDS = 0.001
 
 Result = TypeVar("Result")
 
@@ -66,6 +68,7 @@ class DataManager:
         self._world_size = world_size
         self._host, self._port = host, port
         self._timeout = timeout_seconds
+        self._backend_timeout = timeout_seconds * (NCCL_PATIENCE if backend == "nccl" else 1)
         self._backend = backend
         self._device = device or torch.device("cpu")
         self._name = name
@@ -148,10 +151,9 @@ class DataManager:
         """Start operations and wait until they are through."""
 
         def call() -> None:
+            deadline = time.monotonic() + self._timeout
             for work in start():
-                work.wait()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+                work.wait(timedelta(seconds=max(SHORTEST_WAIT_SECONDS, deadline - time.monotonic())))
 
         self._within_deadline(call, "; ".join(map(str, moved)))
 
@@ -167,7 +169,7 @@ class DataManager:
                     world_size=len(ranks),
                     name=name,
                     backend=self._backend,
-                    timeout=self._timeout * BACKEND_PATIENCE,
+                    timeout=self._backend_timeout,
                     store=self._store,
                 ),
                 f"meeting of ranks {', '.join(map(str, ranks))}",
@@ -175,26 +177,39 @@ class DataManager:
         return self._groups[ranks]
 
     def _connect(self) -> Any:
-        limit = timedelta(seconds=self._timeout * BACKEND_PATIENCE)
+        limit = timedelta(seconds=self._backend_timeout)
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _greet(self) -> None:
         """NCCL wants all ranks in a group's first operation; later some may exchange without the others."""
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._world)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _within_deadline(self, call: Callable[[], Result], what: str) -> Result:
-        """Run `call` in a daemon thread, which may hang in the backend without keeping the process alive."""
+        """What `call` answers; whatever fails in it, its deadline included, is a `TransferError` about `what`."""
+        try:
+            return self._in_thread(call) if self._device.type == "cuda" else call()
+        except (RuntimeError, PublicationError) as error:
+            raise TransferError(
+                f"rank {self.rank}: {what}: failed or not through after {self._timeout:.0f} s ({error}); "
+                "look for a model worker among these ranks that has ended, or raise the deadline"
+            ) from error
+
+    def _in_thread(self, call: Callable[[], Result]) -> Result:
+        """Run `call` and what it starts on the device; raises `RuntimeError` when it hangs.
+
+        gloo keeps deadlines by itself. NCCL blocks the calling thread without one when it forms a
+        communicator, and else the device; a daemon thread does not keep the process alive.
+        """
         answers: list[Result] = []
         failures: list[RuntimeError | PublicationError] = []
 
         def run() -> None:
             compute_with(1)
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device)
             try:
-                answers.append(call())
+                answer = call()
+                torch.cuda.current_stream(self._device).synchronize()
+                answers.append(answer)
             except (RuntimeError, PublicationError) as error:
                 failures.append(error)
 
@@ -202,12 +217,9 @@ class DataManager:
         thread.start()
         thread.join(self._timeout)
         if failures:
-            raise TransferError(f"rank {self.rank}: {what}: failed: {failures[0]}") from failures[0]
+            raise failures[0]
         if not answers:
-            raise TransferError(
-                f"rank {self.rank}: {what}: not through after {self._timeout:.0f} s; "
-                "look for a model worker among these ranks that has ended, or raise the deadline"
-            )
+            raise RuntimeError("the backend does not answer")
         return answers[0]
 
 

@@ -12,6 +12,7 @@
     ├── ProcessDied          a process that streamrl started ended before its time
     ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
     ├── PublicationError     a weight update that failed and was rolled back
+    ├── TransferError        arrays that could not be brought from model worker to model worker
     └── TrainingError        a training step whose numbers make no sense
 
 The message of each says what was wrong, where, and what to do next.
@@ -67,6 +68,10 @@ class DeadlineExceeded(StreamRLError):
 
 class PublicationError(StreamRLError):
     """A weight update that failed and was rolled back."""
+
+
+class TransferError(StreamRLError):
+    """Arrays that could not be brought from model worker to model worker."""
 
 
 class TrainingError(StreamRLError):

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.types import SampleMeta
+from streamrl.held import HeldGroups
 
 OverAge = Literal["mask", "wait", "drop"]
 
@@ -203,7 +203,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 def select_batch(
-    held: Mapping[int, SampleMeta],
+    held: HeldGroups,
     *,
     policy_version: int,
     groups_per_batch: int,
@@ -225,15 +225,9 @@ def select_batch(
             missing=missing,
             short=len(missing),
         )
-    drop: list[int] = []
-    candidates = sorted(held)
-    if over_age == "drop":
-        oldest_allowed = policy_version - max_staleness
-        drop = [seq for seq in candidates if held[seq].oldest_version < oldest_allowed]
-        gone = set(drop)
-        candidates = [seq for seq in candidates if seq not in gone]
-    short = max(0, groups_per_batch - len(candidates))
-    batch = [] if short else candidates[:groups_per_batch]
+    drop = held.older_than(policy_version - max_staleness) if over_age == "drop" else []
+    short = max(0, groups_per_batch - (len(held) - len(drop)))
+    batch = [] if short else held.oldest(groups_per_batch, but=drop)
     return Selection(batch=batch, drop=drop, missing=[], short=short)
 
 

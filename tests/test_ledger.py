@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from streamrl.held import HeldGroups
 from streamrl.ledger import Ledger, OverAge, count_over_age, next_in_order, select_batch
 from streamrl.types import SampleMeta
 
@@ -59,7 +60,7 @@ class Run(RuleBasedStateMachine):
         # the workers: versions of the tokens so far
         self.generating: dict[tuple[str, int], list[int]] = {}
         # the trainer
-        self.held: dict[int, SampleMeta] = {}
+        self.held = HeldGroups()
         self.trained: list[int] = []
         self.reports: deque[tuple[str, int]] = deque()
 
@@ -294,7 +295,7 @@ def test_next_in_order_skips_what_is_settled(trained: set[int], rejected: set[in
 
 
 def test_a_batch_waits_for_the_missing_by_name() -> None:
-    held = {seq: meta(seq, [0]) for seq in (0, 3)}
+    held = HeldGroups({seq: meta(seq, [0]) for seq in (0, 3)})
     selection = select_batch(
         held, policy_version=0, groups_per_batch=3, max_staleness=1, over_age="wait", next_in_order=[0, 1, 3]
     )
@@ -302,7 +303,7 @@ def test_a_batch_waits_for_the_missing_by_name() -> None:
 
 
 def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
-    held = {seq: meta(seq, versions) for seq, versions in {5: [4], 2: [1, 4], 7: [4], 9: [3]}.items()}
+    held = HeldGroups({seq: meta(seq, versions) for seq, versions in {5: [4], 2: [1, 4], 7: [4], 9: [3]}.items()})
     arguments = {"policy_version": 4, "groups_per_batch": 2, "max_staleness": 2}
     assert select_batch(held, over_age="mask", **arguments).batch == [2, 5]  # type: ignore[arg-type]
     selection = select_batch(held, over_age="drop", **arguments)  # type: ignore[arg-type]

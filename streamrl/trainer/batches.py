@@ -6,10 +6,11 @@ matters. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from streamrl.config import Config
+from streamrl.held import HeldGroups
 from streamrl.ledger import Selection, count_over_age, next_in_order, select_batch
 from streamrl.trainer.calls import Minibatch
 from streamrl.types import SampleMeta
@@ -38,7 +39,7 @@ class BatchFormer:
         self._trained.update(seqs)
         self._advance()
 
-    def select(self, held: Mapping[int, SampleMeta], *, policy_version: int) -> Selection:
+    def select(self, held: HeldGroups, *, policy_version: int) -> Selection:
         """The next batch at `policy_version`."""
         order: list[int] = []
         if self.over_age == "wait":

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from streamrl.config import AlgorithmConfig, from_dict
+from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
 from streamrl.trainer.batches import BatchFormer
-from streamrl.trainer.buffer import SequenceBuffer
+from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.graph import grpo_graph
 from streamrl.types import SampleMeta
 
@@ -30,7 +31,7 @@ def make_meta(seq, *, head=0, versions=None):
 
 
 def make_buffer(warning=30.0, **algorithm):
-    return SequenceBuffer(grpo_graph(AlgorithmConfig(**algorithm)), wait_warning_seconds=warning)
+    return AsyncIOSequenceBuffer(grpo_graph(AlgorithmConfig(**algorithm)), wait_warning_seconds=warning)
 
 
 def two_oldest(held):
@@ -58,23 +59,21 @@ async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
     buffer = make_buffer(kl_coef=0.1)
     await buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
     taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
-    inputs = frozenset({"packed_input_ids"})
-    first = await buffer.take_arrivals("ref_inf", inputs, limit=1)
-    rest = await buffer.take_arrivals("ref_inf", inputs, limit=5)
+    first = await buffer.get_batch_for_rpc("ref_inf", limit=1)
+    rest = await buffer.get_batch_for_rpc("ref_inf", limit=5)
     assert [m.seq for m in first + rest] == [0, 1, 2]
     await buffer.amend_batch([1, 2], ["ref_logprobs"])
     batch, _ = await asyncio.wait_for(taking, 1)
     assert [m.seq for m in batch] == [1, 2]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(buffer.take_arrivals("ref_inf", inputs, limit=5), 0.05)
+        await asyncio.wait_for(buffer.get_batch_for_rpc("ref_inf", limit=5), 0.05)
 
 
 async def test_a_group_that_comes_again_after_a_drop_is_read_again():
     buffer = make_buffer(kl_coef=0.1)
-    inputs = frozenset({"packed_input_ids"})
     for _ in range(2):
         await buffer.put_batch([make_meta(0)])
-        assert [m.seq for m in await buffer.take_arrivals("ref_inf", inputs, limit=5)] == [0]
+        assert [m.seq for m in await buffer.get_batch_for_rpc("ref_inf", limit=5)] == [0]
         await buffer.discard([0])
     await buffer.amend_batch([0], ["ref_logprobs"])  # the answer for a group that is gone
     assert len(buffer) == 0
@@ -101,14 +100,14 @@ def make_former(over_age="mask", *, heads=1, minibatches=1, batch=4):
 
 def test_wait_takes_admission_order_and_skips_what_was_rejected():
     former = make_former("wait", batch=2)
-    held = {seq: make_meta(seq) for seq in (1, 2, 3)}
+    held = HeldGroups({seq: make_meta(seq) for seq in (1, 2, 3)})
     selection = former.select(held, policy_version=0)
     assert (selection.batch, selection.missing) == ([], [0])
     assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
     former.reject([0, 2])
     assert former.select(held, policy_version=0).batch == [1, 3]
     former.trained([1, 3])
-    assert former.select({}, policy_version=1).missing == [4, 5]
+    assert former.select(HeldGroups(), policy_version=1).missing == [4, 5]
 
 
 def test_minibatches_share_every_group_once_over_heads():

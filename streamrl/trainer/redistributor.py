@@ -1,0 +1,289 @@
+"""Plans which model worker sends which arrays to whom, and deals groups over data-parallel ranks. Pure.
+
+An array is named by (sequence number, key). The master knows what each rank holds and what each
+will need; the plan brings every rank what it lacks. It travels inside requests, and the
+`DataManager` of each rank carries it out.
+
+Invariants (held by property tests): every wanted array reaches every rank that lacks it exactly
+once, nothing is sent to a rank that has it, and equal input gives an equal plan. The steps of a
+plan are independent: a source holds what it sends before the plan begins.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from streamrl.errors import TransferError
+
+Name = tuple[int, str]
+"""Sequence number and key of an array."""
+
+SENDABLE_KINDS = "biuf"
+"""Kinds of numpy dtypes that travel: bool, integers, floats."""
+HOME_TOLERANCE = 1 / 100
+"""Groups stay where they are while the largest load is within this share of the least possible one."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One array, described."""
+
+    seq: int
+    """Sequence number of its group."""
+    key: str
+    dtype: str
+    """numpy's name, for example `int32`."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array; raises `TransferError` for a dtype that does not travel."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag=True):
+    """One rank sends the same arrays to one or several others."""
+
+    source: int
+    destinations: list[int]
+    """Ascending."""
+    pieces: list[Piece]
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """One rank is fed by several others."""
+
+    destination: int
+    parts: list[tuple[int, list[Piece]]]
+    """Source, ascending, and what it sends."""
+
+
+class Scatter(msgspec.Struct, frozen=True, tag=True):
+    """One rank sends others different arrays."""
+
+    source: int
+    parts: list[tuple[int, list[Piece]]]
+    """Destination, ascending, and what it gets."""
+
+
+Step = Broadcast | Gather | Scatter
+Plan = list[Step]
+
+
+class Transfer(NamedTuple):
+    """What a step is made of: one source, the same arrays for each destination."""
+
+    source: int
+    destinations: list[int]
+    pieces: list[Piece]
+
+    def __str__(self) -> str:
+        size = sum(piece.nbytes for piece in self.pieces)
+        destinations = ", ".join(map(str, self.destinations))
+        first = self.pieces[0]
+        return (
+            f"rank {self.source} sends {len(self.pieces)} arrays ({size} bytes, from seq {first.seq} {first.key} on) "
+            f"to rank {destinations}"
+        )
+
+
+@lru_cache
+def item_bytes(dtype: str) -> int:
+    """Bytes of one item; raises `TransferError` for a dtype that does not travel."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.kind not in SENDABLE_KINDS:
+        raise TransferError(f"arrays of dtype {dtype!r} do not travel; bool, integers and floats do")
+    return found.itemsize
+
+
+def transfers(step: Step) -> list[Transfer]:
+    """The transfers of `step`, in its order."""
+    match step:
+        case Broadcast(source, destinations, pieces):
+            return [Transfer(source, destinations, pieces)]
+        case Gather(destination, parts):
+            return [Transfer(source, [destination], pieces) for source, pieces in parts]
+        case Scatter(source, parts):
+            return [Transfer(source, [destination], pieces) for destination, pieces in parts]
+
+
+def concerning(plan: Iterable[Step], rank: int) -> Plan:
+    """The steps that `rank` takes part in, in order: all of the plan that it needs to see."""
+    return [
+        step
+        for step in plan
+        if any(rank == transfer.source or rank in transfer.destinations for transfer in transfers(step))
+    ]
+
+
+def redistribute(
+    pieces: Iterable[Piece],
+    *,
+    holders: Mapping[Name, Collection[int]],
+    wanted: Mapping[Name, Collection[int]],
+) -> Plan:
+    """What has to be sent so that every rank in `wanted` has its arrays.
+
+    Where several ranks hold an array, the one that sends the fewest bytes so far sends it (list
+    scheduling, Graham 1966, so loads differ by at most one array where all hold all). Arrays with
+    the same source and destinations travel together. Raises `TransferError` for a wanted array that
+    is not among `pieces`, is there twice, or has no holder.
+    """
+    described: dict[Name, Piece] = {}
+    for piece in pieces:
+        if described.setdefault((piece.seq, piece.key), piece) is not piece:
+            raise TransferError(f"seq {piece.seq} {piece.key} is described twice")
+    for seq, key in wanted.keys() - described.keys():
+        raise TransferError(f"seq {seq} {key} is wanted but its dtype and shape are not known")
+    loads: dict[int, int] = defaultdict(int)
+    routes: dict[tuple[int, tuple[int, ...]], list[Piece]] = defaultdict(list)
+    in_order: dict[frozenset[int], tuple[int, ...]] = {}
+    open_choice: list[tuple[Piece, tuple[int, ...], tuple[int, ...]]] = []
+    for name, piece in described.items():
+        having = frozenset(holders.get(name, ()))
+        lacking = frozenset(wanted.get(name, ())) - having
+        if not lacking:
+            continue
+        if not having:
+            raise TransferError(
+                f"seq {piece.seq} {piece.key} is wanted by rank {', '.join(map(str, sorted(lacking)))} "
+                "but no rank holds it; it was discarded, or never computed"
+            )
+        for ranks in (having, lacking):
+            if ranks not in in_order:
+                in_order[ranks] = tuple(sorted(ranks))
+        sources, destinations = in_order[having], in_order[lacking]
+        if len(sources) > 1:
+            open_choice.append((piece, sources, destinations))
+            continue
+        loads[sources[0]] += piece.nbytes * len(destinations)
+        routes[sources[0], destinations].append(piece)
+    for piece, sources, destinations in open_choice:
+        source = min(sources, key=lambda rank: (loads[rank], rank))
+        loads[source] += piece.nbytes * len(destinations)
+        routes[source, destinations].append(piece)
+    return [*_point_to_point(routes), *_broadcasts(routes)]
+
+
+def _point_to_point(routes: Mapping[tuple[int, tuple[int, ...]], list[Piece]]) -> Iterator[Step]:
+    """The routes with one destination, as few gathers and scatters: the busiest rank's first, again and again."""
+    pairs = {(source, ranks[0]): pieces for (source, ranks), pieces in routes.items() if len(ranks) == 1}
+    while pairs:
+        stars: dict[tuple[bool, int], list[int]] = defaultdict(list)
+        for source, destination in sorted(pairs):
+            stars[False, destination].append(source)
+            stars[True, source].append(destination)
+        sends, rank = min(stars, key=lambda star: (-len(stars[star]), star))
+        others = stars[sends, rank]
+        parts = [(other, pairs.pop((rank, other) if sends else (other, rank))) for other in others]
+        if len(parts) == 1:
+            other, pieces = parts[0]
+            source, destination = (rank, other) if sends else (other, rank)
+            yield Broadcast(source, [destination], pieces)
+        elif sends:
+            yield Scatter(rank, parts)
+        else:
+            yield Gather(rank, parts)
+
+
+def _broadcasts(routes: Mapping[tuple[int, tuple[int, ...]], list[Piece]]) -> Iterator[Broadcast]:
+    """The routes with several destinations; sources take turns, so that those apart may send at once."""
+    turns: dict[int, int] = defaultdict(int)
+    ordered = []
+    for source, destinations in sorted(route for route in routes if len(route[1]) > 1):
+        ordered.append((turns[source], source, destinations))
+        turns[source] += 1
+    for _, source, destinations in sorted(ordered):
+        yield Broadcast(source, list(destinations), routes[source, destinations])
+
+
+def deal(costs: Mapping[int, int], *, ranks: int, home: Mapping[int, int] | None = None) -> list[list[int]]:
+    """Deal sequence numbers over data-parallel ranks 0 to `ranks - 1` by their cost, each list ascending.
+
+    `costs`: sequence number → tokens, at least 0. `home`: sequence number → the rank where it is now;
+    without an entry it goes where there is room. The least loaded rank gets the most expensive group
+    that is left (longest processing time first: Graham, "Bounds on multiprocessing timing anomalies",
+    1969), so that the largest load is at most (4/3 - 1/(3 ranks)) times the best possible one, and
+    loads differ by at most the largest cost. Starting at home and moving groups from the fullest to the
+    emptiest rank while that helps (Finn and Horowitz, "A linear time approximation algorithm for
+    multiprocessor scheduling", 1979) moves less; it is taken when its largest load is no larger than
+    that of the other way, or within `HOME_TOLERANCE` of the lower bound of the best possible.
+    """
+    afresh = _deal_afresh(costs, ranks)
+    if not home:
+        return [sorted(dealt) for dealt in afresh]
+    settled = _deal_from_home(costs, ranks, home)
+    least = max(sum(costs.values()) / ranks, max(costs.values(), default=0))
+    largest = _largest_load(costs, settled)
+    if largest <= max(_largest_load(costs, afresh), (1 + HOME_TOLERANCE) * least):
+        return [sorted(dealt) for dealt in settled]
+    return [sorted(dealt) for dealt in _relabel(costs, afresh, home)]
+
+
+def _deal_afresh(costs: Mapping[int, int], ranks: int) -> list[list[int]]:
+    loads = [(0, rank) for rank in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for seq in sorted(costs, key=lambda seq: (-costs[seq], seq)):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + costs[seq], rank))
+        dealt[rank].append(seq)
+    return dealt
+
+
+def _deal_from_home(costs: Mapping[int, int], ranks: int, home: Mapping[int, int]) -> list[list[int]]:
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # (cost, seq), ascending
+    loads = [0] * ranks
+    homeless = []
+    for cost, seq in sorted((cost, seq) for seq, cost in costs.items()):
+        rank = home.get(seq, -1)
+        if not 0 <= rank < ranks:
+            homeless.append((cost, seq))
+            continue
+        dealt[rank].append((cost, seq))
+        loads[rank] += cost
+    for cost, seq in reversed(homeless):
+        rank = loads.index(min(loads))
+        insort(dealt[rank], (cost, seq))
+        loads[rank] += cost
+    while True:
+        fullest, emptiest = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[fullest] - loads[emptiest]
+        entries = dealt[fullest]
+        half = bisect_left(entries, (gap // 2, -1))  # moving what costs half the gap would close it
+        near = [place for place in (half - 1, half) if 0 <= place < len(entries) and 0 < entries[place][0] < gap]
+        if not near:
+            return [[seq for _, seq in entries] for entries in dealt]
+        moved = entries.pop(min(near, key=lambda place: abs(gap - 2 * entries[place][0])))
+        insort(dealt[emptiest], moved)
+        loads[fullest] -= moved[0]
+        loads[emptiest] += moved[0]
+
+
+def _relabel(costs: Mapping[int, int], dealt: list[list[int]], home: Mapping[int, int]) -> list[list[int]]:
+    """Give each rank the share that has most of its own groups, the largest overlap first."""
+    overlap: dict[tuple[int, int], int] = defaultdict(int)
+    for share, seqs in enumerate(dealt):
+        for seq in seqs:
+            overlap[share, home.get(seq, -1)] += costs[seq]
+    ranks = range(len(dealt))
+    order = sorted(((share, rank) for share in ranks for rank in ranks), key=lambda pair: (-overlap[pair], pair))
+    of_rank: dict[int, int] = {}
+    for share, rank in order:
+        if rank not in of_rank and share not in of_rank.values():
+            of_rank[rank] = share
+    return [dealt[of_rank[rank]] for rank in ranks]
+
+
+def _largest_load(costs: Mapping[int, int], dealt: Iterable[Iterable[int]]) -> int:
+    return max(sum(costs[seq] for seq in seqs) for seqs in dealt)

@@ -1,0 +1,213 @@
+"""Plans: complete, pruned, exactly once, deterministic, balanced; dealing keeps its bounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import TransferError
+from streamrl.trainer.redistributor import (
+    HOME_TOLERANCE,
+    Broadcast,
+    Gather,
+    Piece,
+    Plan,
+    Scatter,
+    concerning,
+    deal,
+    redistribute,
+    transfers,
+)
+from tests.trainer.transfers import Needs, needs, shuffled
+
+
+def plan_of(found: Needs) -> Plan:
+    return redistribute(found.pieces, holders=found.holders, wanted=found.wanted)
+
+
+def piece(seq, key="rewards", length=8):
+    return Piece(seq, key, "float32", (length,))
+
+
+def needs_of(*entries):
+    """From (piece, holders, wanted)."""
+    names = [(described.seq, described.key) for described, _, _ in entries]
+    return Needs(
+        [described for described, _, _ in entries],
+        {name: set(having) for name, (_, having, _) in zip(names, entries, strict=True)},
+        {name: set(wanting) for name, (_, _, wanting) in zip(names, entries, strict=True)},
+    )
+
+
+@given(needs())
+def test_every_rank_gets_what_it_lacks_once_and_nothing_else(found):
+    delivered = Counter()
+    for step in plan_of(found):
+        for transfer in transfers(step):
+            assert transfer.pieces
+            assert transfer.destinations == sorted(set(transfer.destinations))
+            assert transfer.source not in transfer.destinations
+            for sent in transfer.pieces:
+                assert transfer.source in found.holders[sent.seq, sent.key]
+                delivered.update((sent, destination) for destination in transfer.destinations)
+    lacking = Counter(
+        (described, rank)
+        for described in found.pieces
+        for rank in found.wanted[described.seq, described.key] - found.holders[described.seq, described.key]
+    )
+    assert delivered == lacking
+
+
+@given(needs())
+def test_executed_on_stores_every_rank_holds_what_it_wants(found):
+    stores = defaultdict(dict)
+    for described in found.pieces:
+        for rank in found.holders[described.seq, described.key]:
+            stores[rank][described] = f"bytes of {described}"
+    for step in plan_of(found):
+        for source, destinations, pieces in transfers(step):
+            for sent in pieces:
+                for destination in destinations:
+                    stores[destination][sent] = stores[source][sent]
+    for described in found.pieces:
+        for rank in found.wanted[described.seq, described.key]:
+            assert stores[rank][described] == f"bytes of {described}"
+
+
+@given(needs(), st.integers(0, 5))
+def test_a_plan_depends_on_no_order_of_mappings_and_survives_the_wire(found, seed):
+    plan = plan_of(found)
+    assert plan == redistribute(
+        found.pieces, holders=shuffled(found.holders, seed), wanted=shuffled(found.wanted, seed + 1)
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
+
+
+@given(needs())
+def test_transfers_are_merged(found):
+    plan = plan_of(found)
+    routes = [(source, tuple(destinations)) for step in plan for source, destinations, _ in transfers(step)]
+    assert len(routes) == len(set(routes))
+    singles = [step for step in plan if isinstance(step, Broadcast) and len(step.destinations) == 1]
+    for one, other in itertools.combinations(singles, 2):
+        assert one.source != other.source
+        assert one.destinations != other.destinations
+    for step in plan:
+        if isinstance(step, Gather | Scatter):
+            assert len(step.parts) > 1
+            assert [rank for rank, _ in step.parts] == sorted({rank for rank, _ in step.parts})
+
+
+@given(needs(), st.integers(0, 4))
+def test_a_rank_sees_exactly_the_steps_that_concern_it(found, rank):
+    plan = plan_of(found)
+    mine = concerning(plan, rank)
+    assert [step for step in plan if step in mine] == mine
+    for step in plan:
+        concerned = any(rank in (source, *destinations) for source, destinations, _ in transfers(step))
+        assert concerned == (step in mine)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(2, 4))
+def test_holders_of_the_same_arrays_share_the_load(lengths, sources):
+    holders = range(sources)
+    found = needs_of(*((piece(seq, length=length), holders, [9]) for seq, length in enumerate(lengths)))
+    loads = dict.fromkeys(holders, 0)
+    for step in plan_of(found):
+        for source, _, pieces in transfers(step):
+            loads[source] += sum(sent.nbytes for sent in pieces)
+    assert max(loads.values()) - min(loads.values()) <= 4 * max(lengths)
+
+
+def test_steps_take_the_form_that_the_routes_have():
+    assert plan_of(needs_of((piece(0), [0], [0, 2, 1]), (piece(1), [0], [1, 2]))) == [
+        Broadcast(0, [1, 2], [piece(0), piece(1)])
+    ]
+    assert plan_of(needs_of((piece(0), [0], [2]), (piece(1), [1], [2]))) == [
+        Gather(2, [(0, [piece(0)]), (1, [piece(1)])])
+    ]
+    assert plan_of(needs_of((piece(0), [0], [1]), (piece(1), [0], [2]))) == [
+        Scatter(0, [(1, [piece(0)]), (2, [piece(1)])])
+    ]
+    assert plan_of(needs_of((piece(0), [3], [3, 1]))) == [Broadcast(3, [1], [piece(0)])]
+    assert plan_of(needs_of((piece(0), [0, 1], [1]), (piece(1), [2], []))) == []
+
+
+def test_all_to_all_is_one_gather_for_each_rank():
+    everyone = range(4)
+    found = needs_of(*((piece(4 * a + b), [a], [b]) for a in everyone for b in everyone))
+    assert [(type(step), len(transfers(step))) for step in plan_of(found)] == [(Gather, 3)] * 4
+
+
+@pytest.mark.parametrize(
+    ("pieces", "holders", "wanted", "message"),
+    [
+        ([piece(7)], {}, {(7, "rewards"): [1, 0]}, "seq 7 rewards is wanted by rank 0, 1 but no rank holds it"),
+        ([], {(7, "rewards"): [0]}, {(7, "rewards"): [1]}, "seq 7 rewards is wanted but its dtype"),
+        ([piece(7), piece(7, length=3)], {}, {}, "seq 7 rewards is described twice"),
+        ([Piece(7, "x", "object", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'object' do not travel"),
+        ([Piece(7, "x", "no such", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'no such' do not travel"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(pieces, holders, wanted, message):
+    with pytest.raises(TransferError, match=message):
+        redistribute(pieces, holders=holders, wanted=wanted)
+
+
+costs = st.dictionaries(st.integers(0, 1000), st.integers(0, 5000), max_size=60)
+
+
+def loads_of(dealt, cost):
+    return [sum(cost[seq] for seq in seqs) for seqs in dealt]
+
+
+@given(costs, st.integers(1, 6), st.none() | st.dictionaries(st.integers(0, 1000), st.integers(-1, 6)))
+def test_a_deal_is_complete_ordered_balanced_and_repeatable(cost, ranks, home):
+    dealt = deal(cost, ranks=ranks, home=home)
+    assert len(dealt) == ranks
+    assert sorted(seq for seqs in dealt for seq in seqs) == sorted(cost)
+    assert all(seqs == sorted(seqs) for seqs in dealt)
+    loads = loads_of(dealt, cost)
+    assert max(loads) - min(loads) <= max(cost.values(), default=0)
+    backwards = dict(reversed(cost.items()))
+    assert deal(backwards, ranks=ranks, home=home and dict(reversed(home.items()))) == dealt
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=7),
+    st.integers(2, 3),
+    st.none() | st.dictionaries(st.integers(0, 6), st.integers(0, 2)),
+)
+def test_no_deal_is_worse_than_the_bound_of_longest_processing_time_first(cost_list, ranks, home):
+    cost = dict(enumerate(cost_list))
+    best = min(
+        max(loads_of([[s for s in cost if owner[s] == rank] for rank in range(ranks)], cost))
+        for owner in itertools.product(range(ranks), repeat=len(cost))
+    )
+    largest = max(loads_of(deal(cost, ranks=ranks, home=home), cost))
+    assert largest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+def test_balanced_groups_stay_at_home():
+    cost = {0: 10, 1: 20, 2: 20, 3: 10, 4: 30, 5: 30}
+    home = {0: 1, 1: 1, 4: 1, 2: 0, 3: 0, 5: 0}
+    assert deal(cost, ranks=2, home=home) == [[2, 3, 5], [0, 1, 4]]
+
+
+@given(st.lists(st.integers(100, 2000), min_size=64, max_size=100), st.integers(2, 4))
+def test_few_groups_leave_a_home_that_is_nearly_balanced(cost_list, ranks):
+    cost = dict(enumerate(cost_list))
+    even = deal(cost, ranks=ranks)
+    home = {seq: rank for rank, seqs in enumerate(even) for seq in seqs}
+    assert deal(cost, ranks=ranks, home=home) == even
+    crowded = home | {even[0][0]: 1}
+    dealt = deal(cost, ranks=ranks, home=crowded)
+    moved = [seq for rank, seqs in enumerate(dealt) for seq in seqs if crowded[seq] != rank]
+    assert len(moved) <= 4 * ranks
+    loads = loads_of(dealt, cost)
+    assert max(loads) <= max(max(loads_of(even, cost)), (1 + HOME_TOLERANCE) * sum(cost_list) / ranks)

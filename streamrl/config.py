@@ -13,22 +13,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
+from streamrl.config_checks import found_in
+from streamrl.config_types import (
+    GENERATED_SOURCES,
+    DataSource,
+    Device,
+    DType,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    TopP,
+)
 from streamrl.errors import ConfigError
+from streamrl.evaluation_config import EvaluationConfig
+from streamrl.frequency import Every
 from streamrl.ledger import OverAge
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-DType = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the configuration file."""
+DEFAULT_TRAIN_STEPS = 100
 
 
 class RunConfig(Section, frozen=True):
@@ -40,8 +45,10 @@ class RunConfig(Section, frozen=True):
     """Where run folders are made."""
     seed: int = 0
     """Seeds data order, sampling and initial weights."""
-    steps: Positive = 100
-    """Training steps."""
+    total_train_epochs: Positive | None = None
+    """Passes over the data set; None: no limit. Whichever of the two limits is reached first ends the run."""
+    total_train_steps: Positive | None = None
+    """Training steps; None: no limit, or 100 where there is no limit of epochs either."""
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
     stop_at_reward: float | None = None
@@ -49,6 +56,13 @@ class RunConfig(Section, frozen=True):
     stop_window: Positive = 5
     resume_from: str | None = None
     """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
+
+    @property
+    def most_steps(self) -> int | None:
+        """Training steps after which the run ends; None: epochs alone end it."""
+        if self.total_train_steps is None and self.total_train_epochs is None:
+            return DEFAULT_TRAIN_STEPS
+        return self.total_train_steps
 
 
 class ScratchConfig(Section, frozen=True):
@@ -77,7 +91,7 @@ class ModelConfig(Section, frozen=True):
 class DataConfig(Section, frozen=True):
     """Where prompts come from."""
 
-    source: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"] = "reasoning_gym"
+    source: DataSource = "reasoning_gym"
     path: str = "chain_sum"
     """Name of a reasoning-gym task, a file, a data set folder, or `module:function(index, seed, **args)`."""
     args: dict[str, Any] = {}
@@ -101,7 +115,7 @@ class SamplingConfig(Section, frozen=True):
     """How responses are sampled."""
 
     temperature: NonNegativeFloat = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     top_k: int = -1
     """-1: no limit."""
     min_p: Share = 0.0
@@ -269,10 +283,10 @@ class TrainerConfig(Section, frozen=True):
     share_prefix: bool = True
     """Compute the prompt of a group once, not once for each sibling."""
     gradient_checkpointing: bool = False
-    save_every: NonNegative = 0
-    """Steps between checkpoints; 0: as `save_every_seconds` and `save_at_end` say."""
+    save_every_epochs: NonNegative = 0
+    """Epochs between checkpoints. These, steps and seconds each count by themselves; 0: not by this one."""
+    save_every_steps: NonNegative = 0
     save_every_seconds: NonNegativeFloat = 900.0
-    """Seconds between checkpoints; 0: as `save_every` and `save_at_end` say. Both count on their own."""
     keep_checkpoints: Positive = 2
     """How many checkpoints stay, besides that of the end."""
     save_at_end: bool = True
@@ -281,6 +295,11 @@ class TrainerConfig(Section, frozen=True):
     wait_warning_seconds: PositiveFloat = 30.0
     """A wait for data longer than this is named in the log."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def save_every(self) -> Every:
+        """When checkpoints are written, besides at the end."""
+        return Every(epochs=self.save_every_epochs, steps=self.save_every_steps, seconds=self.save_every_seconds)
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -352,6 +371,7 @@ class Config(Section, frozen=True):
     stream: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @property
@@ -359,8 +379,16 @@ class Config(Section, frozen=True):
         """The run's folder."""
         return Path(self.run.dir) / self.run.name
 
+    @property
+    def planned_steps(self) -> int:
+        """Training steps of the whole run, for schedules; where epochs of a file end it, nobody knows before."""
+        limits = [self.run.most_steps] if self.run.most_steps is not None else []
+        if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
+            limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
+        return min(limits, default=DEFAULT_TRAIN_STEPS)
+
     def digest(self) -> str:
-        """Fingerprint that all processes of a run must share (folder and step count aside)."""
+        """Fingerprint that all processes of a run must share (folder and length aside)."""
         shared = msgspec.structs.replace(
             self, run=RunConfig(seed=self.run.seed), manager=ManagerConfig(), metrics=MetricsConfig()
         )
@@ -388,7 +416,9 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_readable(error)}") from error
-    _check(config, where)
+    problems = found_in(config)
+    if problems:
+        raise ConfigError(f"{where}: " + "; ".join(problems))
     return config
 
 
@@ -434,53 +464,6 @@ def _readable(error: msgspec.ValidationError) -> str:
     text = str(error)
     message, at, path = text.partition(" - at `$.")
     return f"{path.rstrip('`')}: {message}" if at else text
-
-
-def _check(config: Config, where: str) -> None:
-    """Refuse values that do not fit together."""
-    problems: list[str] = []
-    if (config.model.path == "scratch") != (config.model.scratch is not None):
-        problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage != "reinforce++":
-        problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
-    if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
-        problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
-    if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:
-        problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
-    if config.rollout.reward.overlong_tokens > config.rollout.sampling.max_new_tokens:
-        problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
-    if config.rollout.sampling.temperature == 0:
-        problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
-    algorithm = config.algorithm
-    if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
-        problems.append(
-            'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
-            'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
-        )
-    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
-        problems.append("algorithm.kl_target needs an algorithm.kl_coef above 0 to start from")
-    if algorithm.behavior_weight_floor > 0 and algorithm.behavior_weight_limit != "mask":
-        problems.append('algorithm.behavior_weight_floor needs algorithm.behavior_weight_limit = "mask"')
-    if algorithm.behavior_weight_floor > algorithm.behavior_weight_cap:
-        problems.append("algorithm.behavior_weight_floor must not exceed algorithm.behavior_weight_cap")
-    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
-        problems.append("algorithm.dual_clip bounds a clipped objective; cispo has none")
-    if config.algorithm.minibatches > config.trainer.batch_groups:
-        problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
-    if config.trainer.data_parallel > config.trainer.batch_groups:
-        problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
-    in_flight = (config.staleness.max_staleness + 1) * config.trainer.batch_groups
-    if config.staleness.over_age == "wait" and config.stream.capacity_groups < in_flight:
-        problems.append(
-            f"stream.capacity_groups must be at least (max_staleness + 1) * batch_groups = {in_flight} "
-            'with staleness.over_age = "wait", or groups that a batch waits for could not be delivered'
-        )
-    elif config.stream.capacity_groups < config.trainer.batch_groups:
-        problems.append("stream.capacity_groups must be at least trainer.batch_groups")
-    if config.run.device == "cpu" and config.weights.backend == "nccl":
-        problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
-    if problems:
-        raise ConfigError(f"{where}: " + "; ".join(problems))
 
 
 def _without_none(value: Any) -> Any:

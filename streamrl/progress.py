@@ -45,6 +45,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sequence numbers that were given up on purpose, in order."""
     prompts: str
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not recorded."""
     tokens_dropped: int = 0
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
@@ -52,6 +54,11 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def groups_trained(self) -> int:
         return sum(end - first for first, end in self.trained)
+
+    @property
+    def groups_settled(self) -> int:
+        """Trained on or given up."""
+        return self.groups_trained + len(self.rejected)
 
     def trained_seqs(self) -> Iterator[int]:
         for first, end in self.trained:

@@ -15,7 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "streamrl"
 
-GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum", "progress"}
+GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum", "progress"} | {
+    "config_checks",
+    "config_types",
+    "evaluation",
+    "evaluation_config",
+    "frequency",
+}
 """Modules of the ground floor; "" is `streamrl` itself."""
 COMPONENTS = {"gserver", "rollout", "trainer"}
 LOWER = GROUND | {"transport", "stream_dataset"}

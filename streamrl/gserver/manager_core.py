@@ -33,6 +33,7 @@ from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
     AdmitReply,
+    DataFacts,
     Done,
     FinishRun,
     Heartbeat,
@@ -96,8 +97,11 @@ class Manager:
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
         )
+        self._data_rows = 0
         begun = progress.of_run(config)
         if begun is not None:
+            if begun.data_rows:
+                self._set_data_rows(begun.data_rows)
             self._ledger.restore(
                 policy_version=begun.policy_version, trained=list(begun.trained_seqs()), rejected=begun.rejected
             )
@@ -189,6 +193,8 @@ class Manager:
 
     async def admit(self, message: Admit) -> AdmitReply:
         member = self._rollout(message.worker)
+        if message.data_rows:
+            self._compare_data_rows(member, message.data_rows)
         await self._changed.until(
             lambda: (
                 self._state.over
@@ -241,6 +247,10 @@ class Manager:
         await self._changed.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return Rejections(rejected=rejected[after:])
 
+    async def data(self) -> DataFacts:
+        await self._changed.until(lambda: self._data_rows > 0 or self._state.over, timeout=self._long_poll)
+        return DataFacts(rows=self._data_rows)
+
     # Weights and steps
 
     async def publish_begin(self, message: PublishBegin) -> PublishBeginReply:
@@ -281,6 +291,7 @@ class Manager:
             ledger=self._ledger,
             last_step=self._last_step,
             publication=self._weights.status(),
+            data_rows=self._data_rows,
             now=time.monotonic(),
         )
 
@@ -313,6 +324,22 @@ class Manager:
             raise PeerError(f"rollout/{index} is not registered with this manager; register first")
         self._hear(member, now=time.monotonic())
         return member
+
+    def _compare_data_rows(self, member: Member, rows: int) -> None:
+        if not self._data_rows:
+            self._set_data_rows(rows)
+            self._changed.notify()
+        elif rows != self._data_rows:
+            self._end(
+                "failed",
+                f"{member.name} has {rows} rows of training data, the run has {self._data_rows}: sequence numbers "
+                "would mean other prompts; give all workers the same data set, also when the run is resumed",
+            )
+
+    def _set_data_rows(self, rows: int) -> None:
+        self._data_rows = rows
+        epochs = self._config.run.total_train_epochs
+        self._ledger.ends_after = None if epochs is None else epochs * rows
 
     def _hear(self, member: Member, *, now: float) -> None:
         was_silent = self._registry.hear(member, now=now)

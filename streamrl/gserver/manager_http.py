@@ -62,6 +62,7 @@ def application(manager: Manager) -> web.Application:
             _post("/finish_run", FinishRun, manager.finish_run),
             web.get("/topology", _topology(manager)),
             web.get("/rejections", _rejections(manager)),
+            web.get("/data", _data(manager)),
             web.get("/status", _status(manager)),
             web.get("/metrics", _metrics(manager)),
         ]
@@ -115,6 +116,13 @@ def _topology(manager: Manager) -> Handler:
 def _rejections(manager: Manager) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         return _json(await manager.rejections(int(_number(request, "after", 0))))
+
+    return handle
+
+
+def _data(manager: Manager) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return _json(await manager.data())
 
     return handle
 

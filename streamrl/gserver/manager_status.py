@@ -55,6 +55,7 @@ def build_status(
     ledger: Ledger,
     last_step: StepReport | None,
     publication: dict[str, Any],
+    data_rows: int,
     now: float,
 ) -> Status:
     """Everything that /status tells; `now` on the registry's clock."""
@@ -77,6 +78,7 @@ def build_status(
         processes=[_process(member, fleet, now=now) for member in registry.everyone()],
         last_step=last_step,
         publication=publication,
+        data_rows=data_rows,
     )
 
 

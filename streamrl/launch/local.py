@@ -71,11 +71,18 @@ def resumed(config: Config) -> Config:
     if not found:
         raise ConfigError(
             f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
-            "trainer.save_every steps or trainer.save_every_seconds; start without --resume"
+            "trainer.save_every_steps, save_every_seconds or save_every_epochs; start without --resume"
         )
-    version = progress.read(found[-1]).policy_version
-    if version >= config.run.steps:
-        raise ConfigError(f"{config.run_dir} is done: it made {version} steps; for more of them raise run.steps")
+    made = progress.read(found[-1])
+    version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
+    if most_steps is not None and version >= most_steps:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
+        )
+    if most_epochs is not None and made.data_rows and made.groups_settled // made.data_rows >= most_epochs:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
+        )
     return msgspec.structs.replace(
         config, run=msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
     )

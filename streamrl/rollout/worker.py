@@ -132,7 +132,13 @@ async def _work(
         activity=activity,
     )
     worker = RolloutWorker(
-        config, membership=membership, control=control, maker=maker, pusher=pusher, activity=activity
+        config,
+        membership=membership,
+        control=control,
+        maker=maker,
+        pusher=pusher,
+        activity=activity,
+        data_rows=len(prompts),
     )
     await worker.run()
 
@@ -149,8 +155,11 @@ class RolloutWorker:
         maker: GroupMaker,
         pusher: GroupPusher,
         activity: Activity,
+        data_rows: int,
     ) -> None:
+        """`data_rows`: of the training data."""
         self._config = config
+        self._data_rows = data_rows
         self._membership = membership
         self._control = control
         self._maker = maker
@@ -193,7 +202,9 @@ class RolloutWorker:
     async def _admit(self, count: int) -> list[Admission] | None:
         """Sequence numbers to work on, perhaps none yet; None when the run is over."""
         try:
-            reply = await self._control.admit(Admit(worker=self._membership.index, count=count))
+            reply = await self._control.admit(
+                Admit(worker=self._membership.index, count=count, data_rows=self._data_rows)
+            )
         except (PeerError, DeadlineExceeded) as error:
             log.warning("%s: not admitted, trying on: %s", self._membership.name, error)
             await asyncio.sleep(RETRY_SECONDS)

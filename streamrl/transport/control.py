@@ -12,6 +12,7 @@ One address, the manager's URL, is enough to join a run.
 | POST /reject | rollout | a group is given up |
 | POST /settle | master | groups stored (accepted) and groups dropped |
 | GET /rejections | master | waits for rejections after the n-th |
+| GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
@@ -95,6 +96,8 @@ class Admit(msgspec.Struct, frozen=True):
     worker: int
     count: int
     """How many groups the worker can start."""
+    data_rows: int = 0
+    """Rows of the worker's training data: the same for all workers of a run; 0: not told."""
     ticket: str = ""
     """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
 
@@ -140,6 +143,13 @@ class Settle(msgspec.Struct, frozen=True):
 class Rejections(msgspec.Struct, frozen=True):
     rejected: list[int]
     """All since the n-th that was asked for."""
+
+
+class DataFacts(msgspec.Struct, frozen=True):
+    """The training data as the rollout workers see it."""
+
+    rows: int
+    """0: no worker has told yet; ask again."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -238,6 +248,8 @@ class Status(msgspec.Struct, frozen=True):
     last_step: StepReport | None
     publication: dict[str, Any]
     """State of the weight update in progress, and figures of the last one."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not known yet."""
 
 
 class ControlClient:
@@ -313,6 +325,10 @@ class ControlClient:
     async def rejections(self, after: int) -> list[int]:
         """Sequence numbers rejected after the first `after`; empty after a long poll without any."""
         return (await self._get(f"/rejections?after={after}", Rejections)).rejected
+
+    async def data_rows(self) -> int:
+        """Rows of the training data; 0 after a long poll without a rollout worker that knows."""
+        return (await self._get("/data", DataFacts)).rows
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
         return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)

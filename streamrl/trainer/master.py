@@ -42,6 +42,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.executor import FunctionExecutor, Span, by_head
 from streamrl.trainer.graph import grpo_graph
 from streamrl.trainer.report import batch_metrics, train_metrics
+from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.settlement import Settlement
 from streamrl.transport.control import ControlClient, FinishRun, StepReport
 from streamrl.transport.membership import Membership
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Train for `config.run.steps` steps, then end the run."""
+    """Train until the run's last step or epoch, then end the run."""
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url)
         stack.push_async_callback(client.close)
@@ -96,6 +97,7 @@ class Master:
     """Drives the model workers through the steps of a run."""
 
     membership: Membership
+    _control: RunControl
 
     def __init__(self, config: Config, *, client: ControlClient) -> None:
         self._config = config
@@ -125,7 +127,7 @@ class Master:
         self._rewards: list[float] = []
         self._groups_trained = 0
         self._tokens_dropped = 0
-        self._began = self._saved_at = time.time()
+        self._began = time.time()
         self._counted: list[Counted] = []
         self.policy_version = 0
         self._trained_seqs = SeqSet()
@@ -212,16 +214,37 @@ class Master:
         self.membership.waiting_for = ""
         self._began = time.time()
 
+    @property
+    def _groups_settled(self) -> int:
+        """Trained on, or given up for good."""
+        return self._groups_trained + len(self._rejected_seqs)
+
+    async def _begin_counting(self) -> None:
+        """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
+        self.membership.waiting_for = "a rollout worker to tell the size of the data set"
+        while not (rows := await self._client.data_rows()):
+            log.warning("master waits for %s", self.membership.waiting_for)
+        self.membership.waiting_for = ""
+        self._control = RunControl(
+            self._config,
+            data_rows=rows,
+            step=self.policy_version,
+            settled=self._groups_settled,
+            now=time.monotonic(),
+        )
+
+    def _end(self) -> str | None:
+        """Why the run is over, if it is."""
+        return self._control.end(step=self.policy_version, settled=self._groups_settled, rewards=self._rewards)
+
     async def _steps(self) -> str:
-        run = self._config.run
+        await self._begin_counting()
         try:
-            while self.policy_version < run.steps:
+            while (reason := self._end()) is None:
                 await self._step()
-                if run.stop_at_reward is not None and len(self._rewards) >= run.stop_window:
-                    recent = sum(self._rewards[-run.stop_window :]) / run.stop_window
-                    if recent >= run.stop_at_reward:
-                        return f"the mean reward reached {recent:.3f} after {self.policy_version} steps"
-            return f"{run.steps} steps are done"
+            return reason
+        except RunOver as over:
+            return over.reason
         finally:
             if self._publication is not None:
                 await self._publication
@@ -251,6 +274,7 @@ class Master:
             "train_seconds": computing,
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+            "epoch": self._control.epochs(self._groups_settled),
         }
         ages: dict[int, int] = {}
         for trained in self._trained:
@@ -266,7 +290,7 @@ class Master:
             seqs=seqs,
         )
         self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
-        if self._save_is_due():
+        if self._control.save_is_due(step=self.policy_version, settled=self._groups_settled, now=time.monotonic()):
             await self._save(f"step-{self.policy_version:06d}")
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
@@ -275,6 +299,8 @@ class Master:
         def select(held: dict[int, SampleMeta]) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
+            if (reason := self._end()) is not None:
+                raise RunOver(reason)  # the last groups of the last epoch were given up
             selection = self._former.select(held, policy_version=version)
             self.membership.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
@@ -341,15 +367,7 @@ class Master:
         self.membership.waiting_for = f"checkpoint {name}"
         await self._channel.call(0, Save(str(folder.absolute()), self._progress()), Done, timeout=limit)
         self.membership.waiting_for = ""
-        self._saved_at = time.time()
         log.info("saved %s", folder)
-
-    def _save_is_due(self) -> bool:
-        """By steps or by seconds, each counted on its own."""
-        trainer = self._config.trainer
-        by_steps = trainer.save_every and self.policy_version % trainer.save_every == 0
-        by_seconds = trainer.save_every_seconds and time.time() - self._saved_at >= trainer.save_every_seconds
-        return bool(by_steps or by_seconds)
 
     def _progress(self) -> progress.Progress:
         return progress.Progress(
@@ -357,6 +375,7 @@ class Master:
             trained=self._trained_seqs.ranges(),
             rejected=self._rejected_seqs.copy(),
             prompts=progress.prompts_digest(self._config),
+            data_rows=self._control.data_rows,
             tokens_dropped=self._tokens_dropped,
             recent_rewards=self._rewards[-self._config.run.stop_window :],
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.errors import ConfigError, DeadlineExceeded, PeerError, StreamRLError
 from streamrl.evaluation_config import as_evaluated
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.groups import GroupMaker
@@ -39,6 +39,9 @@ RETRY_SECONDS = 1.0
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Evaluate whenever the manager says so, until the run is over or the task is cancelled."""
+
+    if not config.evaluation.enabled:
+        raise ConfigError("[evaluation] does not say when to evaluate; set for example evaluation.every_steps")
 
     async def work(seat: Seat) -> None:
         seen = as_evaluated(config)

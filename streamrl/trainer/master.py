@@ -39,6 +39,7 @@ from streamrl.trainer.calls import (
     Train,
     Trained,
 )
+from streamrl.trainer.evaluations import EvaluationDesk
 from streamrl.trainer.executor import FunctionExecutor, Span, by_head
 from streamrl.trainer.graph import grpo_graph
 from streamrl.trainer.report import batch_metrics, train_metrics
@@ -76,8 +77,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
             finished = training.done()
             if finished:
-                reason = training.result()
-                await master.finish()
+                reason = training.result() + await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
         except* StreamRLError as errors:
             await membership.fail(errors.exceptions[0])
@@ -120,6 +120,7 @@ class Master:
         if config.run.resume_from is not None:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
+        self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
         self._workers = range(config.trainer.data_parallel)
         self._publication: asyncio.Task[None] | None = None
@@ -156,6 +157,8 @@ class Master:
                 helpers.create_task(self._take_in(), name="arrivals"),
                 helpers.create_task(self._follow_rejections(), name="rejections"),
             ]
+            if self._config.evaluation.enabled:
+                background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
             await self._initialize()
             background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
             reason = await self._steps()
@@ -164,12 +167,19 @@ class Master:
                 task.cancel()
         return reason
 
-    async def finish(self) -> None:
-        """Save, and count what is left."""
+    async def finish(self) -> str:
+        """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
+        at_end = self._config.evaluation.at_end
+        if at_end:
+            await self._evaluations.ask(self.policy_version)
         if self._config.trainer.save_at_end:
             await self._save("final")
         calls = [self._channel.call(w, Count(), Counted, timeout=30.0) for w in self._workers]
         self._counted = list(await asyncio.gather(*calls))
+        if not at_end:
+            return ""
+        self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
+        return await self._evaluations.wait_for(self.policy_version)
 
     async def write_final(self) -> None:
         """Leave `final.json` for the report, whatever happened."""
@@ -239,6 +249,7 @@ class Master:
 
     async def _steps(self) -> str:
         await self._begin_counting()
+        await self._evaluations.begin(self.policy_version)
         try:
             while (reason := self._end()) is None:
                 await self._step()
@@ -289,7 +300,12 @@ class Master:
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=seqs,
         )
-        self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
+        evaluate = self._control.evaluation_is_due(
+            step=self.policy_version, settled=self._groups_settled, now=time.monotonic()
+        )
+        self._publication = asyncio.create_task(
+            self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
+        )
         if self._control.save_is_due(step=self.policy_version, settled=self._groups_settled, now=time.monotonic()):
             await self._save(f"step-{self.policy_version:06d}")
 
@@ -345,8 +361,8 @@ class Master:
         self._trained = list(await asyncio.gather(*calls))
         return max(trained.compute_seconds for trained in self._trained)
 
-    async def _publish(self, report: StepReport) -> None:
-        """Bring the step's weights to the gservers, then report the step."""
+    async def _publish(self, report: StepReport, *, evaluate: bool) -> None:
+        """Bring the step's weights to the gservers, then report the step, and have it evaluated if that is due."""
         begin = time.time()
         weights = self._config.weights
         try:
@@ -360,6 +376,8 @@ class Master:
         report.spans.append(("publish", begin, time.time()))
         self._metrics.write(report)
         await self._client.report(report)
+        if evaluate:
+            await self._evaluations.ask(report.step)
 
     async def _save(self, name: str) -> None:
         folder = self._config.run_dir / "checkpoints" / name

@@ -53,9 +53,10 @@ class EvaluationDesk:
         await self._client.evaluate(Evaluate(policy_version=version, step=version))
 
     async def follow(self) -> None:
-        """Take in reports for ever."""
-        while True:
-            await self._take_in()
+        """Take in reports until the run is over."""
+        over = False
+        while not over:
+            over = await self._take_in()
 
     async def wait_for(self, version: int) -> str:
         """Until `version` is reported; answers what to add to the run's last word, empty if all is well."""

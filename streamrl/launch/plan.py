@@ -151,7 +151,7 @@ def command(
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
-    if process.role in ("gserver", "model_worker", "rollout", "evaluator"):
+    if process.role in ("gserver", "model_worker", "rollout"):
         words += ["--index", str(process.index)]
     if model_dir is not None:
         words += ["--model-dir", str(model_dir)]

@@ -71,7 +71,7 @@ def demo(seed: int) -> dict[str, Any]:
             "run.dir": folder,
             "run.name": "demo",
             "run.seed": seed,
-            "run.steps": MOST_STEPS,
+            "run.total_train_steps": MOST_STEPS,
             "run.stop_at_reward": TARGET,
             "run.stop_window": WINDOW,
             "trainer.save_at_end": "false",

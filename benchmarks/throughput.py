@@ -116,7 +116,7 @@ def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int
     overrides: dict[str, Any] = {
         "run.dir": str(folder),
         "run.name": f"{engine}-{max_staleness}-{over_age}",
-        "run.steps": steps,
+        "run.total_train_steps": steps,
         "staleness.max_staleness": max_staleness,
         "staleness.over_age": over_age,
         "trainer.save_at_end": "false",

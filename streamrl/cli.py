@@ -85,12 +85,16 @@ def manager(
 ) -> None:
     """Start the gserver manager, which all others join. Tells its URL."""
 
+    from streamrl import config as configuration
     from streamrl.launch.role import run_manager
 
     def tell(url: str) -> None:
         console = _console()
         console.print(f"the manager listens at {url}; join it with", soft_wrap=True)
-        for role in ("gserver", "trainer", "rollout"):
+        roles = ["gserver", "trainer", "rollout"]
+        if configuration.load(config, overrides or ()).evaluation.enabled:
+            roles.append("evaluator")
+        for role in roles:
             console.print(f"  streamrl {role} {config} --manager {url}", markup=False, soft_wrap=True)
 
     code = run_manager(
@@ -125,6 +129,19 @@ def rollout(
 ) -> None:
     """Start a rollout worker."""
     _member("rollout", index, config, overrides, manager, model_dir, component)
+
+
+@app.command(rich_help_panel=POOLS)
+def evaluator(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    model_dir: ModelDir = None,
+    component: Component = None,
+) -> None:
+    """Start the evaluator, if the configuration has an [evaluation]."""
+    _member("evaluator", 0, config, overrides, manager, model_dir, component)
 
 
 @app.command(rich_help_panel=POOLS)

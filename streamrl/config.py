@@ -10,25 +10,35 @@ import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
+from streamrl.config_checks import found_in
+from streamrl.config_types import (
+    GENERATED_SOURCES,
+    DataSource,
+    Device,
+    DType,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    TopP,
+)
 from streamrl.errors import ConfigError
+from streamrl.evaluation_config import EvaluationConfig
 from streamrl.ledger import OverAge
+from streamrl.trainer_config import AlgorithmConfig as AlgorithmConfig
+from streamrl.trainer_config import CriticConfig as CriticConfig
+from streamrl.trainer_config import OptimizerConfig as OptimizerConfig
+from streamrl.trainer_config import RewardModelConfig as RewardModelConfig
+from streamrl.trainer_config import RoleConfig as RoleConfig
+from streamrl.trainer_config import TrainerConfig as TrainerConfig
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-DType = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the configuration file."""
+DEFAULT_TRAIN_STEPS = 100
 
 
 class RunConfig(Section, frozen=True):
@@ -40,8 +50,10 @@ class RunConfig(Section, frozen=True):
     """Where run folders are made."""
     seed: int = 0
     """Seeds data order, sampling and initial weights."""
-    steps: Positive = 100
-    """Training steps."""
+    total_train_epochs: Positive | None = None
+    """Passes over the data set; None: no limit. Whichever of the two limits is reached first ends the run."""
+    total_train_steps: Positive | None = None
+    """Training steps; None: no limit, or 100 where there is no limit of epochs either."""
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
     stop_at_reward: float | None = None
@@ -49,6 +61,13 @@ class RunConfig(Section, frozen=True):
     stop_window: Positive = 5
     resume_from: str | None = None
     """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
+
+    @property
+    def most_steps(self) -> int | None:
+        """Training steps after which the run ends; None: epochs alone end it."""
+        if self.total_train_steps is None and self.total_train_epochs is None:
+            return DEFAULT_TRAIN_STEPS
+        return self.total_train_steps
 
 
 class ScratchConfig(Section, frozen=True):
@@ -77,7 +96,7 @@ class ModelConfig(Section, frozen=True):
 class DataConfig(Section, frozen=True):
     """Where prompts come from."""
 
-    source: Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"] = "reasoning_gym"
+    source: DataSource = "reasoning_gym"
     path: str = "chain_sum"
     """Name of a reasoning-gym task, a file, a data set folder, or `module:function(index, seed, **args)`."""
     args: dict[str, Any] = {}
@@ -101,7 +120,7 @@ class SamplingConfig(Section, frozen=True):
     """How responses are sampled."""
 
     temperature: NonNegativeFloat = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     top_k: int = -1
     """-1: no limit."""
     min_p: Share = 0.0
@@ -239,122 +258,6 @@ class StreamConfig(Section, frozen=True):
     """A group not acknowledged for so long is sent again."""
 
 
-class OptimizerConfig(Section, frozen=True):
-    """AdamW on float32 master weights."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    min_lr_ratio: Share = 0.0
-    """Where the schedule ends, as a share of `lr`."""
-
-
-class TrainerConfig(Section, frozen=True):
-    """The master and its model workers."""
-
-    data_parallel: Positive = 1
-    """Model workers."""
-    batch_groups: Positive = 8
-    """P: groups in a training batch."""
-    lr: PositiveFloat = 1e-5
-    dtype: DType = "auto"
-    """Of the computation; master weights are float32."""
-    threads: Positive = 1
-    """CPU threads of one model worker."""
-    max_tokens_per_microbatch: Positive = 8192
-    share_prefix: bool = True
-    """Compute the prompt of a group once, not once for each sibling."""
-    gradient_checkpointing: bool = False
-    save_every: NonNegative = 0
-    """Steps between checkpoints; 0: as `save_every_seconds` and `save_at_end` say."""
-    save_every_seconds: NonNegativeFloat = 900.0
-    """Seconds between checkpoints; 0: as `save_every` and `save_at_end` say. Both count on their own."""
-    keep_checkpoints: Positive = 2
-    """How many checkpoints stay, besides that of the end."""
-    save_at_end: bool = True
-    step_timeout_seconds: PositiveFloat = 1800.0
-    """Of one model function call."""
-    wait_warning_seconds: PositiveFloat = 30.0
-    """A wait for data longer than this is named in the log."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class CriticConfig(Section, frozen=True):
-    """The critic; there is one with `algorithm.advantage = "gae"`."""
-
-    path: str | None = None
-    """Hugging Face checkpoint folder of its first weights; by default the policy's own. Without a `score.weight` of
-    its own the scalar head starts at 0."""
-    lr: PositiveFloat = 1e-5
-    value_clip: PositiveFloat | None = None
-    """How far a value may move in one step; None: any distance."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class RewardModelConfig(Section, frozen=True):
-    """A neural reward model that scores responses in `rew_inf`, in place of `rollout.reward`."""
-
-    path: str | None = None
-    """Hugging Face checkpoint folder of a sequence classifier with one label; None: no reward model."""
-
-
-class AlgorithmConfig(Section, frozen=True):
-    """What `actor_train` minimises; by default GRPO with the decoupled PPO objective.
-
-    docs/algorithms.md tells which settings make which algorithm.
-    """
-
-    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
-    """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
-    `reinforce++`: r, and `reinforce++-baseline`: r - mean, whitened over the batch; `gae`: generalised advantage
-    estimation with a critic, whitened over the batch's tokens."""
-    gamma: Share = 1.0
-    """Discount of later tokens (`gae`)."""
-    gae_lambda: Share = 0.95
-    """Between one-step (0) and whole-response (1) estimates (`gae`)."""
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """`ppo`: clipped ratio of each token; `gspo`: clipped ratio of a whole response; `cispo`: the clipped ratio
-    as a weight without gradient."""
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.28
-    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
-    """Bounds the objective of a negative advantage from below, by so many times the advantage."""
-    proximal: Literal["auto", "recompute", "behavior"] = "auto"
-    """Centre of the clip: log-probabilities at the start of the step (`recompute`: by `actor_inf`;
-    `auto`: by `actor_inf` only where several minibatches make it differ from the first forward pass),
-    or those of the behaviour policy (plain PPO)."""
-    behavior_weight_level: Literal["token", "sequence", "geometric"] = "token"
-    """The weight proximal / behaviour is that of each token, the product over a response, or its geometric mean."""
-    behavior_weight_limit: Literal["truncate", "mask"] = "truncate"
-    """A weight beyond its limits is cut to `behavior_weight_cap`, or leaves the loss."""
-    behavior_weight_cap: PositiveFloat = 5.0
-    """Largest weight proximal / behaviour."""
-    behavior_weight_floor: NonNegativeFloat = 0.0
-    """Smallest one; only with `behavior_weight_limit = "mask"`."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Penalise each token in the loss, or each response in its reward (by the sum over its tokens)."""
-    kl_target: PositiveFloat | None = None
-    """Mean KL of a token that `kl_coef` is steered towards from step to step."""
-    kl_horizon: Positive = 10
-    """`kl_coef` changes by a fifth, divided by this, at most in one step."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the policy's entropy in the loss (subtracted): above 0 the policy is paid to keep exploring."""
-    minibatches: Positive = 1
-    """Optimizer steps for each pass over a training batch."""
-    epochs: Positive = 1
-    """Passes over each training batch."""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """Mean over tokens; over responses of the mean over their tokens; or the sum over tokens divided by the
-    responses and by `rollout.sampling.max_new_tokens`."""
-
-
 class MetricsConfig(Section, frozen=True):
     """What is written while the run goes on."""
 
@@ -378,6 +281,7 @@ class Config(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @property
@@ -385,8 +289,16 @@ class Config(Section, frozen=True):
         """The run's folder."""
         return Path(self.run.dir) / self.run.name
 
+    @property
+    def planned_steps(self) -> int:
+        """Training steps of the whole run, for schedules; where epochs of a file end it, nobody knows before."""
+        limits = [self.run.most_steps] if self.run.most_steps is not None else []
+        if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
+            limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
+        return min(limits, default=DEFAULT_TRAIN_STEPS)
+
     def digest(self) -> str:
-        """Fingerprint that all processes of a run must share (folder and step count aside)."""
+        """Fingerprint that all processes of a run must share (folder and length aside)."""
         shared = msgspec.structs.replace(
             self, run=RunConfig(seed=self.run.seed), manager=ManagerConfig(), metrics=MetricsConfig()
         )
@@ -414,7 +326,9 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_readable(error)}") from error
-    _check(config, where)
+    problems = found_in(config)
+    if problems:
+        raise ConfigError(f"{where}: " + "; ".join(problems))
     return config
 
 
@@ -460,53 +374,6 @@ def _readable(error: msgspec.ValidationError) -> str:
     text = str(error)
     message, at, path = text.partition(" - at `$.")
     return f"{path.rstrip('`')}: {message}" if at else text
-
-
-def _check(config: Config, where: str) -> None:
-    """Refuse values that do not fit together."""
-    problems: list[str] = []
-    if (config.model.path == "scratch") != (config.model.scratch is not None):
-        problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
-        problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
-    if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
-        problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
-    if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:
-        problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
-    if config.rollout.reward.overlong_tokens > config.rollout.sampling.max_new_tokens:
-        problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
-    if config.rollout.sampling.temperature == 0:
-        problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
-    algorithm = config.algorithm
-    if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
-        problems.append(
-            'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
-            'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
-        )
-    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
-        problems.append("algorithm.kl_target needs an algorithm.kl_coef above 0 to start from")
-    if algorithm.behavior_weight_floor > 0 and algorithm.behavior_weight_limit != "mask":
-        problems.append('algorithm.behavior_weight_floor needs algorithm.behavior_weight_limit = "mask"')
-    if algorithm.behavior_weight_floor > algorithm.behavior_weight_cap:
-        problems.append("algorithm.behavior_weight_floor must not exceed algorithm.behavior_weight_cap")
-    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
-        problems.append("algorithm.dual_clip bounds a clipped objective; cispo has none")
-    if config.algorithm.minibatches > config.trainer.batch_groups:
-        problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
-    if config.trainer.data_parallel > config.trainer.batch_groups:
-        problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
-    in_flight = (config.staleness.max_staleness + 1) * config.trainer.batch_groups
-    if config.staleness.over_age == "wait" and config.stream.capacity_groups < in_flight:
-        problems.append(
-            f"stream.capacity_groups must be at least (max_staleness + 1) * batch_groups = {in_flight} "
-            'with staleness.over_age = "wait", or groups that a batch waits for could not be delivered'
-        )
-    elif config.stream.capacity_groups < config.trainer.batch_groups:
-        problems.append("stream.capacity_groups must be at least trainer.batch_groups")
-    if config.run.device == "cpu" and config.weights.backend == "nccl":
-        problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
-    if problems:
-        raise ConfigError(f"{where}: " + "; ".join(problems))
 
 
 def _without_none(value: Any) -> Any:

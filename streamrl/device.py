@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamrl.config import Device, DType
+from streamrl.config_types import Device, DType
 from streamrl.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,6 +10,8 @@ With P groups in a training batch and `max_staleness` η, at policy version v:
   the average age of tokens;
 - **selection** bounds the age of every token: none older than η versions enters a loss.
 
+Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
+
 Invariants (held by property tests): every sequence number is always in exactly one of
 `waiting`, `running`, `accepted`, `rejected`; none is skipped; none is accepted twice.
 """
@@ -45,6 +47,8 @@ class Ledger:
         self.lease_seconds = lease_seconds
         self.policy_version = 0
         self.next_seq = 0
+        self.ends_after: int | None = None
+        """The run is over once so many groups were trained on or given up; None: not by their number."""
         self.accepted = 0
         """Groups finished and kept since the run began, trained ones included."""
         self.dropped = 0
@@ -90,6 +94,10 @@ class Ledger:
     def room(self) -> int:
         """How many groups may start now."""
         bound = (self.policy_version + self.max_staleness + 1) * self.groups_per_batch
+        if self.ends_after is not None:
+            left = max(0, self.ends_after - len(self.rejected))
+            whole_batches = -(-left // self.groups_per_batch)
+            bound = min(bound, whole_batches * self.groups_per_batch)
         return max(0, bound - self.accepted - self.running)
 
     def leases(self) -> list[Lease]:

@@ -1,4 +1,4 @@
-"""What a training step reports, and where reports go: `metrics.jsonl` and TensorBoard.
+"""What a training step reports, and where reports go: JSON lines and TensorBoard, those of evaluations, too.
 
 A disk that is full or gone is reported once and does not stop the run.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import msgspec
+
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
 
 log = logging.getLogger(__name__)
 
@@ -49,24 +51,34 @@ class Sink(Protocol):
 
     def write(self, report: StepReport) -> None: ...
 
+    def write_evaluation(self, report: EvaluationReport) -> None: ...
+
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One report a line, each handed to the operating system before `write` returns."""
+    """One report a line in the file of its kind, handed to the operating system before `write` returns."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("ab")
-        if self._file.tell() and not _ends_with_newline(path):
-            self._file.write(b"\n")  # an earlier run was cut off in the middle of a line
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._files = {METRICS_FILE: _open_lines(folder / METRICS_FILE)}
 
     def write(self, report: StepReport) -> None:
-        self._file.write(msgspec.json.encode(report.finite()) + b"\n")
-        self._file.flush()
+        self._append(METRICS_FILE, report.finite())
+
+    def write_evaluation(self, report: EvaluationReport) -> None:
+        self._append(EVALUATIONS_FILE, report)
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, report: msgspec.Struct) -> None:
+        if name not in self._files:
+            self._files[name] = _open_lines(self._folder / name)
+        self._files[name].write(msgspec.json.encode(report) + b"\n")
+        self._files[name].flush()
 
 
 class TensorBoard:
@@ -79,13 +91,20 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder))
 
     def write(self, report: StepReport) -> None:
+        tokens = max(1, sum(report.token_ages.values()))
+        ages = {f"token_age/{age}": count / tokens for age, count in report.token_ages.items()}
+        self._add({**report.metrics, **ages}, time=report.time, step=report.step)
+
+    def write_evaluation(self, report: EvaluationReport) -> None:
+        figures = {f"evaluation/{name}": value for name, value in scalars(report).items()}
+        self._add(figures, time=report.time, step=report.policy_version)
+
+    def _add(self, figures: Mapping[str, float], *, time: float, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        tokens = max(1, sum(report.token_ages.values()))
-        ages = {f"token_age/{age}": count / tokens for age, count in report.token_ages.items()}
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in {**report.metrics, **ages}.items()]
-        self._writer.add_event(Event(wall_time=report.time, step=report.step, summary=Summary(value=values)))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+        self._writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -93,24 +112,30 @@ class TensorBoard:
 
 
 class MetricsWriter:
-    """Writes each report to `run_dir/metrics.jsonl` and, if wanted, to TensorBoard."""
+    """Writes each report into `run_dir`, as JSON lines and, if wanted, for TensorBoard."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
         self._sinks: list[Sink] = []
         try:
-            self._sinks.append(JsonLines(run_dir / METRICS_FILE))
+            self._sinks.append(JsonLines(run_dir))
             if tensorboard:
                 self._sinks.append(TensorBoard(run_dir / "tensorboard"))
         except OSError as error:
             log.warning("figures cannot be written to %s (%s); the run goes on without", run_dir, error)
 
     def write(self, report: StepReport) -> None:
+        self._to_all(lambda sink: sink.write(report), step=report.step)
+
+    def write_evaluation(self, report: EvaluationReport) -> None:
+        self._to_all(lambda sink: sink.write_evaluation(report), step=report.step)
+
+    def _to_all(self, write: Callable[[Sink], None], *, step: int) -> None:
         for sink in tuple(self._sinks):
             try:
-                sink.write(report)
+                write(sink)
             except OSError as error:
                 self._sinks.remove(sink)
-                log.warning("%s stops at step %d: %s; the run goes on", type(sink).__name__, report.step, error)
+                log.warning("%s stops at step %d: %s; the run goes on", type(sink).__name__, step, error)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -136,6 +161,13 @@ def read_metrics(path: Path) -> list[StepReport]:
         else:
             reports[report.step] = report
     return [reports[step] for step in sorted(reports)]
+
+
+def _open_lines(path: Path) -> BinaryIO:
+    file = path.open("ab")
+    if file.tell() and not _ends_with_newline(path):
+        file.write(b"\n")  # an earlier run was cut off in the middle of a line
+    return file
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.metrics import METRICS_FILE, StepReport
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 STATE = "state"
 FILE = "progress.json"
 UNFINISHED = ".unfinished"
+
+Record = TypeVar("Record")
 
 Ranges = list[tuple[int, int]]
 """(first, last + 1), ascending."""
@@ -45,6 +49,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sequence numbers that were given up on purpose, in order."""
     prompts: str
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not recorded."""
     tokens_dropped: int = 0
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
@@ -52,6 +58,11 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def groups_trained(self) -> int:
         return sum(end - first for first, end in self.trained)
+
+    @property
+    def groups_settled(self) -> int:
+        """Trained on or given up."""
+        return self.groups_trained + len(self.rejected)
 
     def trained_seqs(self) -> Iterator[int]:
         for first, end in self.trained:
@@ -124,19 +135,43 @@ def _written(folder: Path) -> tuple[int, str]:
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:
-    """Take the run's records back to `policy_version`: later steps are about to be made again."""
+    """Take the run's records back to `policy_version`: later steps are about to be made again.
+
+    An evaluation stays if no later policy answered in it: those policies will have been others.
+    """
     (run_dir / "final.json").unlink(missing_ok=True)
-    metrics = run_dir / METRICS_FILE
-    if not metrics.exists():
+    _keep_lines(run_dir / METRICS_FILE, StepReport, lambda step: step.step <= policy_version)
+    _keep_lines(
+        run_dir / EVALUATIONS_FILE,
+        EvaluationReport,
+        lambda found: max(found.policy_version, found.newest_version or 0) <= policy_version,
+    )
+
+
+def evaluated(run_dir: Path, *, policy_version: int) -> bool:
+    """Whether the run's records hold an evaluation of `policy_version`."""
+    file = run_dir / EVALUATIONS_FILE
+    reports = _whole_lines(file, EvaluationReport) if file.exists() else []
+    return any(report.policy_version == policy_version for _, report in reports)
+
+
+def _keep_lines(file: Path, kind: type[Record], keep: Callable[[Record], bool]) -> None:
+    """Leave in `file`, if there is one, the whole lines that `keep` says."""
+    if not file.exists():
         return
-    decoder = msgspec.json.Decoder(StepReport)
-    kept = []
-    for line in metrics.read_bytes().splitlines():
-        try:
-            if decoder.decode(line).step <= policy_version:
-                kept.append(line)
-        except msgspec.DecodeError:
-            continue  # cut off in mid-line when the run died
-    unfinished = metrics.with_name(METRICS_FILE + UNFINISHED)
+    kept = [line for line, record in _whole_lines(file, kind) if keep(record)]
+    unfinished = file.with_name(file.name + UNFINISHED)
     unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
-    unfinished.rename(metrics)
+    unfinished.rename(file)
+
+
+def _whole_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
+    """Lines of `file` and what they say, without those that were cut off when the run died."""
+    decoder = msgspec.json.Decoder(kind)
+    found = []
+    for line in file.read_bytes().splitlines():
+        try:
+            found.append((line, decoder.decode(line)))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return found

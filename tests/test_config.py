@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import Config, RolloutConfig, Section, from_dict, load, to_toml
+from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
+from streamrl.config_types import Section
 from streamrl.errors import ConfigError
+from streamrl.evaluation_config import as_evaluated
 
 
 def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[Section]]]:
@@ -81,6 +83,15 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["staleness.over_age=wait", "stream.capacity_groups=39"], r"max_staleness \+ 1\) \* batch_groups = 40"),
         (["stream.capacity_groups=7"], "stream.capacity_groups must be at least trainer.batch_groups"),
         (["run.device=cpu", "weights.backend=nccl"], "needs a CUDA device"),
+        (
+            ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
+            "set run.total_train_steps, too",
+        ),
+        (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
+        (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
+        (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
+        (["evaluation.every_steps=1", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
+        (["evaluation.every_seconds=1", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
@@ -190,7 +201,7 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() -> None:
     digest = Config().digest()
     for tree in (
-        {"run": {"name": "other", "dir": "elsewhere", "steps": 7}},
+        {"run": {"name": "other", "dir": "elsewhere", "total_train_steps": 7}},
         {"manager": {"port": 8000}},
         {"metrics": {"plots": False}},
     ):
@@ -202,6 +213,45 @@ def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() 
         {"data": {"args": {"min_terms": 2}}},
     ):
         assert from_dict(tree).digest() != digest
+
+
+def test_an_evaluation_is_off_unless_it_is_said_when() -> None:
+    assert not Config().evaluation.enabled
+    for setting in (
+        {"every_epochs": 1},
+        {"every_steps": 1},
+        {"every_seconds": 1},
+        {"at_start": True},
+        {"at_end": True},
+    ):
+        assert from_dict({"evaluation": setting}).evaluation.enabled
+
+
+def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
+    config = from_dict(
+        {
+            "run": {"seed": 3},
+            "data": {"source": "jsonl", "path": "train.jsonl", "prompt_key": "question", "suffix": "!"},
+            "rollout": {
+                "group_size": 8,
+                "sampling": {"max_new_tokens": 17, "stop": ["x"], "top_k": 5, "min_p": 0.1},
+                "reward": {"overlong_tokens": 4},
+            },
+            "evaluation": {"at_end": True, "data": {"path": "test.jsonl"}},
+        }
+    )
+    seen = as_evaluated(config)
+    assert (seen.data.path, seen.data.prompt_key, seen.data.suffix) == ("test.jsonl", "question", "!")
+    assert seen.rollout.group_size == 1
+    sampling = seen.rollout.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.top_p) == (0.0, -1, 0.0, 1.0)
+    assert (sampling.max_new_tokens, sampling.stop) == (17, ["x"])
+    assert seen.rollout.reward.overlong_tokens == 0
+    assert seen.run.seed - config.run.seed == 2**30
+    other = from_dict({"evaluation": {"seed": 9, "samples": 4, "temperature": 0.8, "max_new_tokens": 5}})
+    seen = as_evaluated(other)
+    assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)
+    assert (seen.rollout.sampling.temperature, seen.rollout.sampling.max_new_tokens) == (0.8, 5)
 
 
 def test_sections_are_frozen() -> None:

@@ -15,7 +15,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "streamrl"
 
-GROUND = {"", "errors", "types", "config", "held", "ledger", "metrics", "models", "device", "checksum", "progress"}
+GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum", "progress"} | {
+    "config_checks",
+    "config_types",
+    "evaluation",
+    "evaluation_config",
+    "frequency",
+    "held",
+    "trainer_config",
+}
 """Modules of the ground floor; "" is `streamrl` itself."""
 COMPONENTS = {"gserver", "rollout", "trainer"}
 LOWER = GROUND | {"transport", "stream_dataset"}

@@ -10,7 +10,6 @@ serves; a run that is over admits nothing and says so to everyone.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import Literal
@@ -20,8 +19,10 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.admissions import Admissions
 from streamrl.gserver.checks import GserverChecks
+from streamrl.gserver.evaluations import Evaluations
 from streamrl.gserver.manager_status import RunState, build_status, waits_for_members
 from streamrl.gserver.registry import Member, Registry
+from streamrl.gserver.rerouting import Rerouting
 from streamrl.gserver.routing import Fleet, Standing
 from streamrl.gserver.timeline import HeartbeatEntry, Timeline
 from streamrl.gserver.wakeup import Wakeup
@@ -33,6 +34,7 @@ from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
     AdmitReply,
+    DataFacts,
     Done,
     FinishRun,
     Heartbeat,
@@ -87,6 +89,7 @@ class Manager:
             patience={
                 "gserver": lease,
                 "rollout": lease,
+                "evaluator": lease,
                 "model_worker": lease,
                 "master": max(lease, master_patience_seconds),
             }
@@ -96,8 +99,11 @@ class Manager:
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
         )
+        self._data_rows = 0
         begun = progress.of_run(config)
         if begun is not None:
+            if begun.data_rows:
+                self._set_data_rows(begun.data_rows)
             self._ledger.restore(
                 policy_version=begun.policy_version, trained=list(begun.trained_seqs()), rejected=begun.rejected
             )
@@ -119,6 +125,21 @@ class Manager:
             on_record=self._update_ended,
         )
         self._state = RunState()
+        self._rerouting = Rerouting(
+            fleet=self._fleet,
+            checks=self._checks,
+            changed=self._changed,
+            over=lambda: self._state.over,
+            long_poll_seconds=long_poll_seconds,
+        )
+        self.evaluations = Evaluations(
+            fleet=self._fleet,
+            changed=self._changed,
+            rerouting=self._rerouting,
+            evaluator=lambda index: self._member("evaluator", index),
+            over=lambda: self._state.over,
+            long_poll_seconds=long_poll_seconds,
+        )
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._admitting = False  # until the gservers have joined
         self._last_step: StepReport | None = None
@@ -188,7 +209,9 @@ class Manager:
     # Groups
 
     async def admit(self, message: Admit) -> AdmitReply:
-        member = self._rollout(message.worker)
+        member = self._member("rollout", message.worker)
+        if message.data_rows:
+            self._compare_data_rows(member, message.data_rows)
         await self._changed.until(
             lambda: (
                 self._state.over
@@ -213,18 +236,13 @@ class Manager:
         return AdmitReply(admissions=admissions, policy_version=self._ledger.policy_version, stop=self._state.over)
 
     async def route(self, message: Route) -> RouteReply:
-        member = self._rollout(message.worker)
+        member = self._member("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
-        failed = next((g for g in self._fleet.serving() if g.address == message.failed), None)
-        check = self._checks.start(failed) if failed is not None else None
-        choice = self._admissions.reroute(member.name, message.seq, avoid=message.failed)
-        if choice is None:
-            if check is not None:
-                await asyncio.wait({check})
-            await self._changed.until(lambda: bool(self._fleet.serving()) or self._state.over, timeout=self._long_poll)
-            choice = self._admissions.reroute(member.name, message.seq, avoid="")
-        return RouteReply(gserver=choice.address if choice is not None else "")
+        found = await self._rerouting.find(
+            lambda avoid: self._admissions.reroute(member.name, message.seq, avoid=avoid), failed=message.failed
+        )
+        return RouteReply(gserver=found)
 
     async def reject(self, message: Reject) -> Done:
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
@@ -240,6 +258,10 @@ class Manager:
         rejected = self._ledger.rejected
         await self._changed.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return Rejections(rejected=rejected[after:])
+
+    async def data(self) -> DataFacts:
+        await self._changed.until(lambda: self._data_rows > 0 or self._state.over, timeout=self._long_poll)
+        return DataFacts(rows=self._data_rows)
 
     # Weights and steps
 
@@ -281,6 +303,8 @@ class Manager:
             ledger=self._ledger,
             last_step=self._last_step,
             publication=self._weights.status(),
+            data_rows=self._data_rows,
+            evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             now=time.monotonic(),
         )
 
@@ -307,12 +331,28 @@ class Manager:
 
     # What follows from what
 
-    def _rollout(self, index: int) -> Member:
-        member = self._registry.get("rollout", index)
+    def _member(self, role: Role, index: int) -> Member:
+        member = self._registry.get(role, index)
         if member is None:
-            raise PeerError(f"rollout/{index} is not registered with this manager; register first")
+            raise PeerError(f"{role}/{index} is not registered with this manager; register first")
         self._hear(member, now=time.monotonic())
         return member
+
+    def _compare_data_rows(self, member: Member, rows: int) -> None:
+        if not self._data_rows:
+            self._set_data_rows(rows)
+            self._changed.notify()
+        elif rows != self._data_rows:
+            self._end(
+                "failed",
+                f"{member.name} has {rows} rows of training data, the run has {self._data_rows}: sequence numbers "
+                "would mean other prompts; give all workers the same data set, also when the run is resumed",
+            )
+
+    def _set_data_rows(self, rows: int) -> None:
+        self._data_rows = rows
+        epochs = self._config.run.total_train_epochs
+        self._ledger.ends_after = None if epochs is None else epochs * rows
 
     def _hear(self, member: Member, *, now: float) -> None:
         was_silent = self._registry.hear(member, now=now)
@@ -340,6 +380,8 @@ class Manager:
             self._fleet.news += 1
         elif member.role == "rollout":
             self._admissions.worker_replaced(member.name)
+        elif member.role == "evaluator":
+            self.evaluations.lost(member.name)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
             self._state.name = "running"
             log.info("all processes have joined")
@@ -352,6 +394,8 @@ class Manager:
                 gserver.standing = Standing.SILENT
             if not self._fleet.serving():
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
+        elif member.role == "evaluator":
+            self.evaluations.lost(member.name)
         elif member.role == "master" and not self._state.over:
             self._end("failed", f"{member.name} has been silent for {time.monotonic() - member.heard:.0f} s")
 

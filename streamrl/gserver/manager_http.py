@@ -23,8 +23,12 @@ from streamrl.gserver.manager_metrics import render
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
+    Evaluate,
+    EvaluationResult,
+    EvaluationRoute,
     FinishRun,
     Heartbeat,
+    NextEvaluation,
     PublishBegin,
     PublishCommit,
     Register,
@@ -58,10 +62,16 @@ def application(manager: Manager) -> web.Application:
             _post("/settle", Settle, manager.settle),
             _post("/publish/begin", PublishBegin, manager.publish_begin),
             _post("/publish/commit", PublishCommit, manager.publish_commit),
+            _post("/evaluate", Evaluate, manager.evaluations.ask),
+            _post("/evaluation/next", NextEvaluation, manager.evaluations.next),
+            _post("/evaluation/route", EvaluationRoute, manager.evaluations.route),
+            _post("/evaluation", EvaluationResult, manager.evaluations.result),
             _post("/report", StepReport, manager.report),
             _post("/finish_run", FinishRun, manager.finish_run),
             web.get("/topology", _topology(manager)),
             web.get("/rejections", _rejections(manager)),
+            web.get("/evaluations", _evaluations(manager)),
+            web.get("/data", _data(manager)),
             web.get("/status", _status(manager)),
             web.get("/metrics", _metrics(manager)),
         ]
@@ -115,6 +125,20 @@ def _topology(manager: Manager) -> Handler:
 def _rejections(manager: Manager) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         return _json(await manager.rejections(int(_number(request, "after", 0))))
+
+    return handle
+
+
+def _evaluations(manager: Manager) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
+
+    return handle
+
+
+def _data(manager: Manager) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return _json(await manager.data())
 
     return handle
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamrl.evaluation import scalars
 from streamrl.transport.control import Status
 
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
@@ -33,6 +34,7 @@ class _StatusCollector(Collector):
         yield from self._publications()
         yield from self._processes()
         yield from self._last_step()
+        yield from self._evaluations()
 
     def _ledger(self) -> Iterator[Metric]:
         ledger: dict[str, int] = msgspec.to_builtins(self._status.ledger)
@@ -79,5 +81,22 @@ class _StatusCollector(Collector):
         yield GaugeMetricFamily("streamrl_step", "The last training step", value=report.step)
         family = GaugeMetricFamily("streamrl_step_metric", "Scalars of the last training step", labels=["metric"])
         for name, value in report.metrics.items():
+            family.add_metric([name], value)
+        yield family
+
+    def _evaluations(self) -> Iterator[Metric]:
+        status = self._status.evaluation
+        if status is None:
+            return
+        yield CounterMetricFamily("streamrl_evaluations", "Evaluations done", value=status.done)
+        yield CounterMetricFamily(
+            "streamrl_evaluations_left_out", "Not made because a later one was due", value=status.left_out
+        )
+        report = status.last
+        if report is None:
+            return
+        yield GaugeMetricFamily("streamrl_evaluation_step", "Step of the last evaluation", value=report.step)
+        family = GaugeMetricFamily("streamrl_evaluation_metric", "Figures of the last evaluation", labels=["metric"])
+        for name, value in scalars(report).items():
             family.add_metric([name], value)
         yield family

@@ -9,7 +9,7 @@ from streamrl.config import Config
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.routing import Fleet, Standing
 from streamrl.ledger import Ledger
-from streamrl.transport.control import LedgerStatus, ProcessStatus, Role, Status, StepReport
+from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status, StepReport
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ def waits_for_members(registry: Registry, config: Config) -> str:
     wanted: dict[Role, int] = {
         "gserver": config.gserver.count,
         "rollout": config.rollout.workers,
+        "evaluator": int(config.evaluation.enabled),
         "model_worker": config.trainer.data_parallel,
         "master": 1,
     }
@@ -55,6 +56,8 @@ def build_status(
     ledger: Ledger,
     last_step: StepReport | None,
     publication: dict[str, Any],
+    data_rows: int,
+    evaluation: EvaluationStatus | None,
     now: float,
 ) -> Status:
     """Everything that /status tells; `now` on the registry's clock."""
@@ -77,6 +80,8 @@ def build_status(
         processes=[_process(member, fleet, now=now) for member in registry.everyone()],
         last_step=last_step,
         publication=publication,
+        data_rows=data_rows,
+        evaluation=evaluation,
     )
 
 

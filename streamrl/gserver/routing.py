@@ -14,6 +14,9 @@ from enum import Enum
 
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
+Load = int | str
+"""A group's sequence number, or the name of a prompt of an evaluation."""
+
 
 class Standing(Enum):
     """What the manager knows about a gserver."""
@@ -41,8 +44,8 @@ class Gserver:
     """The last weight update that failed because of it."""
     stuck: bool = False
     """Its generation was paused and could not be resumed."""
-    groups: set[int] = field(default_factory=set)
-    """Sequence numbers of the groups routed to it and still in flight."""
+    groups: set[Load] = field(default_factory=set)
+    """What is routed to it and still in flight."""
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ class Fleet:
         self.news = 0
         """Grows whenever a gserver is heard of."""
         self._gservers: dict[int, Gserver] = {}
-        self._routes: dict[int, Gserver] = {}
+        self._routes: dict[Load, Gserver] = {}
 
     def join(self, index: int, address: str) -> Gserver:
         """A process took the place `index`."""
@@ -102,21 +105,21 @@ class Fleet:
             if gserver not in members and gserver.standing is Standing.SERVING:
                 gserver.standing = Standing.EVICTED
 
-    def assign(self, seq: int, *, avoid: str = "") -> Gserver | None:
-        """Route `seq` to the least loaded gserver at another address than `avoid`; None if there is none."""
+    def assign(self, load: Load, *, avoid: str = "") -> Gserver | None:
+        """Route `load` to the least loaded gserver at another address than `avoid`; None if there is none."""
         choice = min(
             (g for g in self.serving() if g.address != avoid),
             key=lambda g: (len(g.groups), g.index),
             default=None,
         )
         if choice is not None:
-            self.release(seq)
-            choice.groups.add(seq)
-            self._routes[seq] = choice
+            self.release(load)
+            choice.groups.add(load)
+            self._routes[load] = choice
         return choice
 
-    def release(self, seq: int) -> None:
-        """`seq` is no longer in flight."""
-        gserver = self._routes.pop(seq, None)
+    def release(self, load: Load) -> None:
+        """`load` is no longer in flight."""
+        gserver = self._routes.pop(load, None)
         if gserver is not None:
-            gserver.groups.discard(seq)
+            gserver.groups.discard(load)

@@ -133,13 +133,19 @@ def _header(history: History, status: Status, config: Config | None, now: float)
         line.add_row(f"step {step}", Text(status.message, style="dim", justify="right"))
     else:
         pace = history.seconds_per_step()
-        eta = duration(pace * max(0, config.run.steps - step)) if pace is not None else "–"
+        epochs = (history.values("epoch") or [0.0])[-1]
+        left = _steps_left(config, step=step, epochs=epochs)
+        eta = duration(pace * left) if pace is not None and left is not None else "–"
+        most_steps, most_epochs = config.run.most_steps, config.run.total_train_epochs
+        counts = f"step [bold]{step}[/]" + (f"/{most_steps}" if most_steps is not None else "")
+        if most_epochs is not None:
+            counts += f"  epoch [bold]{epochs:.1f}[/]/{most_epochs}"
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
         line.add_row(
-            f"step [bold]{step}[/]/{config.run.steps}",
-            ProgressBar(total=config.run.steps, completed=min(step, config.run.steps)),
+            counts,
+            ProgressBar(total=1.0, completed=step / (step + left) if left is not None and step + left else 0.0),
             f"elapsed [bold]{duration(now - history.started)}[/]  eta [bold]{eta}[/]",
         )
     model = f" · {config.model.path}" if config else ""
@@ -152,6 +158,16 @@ def _header(history: History, status: Status, config: Config | None, now: float)
         subtitle=Text(f"{status.state}{note}"[:90], style=style),
         border_style=style,
     )
+
+
+def _steps_left(config: Config, *, step: int, epochs: float) -> float | None:
+    """Steps to the nearer of the run's limits, those of epochs at the pace so far; None: nobody knows yet."""
+    left = []
+    if config.run.most_steps is not None:
+        left.append(float(config.run.most_steps - step))
+    if config.run.total_train_epochs is not None and epochs > 0:
+        left.append(step / epochs * (config.run.total_train_epochs - epochs))
+    return max(0.0, min(left)) if left else None
 
 
 def _side_by_side(left: RenderableType, right: RenderableType) -> Table:

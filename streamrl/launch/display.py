@@ -80,7 +80,7 @@ class Display:
 
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
         for step in steps:
-            self.note(step_line(step, steps=self._config.run.steps))
+            self.note(step_line(step, steps=self._config.run.most_steps))
 
     def _show_status(self, status: Status) -> None:
         state = f"{status.state}: {status.message}" if status.message else status.state

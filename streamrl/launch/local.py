@@ -31,6 +31,7 @@ from streamrl.launch.children import Child, Children, describe_exit
 from streamrl.launch.display import Display
 from streamrl.launch.plan import (
     COMPONENTS,
+    PlanRole,
     ProcessPlan,
     checkpoint_command,
     command,
@@ -48,6 +49,11 @@ CHECKPOINT_SECONDS = 600.0
 """How long the making of the first checkpoint may take."""
 STATUS_SECONDS = 5.0
 """How long the manager may take to tell its state."""
+RESTARTED: Mapping[PlanRole, str] = {
+    "rollout": "its prompts go to others",
+    "evaluator": "its evaluation is made anew",
+}
+"""Roles whose processes are replaced when they die, and what becomes of the work."""
 
 
 def claim_run_dir(config: Config) -> Config:
@@ -71,11 +77,18 @@ def resumed(config: Config) -> Config:
     if not found:
         raise ConfigError(
             f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
-            "trainer.save_every steps or trainer.save_every_seconds; start without --resume"
+            "trainer.save_every_steps, save_every_seconds or save_every_epochs; start without --resume"
         )
-    version = progress.read(found[-1]).policy_version
-    if version >= config.run.steps:
-        raise ConfigError(f"{config.run_dir} is done: it made {version} steps; for more of them raise run.steps")
+    made = progress.read(found[-1])
+    version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
+    if most_steps is not None and version >= most_steps:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
+        )
+    if most_epochs is not None and made.data_rows and made.groups_settled // made.data_rows >= most_epochs:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
+        )
     return msgspec.structs.replace(
         config, run=msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
     )
@@ -107,7 +120,7 @@ class LocalRun:
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
-        self._restarts: Counter[int] = Counter()
+        self._restarts: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Start everything, watch it to the end, and leave nothing behind."""
@@ -186,16 +199,16 @@ class LocalRun:
         await children.start(process, words)
 
     async def _restart(self, child: Child) -> bool:
-        """Replace a rollout worker that died, as often as `rollout.restarts` allows."""
+        """Replace a rollout worker or evaluator that died, as often as `rollout.restarts` allows."""
         assert child.process is not None
         assert self._children is not None
-        index = child.process.index
-        if child.process.role != "rollout" or self._restarts[index] >= self._config.rollout.restarts:
+        work = RESTARTED.get(child.process.role)
+        if work is None or self._restarts[child.name] >= self._config.rollout.restarts:
             return False
-        self._restarts[index] += 1
+        self._restarts[child.name] += 1
         self._display.note(
-            f"{child.name} {describe_exit(child.exit_code)}; its prompts go to others, and it is started again "
-            f"({self._restarts[index]} of {self._config.rollout.restarts}); see {child.log_file}"
+            f"{child.name} {describe_exit(child.exit_code)}; {work}, and it is started again "
+            f"({self._restarts[child.name]} of {self._config.rollout.restarts}); see {child.log_file}"
         )
         await self._start(self._children, child.process)
         return True

@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.config import Config
 
-PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout"]
+PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
 
 COMPONENTS: Mapping[str, str] = {
     "checkpoint": "streamrl.models:ensure_checkpoint",
@@ -26,11 +26,12 @@ COMPONENTS: Mapping[str, str] = {
     "model_worker": "streamrl.trainer.model_worker:serve",
     "master": "streamrl.trainer.master:serve",
     "rollout": "streamrl.rollout.worker:serve",
+    "evaluator": "streamrl.rollout.evaluator:serve",
 }
 """What runs in a process of each role, and what makes the model folder: `module:function`."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
-    frozenset({"rollout"}),
+    frozenset({"rollout", "evaluator"}),
     frozenset({"master", "model_worker"}),
     frozenset({"gserver"}),
     frozenset({"manager"}),
@@ -133,6 +134,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
         ),
         one("master", 0, address=f"tcp://{config.stream.host}:free port"),
         *(one("rollout", index, address="-") for index in range(config.rollout.workers)),
+        *(one("evaluator", index, address="-") for index in range(config.evaluation.enabled)),
     ]
 
 

@@ -1,7 +1,7 @@
 """Watches the processes of a run until it is over, and says which one is to blame when it fails.
 
 Owns no process: `Children` does. Invariant: the death of any process ends the wait, either by a
-restart (rollout workers only: the ledger gives their prompts out again) or by an error that
+restart (of roles whose work the manager gives out again) or by an error that
 names the process and shows the last it said.
 """
 

@@ -1,4 +1,4 @@
-"""What a rollout worker is doing: counts for the dashboard, what it waits for, and reasons for the log."""
+"""What a rollout worker or an evaluator is doing: counts for the dashboard, what it waits for, reasons for the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ REASON_INTERVAL_SECONDS = 10.0
 class Activity:
     """Counters of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, idle: str) -> None:
+        """`idle`: what it waits for when nothing is under way."""
+        self._idle = idle
         self.groups_running = 0
         self.groups_done = 0
         self.groups_rejected = 0
@@ -116,10 +118,10 @@ class Activity:
         self.groups_done += 1
         self._rewards.append(mean_reward)
 
-    def rejected(self, seq: int, reason: BaseException) -> None:
+    def rejected(self, seq: int, reason: BaseException, *, what: str = "group") -> None:
         """A group was given up."""
         self.groups_rejected += 1
-        self.log_reason(f"group {seq} is rejected", reason)
+        self.log_reason(f"{what} {seq} is rejected", reason)
 
     def uniform(self) -> None:
         """A group was given up because its responses all scored the same."""
@@ -138,7 +140,7 @@ class Activity:
         elif self._pushes:
             waiting_for = "credit of the trainer"
         else:
-            waiting_for = "room in the ledger"
+            waiting_for = self._idle
         if waiting_for != self._waiting_for:
             self._waiting_for = waiting_for
             if self._on_wait is not None:

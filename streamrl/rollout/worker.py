@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLError
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.data import PromptSource
 from streamrl.rollout.groups import GroupMaker, first_error
-from streamrl.rollout.partial import Generator, GroupRoute
-from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows import load_workflow
-from streamrl.transport.control import Admission, Admit, ControlClient, Reject
-from streamrl.transport.generation import GenerationClient
-from streamrl.transport.membership import Membership
+from streamrl.rollout.partial import GroupRoute
+from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
+from streamrl.transport.control import Admission, Admit, Reject
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
@@ -34,107 +27,40 @@ RETRY_SECONDS = 1.0
 """Between calls of the manager while it cannot be reached; `Membership` decides when it is lost."""
 UNIFORM_WARNING_GROUPS = 100
 """So many groups in a row without any contrast are worth a warning."""
-PATIENCE_REQUESTS = 2
-"""A response without a new token for so many request time limits is given up."""
-
-OPEN_FILES = 65536
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Run rollout worker `index` until the run is over, or the task is cancelled."""
-    _allow_many_connections()
-    async with AsyncExitStack() as owned:
-        control = ControlClient(manager_url)
-        owned.push_async_callback(control.close)
-        activity = Activity()
-        membership = Membership(
-            control,
-            role="rollout",
-            index=index,
-            address="",
-            config_digest=config.digest(),
-            stats=activity.stats,
-        )
-        await membership.join(patience=config.manager.join_timeout_seconds)
-        owned.push_async_callback(membership.leave)
-        work = asyncio.create_task(
-            _work(
-                config,
-                control=control,
-                membership=membership,
-                activity=activity,
-                model_dir=model_dir,
-                owned=owned,  # not closed by the task: its cancellation would cut the closing short
-            ),
-            name=membership.name,
-        )
-        stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
-        try:
-            await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, stop):
-                task.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None:
-            cause = first_error(error)
-            await _tell(membership, cause)
-            raise cause
-        if membership.lost is not None:
-            raise membership.lost
+
+    async def work(seat: Seat) -> None:
+        maker, prompts = await open_group_maker(config, seat=seat, model_dir=model_dir)
+        pusher = await _open_stream(config, seat)
+        await RolloutWorker(config, seat=seat, maker=maker, pusher=pusher, data_rows=len(prompts)).run()
+
+    await serve_until_over(
+        config,
+        role="rollout",
+        index=index,
+        manager_url=manager_url,
+        activity=Activity(idle="room in the ledger"),
+        work=work,
+    )
 
 
-async def _work(
-    config: Config,
-    *,
-    control: ControlClient,
-    membership: Membership,
-    activity: Activity,
-    model_dir: Path,
-    owned: AsyncExitStack,
-) -> None:
-    """Build the parts and make groups, until cancelled or the manager says stop; `owned` closes the parts."""
-    membership.waiting_for = "reward processes and tokenizer"
-    rewards = RewardPool.of(config)
-    owned.push_async_callback(rewards.close)
-    workflow = load_workflow(config.rollout.workflow)
-    async with asyncio.TaskGroup() as starting:
-        starting.create_task(rewards.start())
-        loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
-    chat, prompts = loading.result()
-    membership.waiting_for = "the model workers to register"
-    heads = await control.topology(
+async def _open_stream(config: Config, seat: Seat) -> GroupPusher:
+    seat.membership.waiting_for = "the model workers to register"
+    heads = await seat.control.topology(
         "model_worker", config.trainer.data_parallel, patience=config.manager.join_timeout_seconds
     )
     pusher = GroupPusher(
-        worker=membership.name,
+        worker=seat.membership.name,
         endpoints=[head.address for head in heads],
         max_group_bytes=int(config.stream.max_group_mb * 1e6),
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,
     )
-    owned.push_async_callback(pusher.close)
-    client = GenerationClient(timeout=config.rollout.request_timeout_seconds)
-    owned.push_async_callback(client.close)
-    generator = Generator(
-        client,
-        sampling=config.rollout.sampling,
-        seed=config.run.seed,
-        patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
-    )
-    maker = GroupMaker(
-        config,
-        worker=membership.name,
-        prompts=prompts,
-        workflow=workflow,
-        chat=chat,
-        generator=generator,
-        rewards=rewards,
-        activity=activity,
-    )
-    worker = RolloutWorker(
-        config, membership=membership, control=control, maker=maker, pusher=pusher, activity=activity
-    )
-    await worker.run()
+    seat.owned.push_async_callback(pusher.close)
+    return pusher
 
 
 class RolloutWorker:
@@ -144,23 +70,24 @@ class RolloutWorker:
         self,
         config: Config,
         *,
-        membership: Membership,
-        control: ControlClient,
+        seat: Seat,
         maker: GroupMaker,
         pusher: GroupPusher,
-        activity: Activity,
+        data_rows: int,
     ) -> None:
+        """`data_rows`: of the training data."""
         self._config = config
-        self._membership = membership
-        self._control = control
+        self._data_rows = data_rows
+        self._membership = seat.membership
+        self._control = seat.control
         self._maker = maker
         self._pusher = pusher
-        self._activity = activity
+        self._activity = seat.activity
         self._failures_in_a_row = 0
         self._uniform_in_a_row = 0
         self._place_free = asyncio.Event()
         self._held: set[int] = set()
-        activity.on_wait(self._show_wait)
+        seat.activity.on_wait(self._show_wait)
 
     async def run(self) -> None:
         """Until the manager says stop; raises what has to stop the run."""
@@ -193,7 +120,9 @@ class RolloutWorker:
     async def _admit(self, count: int) -> list[Admission] | None:
         """Sequence numbers to work on, perhaps none yet; None when the run is over."""
         try:
-            reply = await self._control.admit(Admit(worker=self._membership.index, count=count))
+            reply = await self._control.admit(
+                Admit(worker=self._membership.index, count=count, data_rows=self._data_rows)
+            )
         except (PeerError, DeadlineExceeded) as error:
             log.warning("%s: not admitted, trying on: %s", self._membership.name, error)
             await asyncio.sleep(RETRY_SECONDS)
@@ -270,24 +199,3 @@ class RolloutWorker:
 
 class _RunOver(Exception):
     """Ends the task group and the groups in it."""
-
-
-def _load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
-    chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
-    return chat, PromptSource.open(config, chat)
-
-
-async def _tell(membership: Membership, error: BaseException) -> None:
-    """Report a fatal error, if the manager still listens."""
-    try:
-        await membership.fail(error)
-    except (PeerError, DeadlineExceeded) as silence:
-        log.warning("%s: the manager could not be told of the failure: %s", membership.name, silence)
-
-
-def _allow_many_connections() -> None:
-    """Each request in flight is a connection, and the usual limit of 1024 open files is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -102,18 +102,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     progress: Progress
 
 
-Call = (
-    Spec
-    | ModelConfig
-    | OpenStore
-    | Initialize
-    | Inference
-    | Function
-    | TrainStep
-    | ClearDataCache
-    | Publish
-    | Save
-)
+Call = Spec | ModelConfig | OpenStore | Initialize | Inference | Function | TrainStep | ClearDataCache | Publish | Save
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -39,9 +39,11 @@ from streamrl.trainer.calls import (
     Train,
     Trained,
 )
+from streamrl.trainer.evaluations import EvaluationDesk
 from streamrl.trainer.executor import FunctionExecutor, Span, by_head
 from streamrl.trainer.graph import grpo_graph
 from streamrl.trainer.report import batch_metrics, train_metrics
+from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.settlement import Settlement
 from streamrl.transport.control import ControlClient, FinishRun, StepReport
 from streamrl.transport.membership import Membership
@@ -52,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Train for `config.run.steps` steps, then end the run."""
+    """Train until the run's last step or epoch, then end the run."""
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url)
         stack.push_async_callback(client.close)
@@ -75,8 +77,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
             finished = training.done()
             if finished:
-                reason = training.result()
-                await master.finish()
+                reason = training.result() + await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
         except* StreamRLError as errors:
             await membership.fail(errors.exceptions[0])
@@ -96,6 +97,7 @@ class Master:
     """Drives the model workers through the steps of a run."""
 
     membership: Membership
+    _control: RunControl
 
     def __init__(self, config: Config, *, client: ControlClient) -> None:
         self._config = config
@@ -118,6 +120,7 @@ class Master:
         if config.run.resume_from is not None:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
+        self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
         self._workers = range(config.trainer.data_parallel)
         self._publication: asyncio.Task[None] | None = None
@@ -125,7 +128,7 @@ class Master:
         self._rewards: list[float] = []
         self._groups_trained = 0
         self._tokens_dropped = 0
-        self._began = self._saved_at = time.time()
+        self._began = time.time()
         self._counted: list[Counted] = []
         self.policy_version = 0
         self._trained_seqs = SeqSet()
@@ -154,6 +157,8 @@ class Master:
                 helpers.create_task(self._take_in(), name="arrivals"),
                 helpers.create_task(self._follow_rejections(), name="rejections"),
             ]
+            if self._config.evaluation.enabled:
+                background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
             await self._initialize()
             background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
             reason = await self._steps()
@@ -162,12 +167,19 @@ class Master:
                 task.cancel()
         return reason
 
-    async def finish(self) -> None:
-        """Save, and count what is left."""
+    async def finish(self) -> str:
+        """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
+        at_end = self._config.evaluation.at_end
+        if at_end:
+            await self._evaluations.ask(self.policy_version)
         if self._config.trainer.save_at_end:
             await self._save("final")
         calls = [self._channel.call(w, Count(), Counted, timeout=30.0) for w in self._workers]
         self._counted = list(await asyncio.gather(*calls))
+        if not at_end:
+            return ""
+        self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
+        return await self._evaluations.wait_for(self.policy_version)
 
     async def write_final(self) -> None:
         """Leave `final.json` for the report, whatever happened."""
@@ -212,16 +224,38 @@ class Master:
         self.membership.waiting_for = ""
         self._began = time.time()
 
+    @property
+    def _groups_settled(self) -> int:
+        """Trained on, or given up for good."""
+        return self._groups_trained + len(self._rejected_seqs)
+
+    async def _begin_counting(self) -> None:
+        """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
+        self.membership.waiting_for = "a rollout worker to tell the size of the data set"
+        while not (rows := await self._client.data_rows()):
+            log.warning("master waits for %s", self.membership.waiting_for)
+        self.membership.waiting_for = ""
+        self._control = RunControl(
+            self._config,
+            data_rows=rows,
+            step=self.policy_version,
+            settled=self._groups_settled,
+            now=time.monotonic(),
+        )
+
+    def _end(self) -> str | None:
+        """Why the run is over, if it is."""
+        return self._control.end(step=self.policy_version, settled=self._groups_settled, rewards=self._rewards)
+
     async def _steps(self) -> str:
-        run = self._config.run
+        await self._begin_counting()
+        await self._evaluations.begin(self.policy_version)
         try:
-            while self.policy_version < run.steps:
+            while (reason := self._end()) is None:
                 await self._step()
-                if run.stop_at_reward is not None and len(self._rewards) >= run.stop_window:
-                    recent = sum(self._rewards[-run.stop_window :]) / run.stop_window
-                    if recent >= run.stop_at_reward:
-                        return f"the mean reward reached {recent:.3f} after {self.policy_version} steps"
-            return f"{run.steps} steps are done"
+            return reason
+        except RunOver as over:
+            return over.reason
         finally:
             if self._publication is not None:
                 await self._publication
@@ -251,6 +285,7 @@ class Master:
             "train_seconds": computing,
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+            "epoch": self._control.epochs(self._groups_settled),
         }
         ages: dict[int, int] = {}
         for trained in self._trained:
@@ -265,8 +300,13 @@ class Master:
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=seqs,
         )
-        self._publication = asyncio.create_task(self._publish(report), name=f"publication of v{version + 1}")
-        if self._save_is_due():
+        evaluate = self._control.evaluation_is_due(
+            step=self.policy_version, settled=self._groups_settled, now=time.monotonic()
+        )
+        self._publication = asyncio.create_task(
+            self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
+        )
+        if self._control.save_is_due(step=self.policy_version, settled=self._groups_settled, now=time.monotonic()):
             await self._save(f"step-{self.policy_version:06d}")
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
@@ -275,6 +315,8 @@ class Master:
         def select(held: dict[int, SampleMeta]) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
+            if (reason := self._end()) is not None:
+                raise RunOver(reason)  # the last groups of the last epoch were given up
             selection = self._former.select(held, policy_version=version)
             self.membership.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
@@ -319,8 +361,8 @@ class Master:
         self._trained = list(await asyncio.gather(*calls))
         return max(trained.compute_seconds for trained in self._trained)
 
-    async def _publish(self, report: StepReport) -> None:
-        """Bring the step's weights to the gservers, then report the step."""
+    async def _publish(self, report: StepReport, *, evaluate: bool) -> None:
+        """Bring the step's weights to the gservers, then report the step, and have it evaluated if that is due."""
         begin = time.time()
         weights = self._config.weights
         try:
@@ -334,6 +376,8 @@ class Master:
         report.spans.append(("publish", begin, time.time()))
         self._metrics.write(report)
         await self._client.report(report)
+        if evaluate:
+            await self._evaluations.ask(report.step)
 
     async def _save(self, name: str) -> None:
         folder = self._config.run_dir / "checkpoints" / name
@@ -341,15 +385,7 @@ class Master:
         self.membership.waiting_for = f"checkpoint {name}"
         await self._channel.call(0, Save(str(folder.absolute()), self._progress()), Done, timeout=limit)
         self.membership.waiting_for = ""
-        self._saved_at = time.time()
         log.info("saved %s", folder)
-
-    def _save_is_due(self) -> bool:
-        """By steps or by seconds, each counted on its own."""
-        trainer = self._config.trainer
-        by_steps = trainer.save_every and self.policy_version % trainer.save_every == 0
-        by_seconds = trainer.save_every_seconds and time.time() - self._saved_at >= trainer.save_every_seconds
-        return bool(by_steps or by_seconds)
 
     def _progress(self) -> progress.Progress:
         return progress.Progress(
@@ -357,6 +393,7 @@ class Master:
             trained=self._trained_seqs.ranges(),
             rejected=self._rejected_seqs.copy(),
             prompts=progress.prompts_digest(self._config),
+            data_rows=self._control.data_rows,
             tokens_dropped=self._tokens_dropped,
             recent_rewards=self._rewards[-self._config.run.stop_window :],
         )

@@ -247,7 +247,7 @@ class ModelWorker:
             algorithm=config.algorithm,
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
-            total_steps=config.run.steps,
+            total_steps=config.planned_steps,
             device=self._device,
             dtype=resolve_dtype(config.trainer.dtype, self._device),
             process_group=self._group,

@@ -12,6 +12,12 @@ One address, the manager's URL, is enough to join a run.
 | POST /reject | rollout | a group is given up |
 | POST /settle | master | groups stored (accepted) and groups dropped |
 | GET /rejections | master | waits for rejections after the n-th |
+| POST /evaluate | master | an evaluation is due |
+| POST /evaluation/next | evaluator | waits for the next evaluation |
+| POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
+| POST /evaluation | evaluator | what an evaluation found |
+| GET /evaluations | master | waits for reports of evaluations after the n-th |
+| GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
@@ -29,10 +35,11 @@ import aiohttp
 import msgspec
 
 from streamrl.errors import DeadlineExceeded, PeerLost
+from streamrl.evaluation import EvaluationReport as EvaluationReport
 from streamrl.metrics import StepReport as StepReport
 from streamrl.transport import http
 
-Role = Literal["gserver", "rollout", "master", "model_worker"]
+Role = Literal["gserver", "rollout", "evaluator", "master", "model_worker"]
 Reply = TypeVar("Reply")
 
 LONG_POLL_SECONDS = 20.0
@@ -95,6 +102,8 @@ class Admit(msgspec.Struct, frozen=True):
     worker: int
     count: int
     """How many groups the worker can start."""
+    data_rows: int = 0
+    """Rows of the worker's training data: the same for all workers of a run; 0: not told."""
     ticket: str = ""
     """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
 
@@ -140,6 +149,74 @@ class Settle(msgspec.Struct, frozen=True):
 class Rejections(msgspec.Struct, frozen=True):
     rejected: list[int]
     """All since the n-th that was asked for."""
+
+
+class Evaluate(msgspec.Struct, frozen=True):
+    """The policy is to be tried on held-out prompts."""
+
+    policy_version: int
+    """Which one, as the gservers have it now."""
+    step: int
+    """Training steps that are done."""
+
+
+class EvaluationTask(msgspec.Struct, frozen=True):
+    """An evaluation on its way from the master to an evaluator."""
+
+    number: int
+    """Of the evaluation, from 0, as the manager counts."""
+    policy_version: int
+    step: int
+
+
+class NextEvaluation(msgspec.Struct, frozen=True):
+    evaluator: int
+
+
+class NextEvaluationReply(msgspec.Struct, frozen=True):
+    task: EvaluationTask | None
+    """None after a long poll without one."""
+    stop: bool
+
+
+class EvaluationRoute(msgspec.Struct, frozen=True):
+    evaluator: int
+    prompt: int
+    """Number of the prompt within the evaluation."""
+    failed: str = ""
+    """URL of the gserver that failed; empty when the prompt begins."""
+    done: list[int] = []
+    """Prompts that have ended since the last call: their gservers are free of them."""
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    evaluator: int
+    number: int
+    """Of the `EvaluationTask`."""
+    report: EvaluationReport
+
+
+class EvaluationReports(msgspec.Struct, frozen=True):
+    reports: list[EvaluationReport]
+    """All since the n-th that was asked for."""
+    stop: bool
+    """The run is over: there will be no more."""
+
+
+class EvaluationStatus(msgspec.Struct, frozen=True):
+    running: EvaluationTask | None
+    waiting: EvaluationTask | None
+    done: int
+    left_out: int
+    """Evaluations that were not made because a later one was due."""
+    last: EvaluationReport | None
+
+
+class DataFacts(msgspec.Struct, frozen=True):
+    """The training data as the rollout workers see it."""
+
+    rows: int
+    """0: no worker has told yet; ask again."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -238,6 +315,10 @@ class Status(msgspec.Struct, frozen=True):
     last_step: StepReport | None
     publication: dict[str, Any]
     """State of the weight update in progress, and figures of the last one."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not known yet."""
+    evaluation: EvaluationStatus | None = None
+    """None: the configuration asks for none."""
 
 
 class ControlClient:
@@ -313,6 +394,26 @@ class ControlClient:
     async def rejections(self, after: int) -> list[int]:
         """Sequence numbers rejected after the first `after`; empty after a long poll without any."""
         return (await self._get(f"/rejections?after={after}", Rejections)).rejected
+
+    async def data_rows(self) -> int:
+        """Rows of the training data; 0 after a long poll without a rollout worker that knows."""
+        return (await self._get("/data", DataFacts)).rows
+
+    async def evaluate(self, message: Evaluate) -> None:
+        await self._post("/evaluate", message, Done)
+
+    async def next_evaluation(self, message: NextEvaluation) -> NextEvaluationReply:
+        return await self._post("/evaluation/next", message, NextEvaluationReply)
+
+    async def evaluation_route(self, message: EvaluationRoute) -> RouteReply:
+        return await self._post("/evaluation/route", message, RouteReply)
+
+    async def evaluation_result(self, message: EvaluationResult) -> None:
+        await self._post("/evaluation", message, Done)
+
+    async def evaluations(self, after: int) -> EvaluationReports:
+        """Reports after the first `after`; none after a long poll without any."""
+        return await self._get(f"/evaluations?after={after}", EvaluationReports)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
         return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)

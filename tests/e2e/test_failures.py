@@ -14,7 +14,12 @@ import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, processes_of, run, start, steps, summary
 
-LONG = {"run__steps": 400, "trainer__save_at_end": "false", "manager__lease_seconds": 2, "rollout__workers": 2}
+LONG = {
+    "run__total_train_steps": 400,
+    "trainer__save_at_end": "false",
+    "manager__lease_seconds": 2,
+    "rollout__workers": 2,
+}
 
 
 def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 120.0) -> None:
@@ -47,7 +52,7 @@ def collected(process):
 
 def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     run_dir = tmp_path / "killed"
-    settings = overrides(tmp_path, "killed", **(LONG | {"run__steps": 60}), staleness__over_age="wait")
+    settings = overrides(tmp_path, "killed", **(LONG | {"run__total_train_steps": 60}), staleness__over_age="wait")
     process = start(COPY_SCRATCH, settings)
     reader, output = collected(process)
     wait_for_steps(run_dir, 5)
@@ -67,7 +72,7 @@ def test_a_run_goes_on_after_everything_was_killed(tmp_path):
     settings = overrides(
         tmp_path,
         "resumed",
-        **(LONG | {"run__steps": 30, "trainer__save_every": 4, "trainer__data_parallel": 2}),
+        **(LONG | {"run__total_train_steps": 30, "trainer__save_every_steps": 4, "trainer__data_parallel": 2}),
         staleness__over_age="wait",  # trains in admission order, so a lost group would be a gap
     )
     process = start(COPY_SCRATCH, settings)
@@ -94,7 +99,7 @@ def test_a_run_goes_on_after_everything_was_killed(tmp_path):
     left = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert left == {f"step-{len(kept):06d}", "step-000024", "step-000028"}
 
-    done = start(COPY_SCRATCH, [*settings, "run.steps=28", "--resume"])
+    done = start(COPY_SCRATCH, [*settings, "run.total_train_steps=28", "--resume"])
     reader, output = collected(done)
     assert done.wait(60) == 2
     reader.join(10)

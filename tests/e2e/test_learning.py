@@ -24,7 +24,7 @@ def test_copy_is_learned(tmp_path, max_staleness, over_age):
             staleness__max_staleness=max_staleness,
             staleness__over_age=over_age,
             run__seed=seed,
-            run__steps=320,
+            run__total_train_steps=320,
             run__stop_at_reward=0.95,
             trainer__save_at_end="false",
         )

@@ -15,7 +15,7 @@ from streamrl.models import ensure_checkpoint
 from streamrl.transport.control import ControlClient
 from tests.e2e.harness import COPY_SCRATCH, ROOT, assert_exactly_once, overrides, run, steps, summary
 
-SMALL = {"run__steps": 6, "trainer__batch_groups": 8, "rollout__group_size": 4}
+SMALL = {"run__total_train_steps": 6, "trainer__batch_groups": 8, "rollout__group_size": 4}
 
 
 def test_two_of_everything_with_all_mfcs(tmp_path):
@@ -30,7 +30,7 @@ def test_two_of_everything_with_all_mfcs(tmp_path):
         algorithm__minibatches=2,
         weights__pause_mode="abort",
         weights__bucket_mb=0.2,
-        trainer__save_every=3,
+        trainer__save_every_steps=3,
     )
     run(COPY_SCRATCH, settings)
     run_dir = tmp_path / "two"
@@ -95,7 +95,7 @@ def test_pools_started_by_hand_form_a_run(tmp_path):
                 process.terminate()
                 process.wait(30)
     assert_exactly_once(tmp_path / "hand")
-    assert summary(tmp_path / "hand")["steps"] == SMALL["run__steps"]
+    assert summary(tmp_path / "hand")["steps"] == SMALL["run__total_train_steps"]
 
 
 def test_another_configuration_is_refused(tmp_path):

@@ -475,3 +475,30 @@ async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
         port = int(run.url.rpartition(":")[2])
         with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):
             await serve(run.config, host="127.0.0.1", port=port)
+
+
+async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        asked = await waiting(run.client.data_rows())
+        admit = Admit(worker=0, count=100, data_rows=5)
+        seqs = [admission.seq for admission in (await run.client.admit(admit)).admissions]
+        assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
+        assert await result_of(asked) == 5
+        assert (await run.client.status()).data_rows == 5
+        await run.client.settle(Settle(finished=[0, 1, 2, 3], dropped=[]))
+        await waiting(run.admit())
+        await run.client.reject(Reject(worker=0, seq=4, reason="no"))
+        assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch
+
+
+async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.register("rollout", 1)
+        await run.client.admit(Admit(worker=0, count=1, data_rows=5))
+        assert (await run.client.admit(Admit(worker=1, count=1, data_rows=6))).stop
+        status = await run.client.status()
+        assert status.state == "failed"
+        assert "rollout/1 has 6 rows of training data, the run has 5" in status.message

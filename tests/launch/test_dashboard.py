@@ -15,7 +15,7 @@ from streamrl.launch.history import History
 from streamrl.launch.plan import plan
 from tests.launch.statuses import history, status, step_report
 
-CONFIG = from_dict({"run": {"name": "addition", "steps": 200}})
+CONFIG = from_dict({"run": {"name": "addition", "total_train_steps": 200}})
 
 
 def drawn(picture: RenderableType, *, width: int = 100, height: int = 30) -> list[str]:

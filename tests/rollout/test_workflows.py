@@ -72,7 +72,7 @@ async def session(
                 chat=CHAT,
                 sampling=sampling,
                 max_context=max_context,
-                activity=Activity(),
+                activity=Activity(idle="nothing"),
             ),
             engine,
         )

@@ -81,7 +81,9 @@ class TensorFiles:
         return tensor
 
 
-def export(folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool, write: bool) -> None:
+def export(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool, write: bool
+) -> None:
     """Write whole `weights` into `folder` as a Hugging Face checkpoint like `source`, tokenizer included.
 
     Ranks that only take part in the gathering of the weights say `write=False`.

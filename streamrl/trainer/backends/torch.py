@@ -143,9 +143,7 @@ class TorchModel:
         mask = self._tensor(attention_mask(micro.branch)) if micro.branched else None
         # without a mask positions count up from 0 anyway, and saying so would look like packing
         positions = self._tensor(micro.position_ids) if micro.branched else None
-        with torch.autocast(
-            self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16
-        ):
+        with torch.autocast(self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16):
             values, entropy = self._net(
                 self._tensor(micro.input_ids),
                 mask,

@@ -102,9 +102,7 @@ class Actor:
         except (OSError, msgspec.DecodeError) as error:
             raise ModelError(f"{folder}: the KL coefficient cannot be taken over: {error}") from error
 
-    def _teaching(
-        self, items: Sequence[TrainItem], credits: Sequence[Credit]
-    ) -> tuple[list[TrainItem], list[Credit]]:
+    def _teaching(self, items: Sequence[TrainItem], credits: Sequence[Credit]) -> tuple[list[TrainItem], list[Credit]]:
         """The items with a gradient.
 
         Without a KL or an entropy term a group whose siblings all scored the same has none; it is left out of

@@ -1,0 +1,74 @@
+"""What an evaluation found: `EvaluationReport`, one line of `evaluations.jsonl`, and the estimator of pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy on held-out prompts. None: no prompt was answered."""
+
+    policy_version: int
+    """Which policy was asked for."""
+    step: int
+    """Training steps that were done then."""
+    time: float
+    """When it ended, in seconds since the epoch."""
+    seconds: float
+    """How long it took."""
+    oldest_version: int | None
+    """Oldest and newest policy among those that sampled a token: weights change while an evaluation goes on."""
+    newest_version: int | None
+    prompts: int
+    """Prompts that were answered and scored."""
+    samples: int
+    """Responses to each prompt."""
+    rejected: int
+    """Prompts that failed: they are in no figure."""
+    reward_mean: float | None
+    pass_at: dict[int, float]
+    """k → share of prompts that k responses solve, for k from 1 to `samples`; empty without prompts."""
+    response_length_mean: float | None
+    """In tokens."""
+    cut_share: float | None
+    """Responses that reached the limit of tokens, as a share."""
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k responses passes, when `passed` of `samples` did.
+
+    1 - C(n-c, k) / C(n, k) of https://arxiv.org/abs/2107.03374 (eq. 1): the share of the ways to choose k of
+    the responses that hold at least one that passed. The quotient is computed as a product, so that
+    no factorial overflows. Raises `ValueError` unless 0 ≤ passed ≤ samples and 1 ≤ k ≤ samples.
+    """
+    if not (0 <= passed <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {passed} in {samples} responses: 0 <= passed <= samples and 1 <= k <= samples")
+    all_fail = 1.0
+    for chosen in range(k):
+        all_fail *= max(0, samples - passed - chosen) / (samples - chosen)
+    return 1.0 - all_fail
+
+
+def mean_pass_at(passed: Sequence[int], *, samples: int) -> dict[int, float]:
+    """k → mean of `pass_at_k` over prompts of which `passed[i]` of `samples` responses passed."""
+    if not passed:
+        return {}
+    return {k: sum(pass_at_k(samples, count, k) for count in passed) / len(passed) for k in range(1, samples + 1)}
+
+
+def scalars(report: EvaluationReport) -> dict[str, float]:
+    """The figures of `report` by name, for plots and counters."""
+    named = {
+        "reward_mean": report.reward_mean,
+        "response_length_mean": report.response_length_mean,
+        "cut_share": report.cut_share,
+        "seconds": report.seconds,
+        "prompts": float(report.prompts),
+        "rejected": float(report.rejected),
+    }
+    known = {name: value for name, value in named.items() if value is not None}
+    return known | {f"pass@{k}": share for k, share in report.pass_at.items()}

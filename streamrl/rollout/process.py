@@ -1,0 +1,128 @@
+"""What rollout workers and evaluators have in common as processes.
+
+`serve_until_over` joins the run, does the work until it ends or the run does, and closes what the work has
+opened; `open_group_maker` builds what turns sequence numbers into scored groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.data import PromptSource
+from streamrl.rollout.groups import GroupMaker, first_error
+from streamrl.rollout.partial import Generator
+from streamrl.rollout.reward.pool import RewardPool
+from streamrl.rollout.workflows import load_workflow
+from streamrl.transport.control import ControlClient, Role
+from streamrl.transport.generation import GenerationClient
+from streamrl.transport.membership import Membership
+
+PATIENCE_REQUESTS = 2
+"""A response without a new token for so many request time limits is given up."""
+OPEN_FILES = 65536
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in the run, and what is closed when it leaves."""
+
+    control: ControlClient
+    membership: Membership
+    activity: Activity
+    owned: AsyncExitStack
+    """Not closed by the work's own task: its cancellation would cut the closing short."""
+
+
+async def serve_until_over(
+    config: Config,
+    *,
+    role: Role,
+    index: int,
+    manager_url: str,
+    activity: Activity,
+    work: Callable[[Seat], Coroutine[Any, Any, None]],
+) -> None:
+    """Do `work` as `role`/`index` until it ends, the run is over, or the task is cancelled.
+
+    An error of the work is told to the manager, which stops the run, and raised.
+    """
+    _allow_many_connections()
+    async with AsyncExitStack() as owned:
+        control = ControlClient(manager_url)
+        owned.push_async_callback(control.close)
+        membership = Membership(
+            control, role=role, index=index, address="", config_digest=config.digest(), stats=activity.stats
+        )
+        await membership.join(patience=config.manager.join_timeout_seconds)
+        owned.push_async_callback(membership.leave)
+        seat = Seat(control=control, membership=membership, activity=activity, owned=owned)
+        working = asyncio.create_task(work(seat), name=membership.name)
+        stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
+        try:
+            await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (working, stop):
+                task.cancel()
+            await asyncio.gather(working, stop, return_exceptions=True)
+        if not working.cancelled() and (error := working.exception()) is not None:
+            cause = first_error(error)
+            await membership.fail(cause)
+            raise cause
+        if membership.lost is not None:
+            raise membership.lost
+
+
+async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tuple[GroupMaker, PromptSource]:
+    """Start the reward processes and load data and tokenizer; the seat closes them.
+
+    Raises `DataError`, `ConfigError` or `RewardError` when one of them cannot be had.
+    """
+    seat.membership.waiting_for = "reward processes and tokenizer"
+    rewards = RewardPool.of(config)
+    seat.owned.push_async_callback(rewards.close)
+    workflow = load_workflow(config.rollout.workflow)
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(rewards.start())
+        loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
+    chat, prompts = loading.result()
+    client = GenerationClient(timeout=config.rollout.request_timeout_seconds)
+    seat.owned.push_async_callback(client.close)
+    generator = Generator(
+        client,
+        sampling=config.rollout.sampling,
+        seed=config.run.seed,
+        patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
+    )
+    maker = GroupMaker(
+        config,
+        worker=seat.membership.name,
+        prompts=prompts,
+        workflow=workflow,
+        chat=chat,
+        generator=generator,
+        rewards=rewards,
+        activity=seat.activity,
+    )
+    return maker, prompts
+
+
+def _load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
+    chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
+    return chat, PromptSource.open(config, chat)
+
+
+def _allow_many_connections() -> None:
+    """Each request in flight is a connection, and the usual limit of 1024 open files is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -230,9 +230,9 @@ def graph(
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
     from streamrl.launch.graph_picture import graph_text, write_svg
-    from streamrl.trainer.graph import grpo_graph
+    from streamrl.trainer.graph import graph_of
 
-    found = grpo_graph(configuration.load(config, overrides or ()).algorithm)
+    found = graph_of(configuration.load(config, overrides or ()))
     console = _console()
     console.print(graph_text(found))
     if svg is not None:

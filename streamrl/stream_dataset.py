@@ -69,7 +69,7 @@ class StreamDataset:
     def __init__(
         self, *, rank: int, capacity_groups: int, on_stored: Callable[[SampleMeta], None] | None = None
     ) -> None:
-        """`rank`: of this data-parallel head. `on_stored` hears of each stored group, in the thread that
+        """`rank`: of the model worker that holds it. `on_stored` hears of each stored group, in the thread that
         stored it and before the group is acknowledged."""
         self.rank = rank
         self.on_stored = on_stored
@@ -127,6 +127,11 @@ class StreamDataset:
             wanted = list(seqs)
             self._check_held(wanted)
             return [self._groups[seq] for seq in wanted]
+
+    def find(self, seq: int) -> TrajectoryGroup | None:
+        """The held group `seq`, if it is held."""
+        with self._lock:
+            return self._groups.get(seq)
 
     def discard(self, seqs: Iterable[int], *, forget: bool) -> None:
         """Let go of held groups; raises `KeyError`, and keeps all, if one is not held.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from streamrl.config_types import (
     DType,
@@ -53,7 +53,7 @@ class TrainerConfig(Section, frozen=True):
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
     """There are as many model workers as the product of the three; the torch backend has only the first."""
-    roles: dict[RoleName, RoleConfig] = {}
+    roles: dict[RoleName, RoleConfig] = field(default_factory=dict)
     """Other backends or layouts for some roles, on the same model workers: [trainer.roles.critic]."""
     graph: str = "asynchronous"
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
@@ -63,7 +63,7 @@ class TrainerConfig(Section, frozen=True):
     distributed optimizer)."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
-    offload: list[RoleName] = []
+    offload: list[RoleName] = field(default_factory=list)
     """Roles that move to the CPU whenever they are idle, for example `["ref"]`."""
     batch_groups: Positive = 8
     """P: groups in a training batch."""

@@ -125,7 +125,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
     seq: int
     """The prompt's sequence number."""
     head: int
-    """Data-parallel rank of the model worker that holds the group."""
+    """Model worker that received the group and holds it."""
     worker: str
     """The rollout worker that made it."""
     size: int
@@ -153,7 +153,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
-        """Describe `group` as held by data-parallel rank `head`."""
+        """Describe `group` as held by model worker `head`."""
         response_lengths, version_counts = _count_sampled(group)
         return cls(
             seq=group.seq,

@@ -35,7 +35,7 @@ def waits_for_members(registry: Registry, config: Config) -> str:
         "gserver": config.gserver.count,
         "rollout": config.rollout.workers,
         "evaluator": int(config.evaluation.enabled),
-        "model_worker": config.trainer.data_parallel,
+        "model_worker": config.trainer.workers,
         "master": 1,
     }
     missing = [

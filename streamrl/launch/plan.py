@@ -130,7 +130,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
                 address=f"tcp://{config.stream.host}:free port",
                 computes=True,
             )
-            for index in range(config.trainer.data_parallel)
+            for index in range(config.trainer.workers)
         ),
         one("master", 0, address=f"tcp://{config.stream.host}:free port"),
         *(one("rollout", index, address="-") for index in range(config.rollout.workers)),

@@ -49,12 +49,12 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 async def _open_stream(config: Config, seat: Seat) -> GroupPusher:
     seat.membership.waiting_for = "the model workers to register"
-    heads = await seat.control.topology(
-        "model_worker", config.trainer.data_parallel, patience=config.manager.join_timeout_seconds
+    workers = await seat.control.topology(
+        "model_worker", config.trainer.workers, patience=config.manager.join_timeout_seconds
     )
     pusher = GroupPusher(
         worker=seat.membership.name,
-        endpoints=[head.address for head in heads],
+        endpoints=[worker.address for worker in workers if worker.address],  # DP heads have one
         max_group_bytes=int(config.stream.max_group_mb * 1e6),
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,

@@ -12,7 +12,6 @@ from itertools import pairwise
 from streamrl.config import Config
 from streamrl.held import HeldGroups
 from streamrl.ledger import Selection, count_over_age, next_in_order, select_batch
-from streamrl.trainer.calls import Minibatch
 from streamrl.types import SampleMeta
 
 
@@ -22,7 +21,6 @@ class BatchFormer:
     def __init__(self, config: Config) -> None:
         self._groups = config.trainer.batch_groups
         self._minibatches = config.algorithm.minibatches
-        self._heads = config.trainer.data_parallel
         self.max_staleness = config.staleness.max_staleness
         self.over_age = config.staleness.over_age
         self._trained: set[int] = set()
@@ -58,25 +56,10 @@ class BatchFormer:
         waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
         return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
 
-    def minibatches(self, batch: Sequence[SampleMeta], *, policy_version: int) -> dict[int, list[Minibatch]]:
-        """Each worker's share of each minibatch; every worker gets as many, empty ones included."""
-        shares: dict[int, list[list[SampleMeta]]] = {}
-        for head in range(self._heads):
-            mine = [meta for meta in batch if meta.head == head]
-            cuts = [round(i * len(mine) / self._minibatches) for i in range(self._minibatches + 1)]
-            shares[head] = [mine[a:b] for a, b in pairwise(cuts)]
-        tokens, sequences = [], []
-        for number in range(self._minibatches):
-            metas = [meta for head in shares.values() for meta in head[number]]
-            tokens.append(sum(self.young_tokens(meta, policy_version=policy_version) for meta in metas))
-            sequences.append(sum(meta.size for meta in metas))
-        return {
-            head: [
-                Minibatch(seqs=[meta.seq for meta in part], loss_tokens=tokens[i], sequences=sequences[i])
-                for i, part in enumerate(parts)
-            ]
-            for head, parts in shares.items()
-        }
+    def minibatches(self, batch: Sequence[SampleMeta]) -> list[Sequence[SampleMeta]]:
+        """The batch cut into minibatches, in order."""
+        cuts = [round(i * len(batch) / self._minibatches) for i in range(self._minibatches + 1)]
+        return [batch[a:b] for a, b in pairwise(cuts)]
 
     def young_tokens(self, meta: SampleMeta, *, policy_version: int) -> int:
         """Tokens of a group that enter the loss at `policy_version`."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from streamrl.held import HeldGroups, SeqQueue
 from streamrl.ledger import Selection
-from streamrl.trainer.graph import STREAM_KEYS, Graph
+from streamrl.trainer.graph import Graph
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class AsyncIOSequenceBuffer:
         self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
         self._needed = graph.arrival_keys
+        self._stream_keys = graph.stream_keys
         self._metas: dict[int, SampleMeta] = {}
         self._keys: dict[int, frozenset[str]] = {}
         self._unread = {mfc: SeqQueue() for mfc in self._inputs}
@@ -59,15 +62,22 @@ class AsyncIOSequenceBuffer:
                     self._forget(meta.seq)
                 self._metas[meta.seq] = meta
                 self._keys[meta.seq] = NO_KEYS
-                self._grow(meta.seq, STREAM_KEYS)
+                self._grow(meta.seq, self._stream_keys)
             self._changed.notify_all()
 
-    async def amend_batch(self, seqs: Iterable[int], keys: Iterable[str]) -> None:
-        """An MFC gave `keys` for groups; those discarded meanwhile are passed over."""
+    async def amend_batch(
+        self, seqs: Iterable[int], keys: Iterable[str], *, rewards: Mapping[int, list[float]] | None = None
+    ) -> None:
+        """An MFC gave `keys` for groups; those discarded meanwhile are passed over.
+
+        `rewards`: of each sibling, by sequence number, where the MFC gave those.
+        """
         added = frozenset(keys)
         async with self._changed:
             for seq in seqs:
                 if seq in self._keys:
+                    if rewards and seq in rewards:
+                        self._metas[seq] = msgspec.structs.replace(self._metas[seq], rewards=rewards[seq])
                     self._grow(seq, added)
             self._changed.notify_all()
 

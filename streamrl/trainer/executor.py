@@ -1,22 +1,33 @@
-"""Runs the graph: each MFC as soon as its data are ready, on the model workers that hold them.
+"""Runs the graph: each MFC as soon as its keys are there, on the model workers.
 
-`arrivals` MFCs run in loops of their own while groups come in; `run_batch` takes one training
-batch through the `batch` MFCs, those that do not need each other at the same time.
+A `ModelFunctionCall` is one MFC at work: it deals groups over data-parallel ranks, plans which
+arrays have to move there, and sends one request to all workers. `arrivals` MFCs run in loops of
+their own while groups come in; `execute_step` takes one training batch through the `batch` MFCs,
+each waiting for its own keys alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from streamrl.trainer.buffer import SequenceBuffer
-from streamrl.trainer.calls import Done, Infer
-from streamrl.trainer.graph import MFC, STREAM_KEYS, Graph
+from streamrl.config import TrainerConfig
+from streamrl.trainer.assembly import layout_of
+from streamrl.trainer.batches import BatchFormer
+from streamrl.trainer.buffer import AsyncIOSequenceBuffer
+from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Trained, TrainStep
+from streamrl.trainer.graph import MFC, Graph
+from streamrl.trainer.holdings import Holdings, Shares
+from streamrl.trainer.hooks import DataTransfer, Hook, ParamRealloc
+from streamrl.trainer.redistributor import Plan, concerning
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
+
+Reply = TypeVar("Reply")
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -30,8 +41,79 @@ class Span(msgspec.Struct, frozen=True):
     """Of that, computing on the slowest worker."""
 
 
-TrainBatch = Callable[[Sequence[SampleMeta]], Awaitable[float]]
-"""Carries out `actor_train` on a batch; answers its compute seconds."""
+class StepResult(msgspec.Struct, frozen=True):
+    """What became of one training batch."""
+
+    spans: list[Span]
+    trained: list[Trained]
+    """Of all training MFCs and workers."""
+
+
+class ModelFunctionCall:
+    """One MFC of the graph."""
+
+    def __init__(
+        self,
+        mfc: MFC,
+        *,
+        channel: RequestChannel[object],
+        holdings: Holdings,
+        former: BatchFormer,
+        trainer: TrainerConfig,
+    ) -> None:
+        self.mfc = mfc
+        self._channel = channel
+        self._holdings = holdings
+        self._former = former
+        self._layout = layout_of(trainer, mfc.role)
+        self._timeout = trainer.step_timeout_seconds
+
+    async def infer(self, metas: Sequence[SampleMeta]) -> tuple[float, dict[int, list[float]]]:
+        """Compute the MFC's key for `metas`; answers compute seconds and, of a reward model, rewards."""
+        shares = self._holdings.deal([meta.seq for meta in metas], self._layout)
+        plan = self._holdings.bring(shares, self.mfc.inputs, self._layout)
+        kind = Function if self.mfc.interface == "function" else Inference
+        calls = {}
+        for worker in range(self._layout.world):
+            pre, post = self._hooks(plan, worker, policy_version=None)
+            calls[worker] = kind(self.mfc.name, shares[self._layout.coordinates(worker).data], pre, post)
+        replies = await self._channel.request(calls, Done, timeout=self._timeout)
+        for key in self.mfc.outputs:
+            self._holdings.given(key, shares, self._layout)
+        rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
+        return max(done.compute_seconds for done in replies.values()), rewards
+
+    async def train(self, metas: Sequence[SampleMeta], *, policy_version: int) -> list[Trained]:
+        """Train on the batch `metas`, minibatch by minibatch."""
+        minibatches: list[tuple[Shares, int, int]] = []
+        for part in self._former.minibatches(metas):
+            tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
+            shares = self._holdings.deal([meta.seq for meta in part], self._layout)
+            minibatches.append((shares, tokens, sum(meta.size for meta in part)))
+        everything = [
+            [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
+        ]
+        plan = self._holdings.bring(everything, self.mfc.inputs, self._layout)
+        calls = {}
+        for worker in range(self._layout.world):
+            data = self._layout.coordinates(worker).data
+            pre, post = self._hooks(plan, worker, policy_version=policy_version)
+            calls[worker] = TrainStep(
+                mfc=self.mfc.name,
+                policy_version=policy_version,
+                oldest_version=policy_version - self._former.max_staleness,
+                minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
+                pre_hooks=pre,
+                post_hooks=post,
+            )
+        replies = await self._channel.request(calls, Trained, timeout=self._timeout)
+        return list(replies.values())
+
+    def _hooks(self, plan: Plan, worker: int, *, policy_version: int | None) -> tuple[list[Hook], list[Hook]]:
+        """Of `worker`'s request: transfers that concern it, and what is due of the MFC's own."""
+        mine = concerning(plan, worker)
+        transfer: list[Hook] = [DataTransfer(mine)] if mine else []
+        return [*transfer, *_due(self.mfc.pre_hooks, policy_version)], _due(self.mfc.post_hooks, policy_version)
 
 
 class FunctionExecutor:
@@ -41,19 +123,27 @@ class FunctionExecutor:
         self,
         *,
         graph: Graph,
-        buffer: SequenceBuffer,
+        buffer: AsyncIOSequenceBuffer,
         channel: RequestChannel[object],
-        train: TrainBatch,
-        arrivals_limit: int,
-        timeout: float,
+        holdings: Holdings,
+        former: BatchFormer,
+        trainer: TrainerConfig,
     ) -> None:
         self._graph = graph
         self._buffer = buffer
-        self._channel = channel
-        self._train = train
-        self._limit = arrivals_limit
-        self._timeout = timeout
+        self._holdings = holdings
+        self._limit = trainer.batch_groups
+        self._calls = {
+            mfc.name: ModelFunctionCall(mfc, channel=channel, holdings=holdings, former=former, trainer=trainer)
+            for source in ("arrivals", "batch")
+            for mfc in graph.reading(source)
+        }
         self._spans: list[Span] = []
+
+    async def load_data(self, metas: Sequence[SampleMeta]) -> None:
+        """Groups arrived at the DP heads."""
+        self._holdings.arrived(metas)
+        await self._buffer.put_batch(metas)
 
     def take_spans(self) -> list[Span]:
         """What ran since the last time this was asked."""
@@ -64,48 +154,58 @@ class FunctionExecutor:
         """Run the `arrivals` MFCs for ever."""
         async with asyncio.TaskGroup() as tasks:
             for mfc in self._graph.reading("arrivals"):
-                tasks.create_task(self._run_arrivals_of(mfc), name=mfc.name)
+                tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
 
-    async def run_batch(self, batch: Sequence[SampleMeta]) -> list[Span]:
-        """Take `batch` through the `batch` MFCs; answers their spans."""
-        done: set[str] = set(self._graph.arrival_keys)
-        waiting = self._graph.reading("batch")
-        spans: list[Span] = []
-        while waiting:
-            ready = [mfc for mfc in waiting if mfc.inputs <= done]
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._run(mfc, batch), name=mfc.name) for mfc in ready]
-            spans += [task.result() for task in running]
-            done.update(STREAM_KEYS, *(mfc.outputs for mfc in ready))
-            waiting = [mfc for mfc in waiting if mfc not in ready]
+    async def execute_step(self, batch: Sequence[SampleMeta], *, policy_version: int) -> StepResult:
+        """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given."""
+        mfcs = self._graph.reading("batch")
+        given = {key: asyncio.Event() for mfc in mfcs for key in mfc.outputs}
+        trained: list[Trained] = []
+
+        async def run(mfc: MFC) -> Span:
+            for key in sorted(mfc.inputs & given.keys()):
+                await given[key].wait()
+            begin = time.time()
+            call = self._calls[mfc.name]
+            if mfc.interface == "train_step":
+                results = await call.train(batch, policy_version=policy_version)
+                trained.extend(results)
+                compute = max(result.compute_seconds for result in results)
+            else:
+                compute = await self._infer_in_parts(call, batch)
+            for key in mfc.outputs:
+                given[key].set()
+            return Span(mfc.name, begin, time.time(), compute)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in mfcs]
+        spans = [task.result() for task in running]
         self._spans += spans
-        return spans
+        return StepResult(spans, trained)
 
-    async def _run_arrivals_of(self, mfc: MFC) -> None:
+    async def _infer_in_parts(self, call: ModelFunctionCall, batch: Sequence[SampleMeta]) -> float:
+        """In calls of at most the MFC's own batch size."""
+        size = call.mfc.groups or len(batch)
+        seconds = 0.0
+        for start in range(0, len(batch), size):
+            compute, _ = await call.infer(batch[start : start + size])
+            seconds += compute
+        return seconds
+
+    async def _run_arrivals_of(self, call: ModelFunctionCall) -> None:
+        mfc = call.mfc
         while True:
-            metas = await self._buffer.take_arrivals(mfc.name, mfc.inputs, limit=self._limit)
-            self._spans.append(await self._run(mfc, metas))
-            await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs)
-
-    async def _run(self, mfc: MFC, metas: Sequence[SampleMeta]) -> Span:
-        begin = time.time()
-        if mfc.name == "actor_train":
-            compute = await self._train(metas)
-        else:
-            compute = await self._infer(mfc, metas)
-        return Span(mfc.name, begin, time.time(), compute)
-
-    async def _infer(self, mfc: MFC, metas: Sequence[SampleMeta]) -> float:
-        calls = [
-            self._channel.call(head, Infer(mfc.name, seqs), Done, timeout=self._timeout)
-            for head, seqs in by_head(metas).items()
-        ]
-        return max(done.compute_seconds for done in await asyncio.gather(*calls))
+            metas = await self._buffer.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
+            begin = time.time()
+            compute, rewards = await call.infer(metas)
+            self._spans.append(Span(mfc.name, begin, time.time(), compute))
+            await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
 
 
-def by_head(metas: Sequence[SampleMeta]) -> dict[int, list[int]]:
-    """Data-parallel rank → sequence numbers that it holds."""
-    heads: dict[int, list[int]] = {}
-    for meta in metas:
-        heads.setdefault(meta.head, []).append(meta.seq)
-    return heads
+def _due(hooks: Iterable[Hook], policy_version: int | None) -> list[Hook]:
+    """Those that are due after the step from `policy_version` on; None: after any call."""
+    return [
+        hook
+        for hook in hooks
+        if not isinstance(hook, ParamRealloc) or policy_version is None or (policy_version + 1) % hook.every == 0
+    ]

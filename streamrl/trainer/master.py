@@ -19,38 +19,47 @@ import msgspec
 from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
+from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter
 from streamrl.stream_dataset import SeqSet
+from streamrl.trainer.assembly import ROLES
 from streamrl.trainer.batches import BatchFormer
-from streamrl.trainer.buffer import SequenceBuffer
+from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.calls import (
-    Count,
-    Counted,
-    Discard,
+    ClearDataCache,
     Done,
     Initialize,
+    ModelConfig,
+    ModelFacts,
     OpenStore,
     Publish,
     Published,
     Save,
+    Spec,
     Stored,
     StoreOpened,
-    Train,
-    Trained,
+    WorkerSpec,
 )
 from streamrl.trainer.evaluations import EvaluationDesk
-from streamrl.trainer.executor import FunctionExecutor, Span, by_head
-from streamrl.trainer.graph import grpo_graph
-from streamrl.trainer.report import batch_metrics, train_metrics
+from streamrl.trainer.executor import FunctionExecutor, Span, StepResult
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.holdings import Holdings
+from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.settlement import Settlement
+from streamrl.trainer_config import role_config
 from streamrl.transport.control import ControlClient, FinishRun, StepReport
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
+
+PUBLICATION_STEPS = 6
+"""Waits of `weights.timeout_seconds` in one attempt of an update."""
+SPEC_SECONDS = 30.0
+"""For an answer to what a worker is."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
@@ -102,9 +111,10 @@ class Master:
     def __init__(self, config: Config, *, client: ControlClient) -> None:
         self._config = config
         self._client = client
-        self._graph = grpo_graph(config.algorithm)
+        self._graph = graph_of(config)
         self._former = BatchFormer(config)
-        self._buffer = SequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
+        self._buffer = AsyncIOSequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
+        self._holdings = Holdings(stream_keys=self._graph.stream_keys)
         self._settlement = Settlement(client)
         self._channel: RequestChannel[Stored] = RequestChannel(
             host=config.stream.host, notice_type=Stored, on_notice=self._on_stored
@@ -113,23 +123,22 @@ class Master:
             graph=self._graph,
             buffer=self._buffer,
             channel=self._channel,  # type: ignore[arg-type]
-            train=self._train,
-            arrivals_limit=config.trainer.batch_groups,
-            timeout=config.trainer.step_timeout_seconds,
+            holdings=self._holdings,
+            former=self._former,
+            trainer=config.trainer,
         )
         if config.run.resume_from is not None:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
-        self._workers = range(config.trainer.data_parallel)
+        self._workers = range(config.trainer.workers)
         self._publication: asyncio.Task[None] | None = None
-        self._trained: list[Trained] = []
         self._rewards: list[float] = []
         self._groups_trained = 0
         self._tokens_dropped = 0
         self._began = time.time()
-        self._counted: list[Counted] = []
+        self._counted: list[WorkerSpec] = []
         self.policy_version = 0
         self._trained_seqs = SeqSet()
         self._rejected_seqs: list[int] = []
@@ -174,8 +183,7 @@ class Master:
             await self._evaluations.ask(self.policy_version)
         if self._config.trainer.save_at_end:
             await self._save("final")
-        calls = [self._channel.call(w, Count(), Counted, timeout=30.0) for w in self._workers]
-        self._counted = list(await asyncio.gather(*calls))
+        self._counted = await self._specs()
         if not at_end:
             return ""
         self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
@@ -214,15 +222,26 @@ class Master:
     async def _initialize(self) -> None:
         patience = self._config.manager.join_timeout_seconds
         self.membership.waiting_for = "model workers to connect"
-        await self._channel.wait_for(len(self._workers), patience=patience)
-        self.membership.waiting_for = "model workers to load the model"
+        await self._channel.wait_for(set(self._workers), patience=patience)
+        self.membership.waiting_for = "model workers to load the models"
         store = StoreOpened(host="", port=0)
-        if len(self._workers) > 1:
-            store = await self._channel.call(0, OpenStore(len(self._workers)), StoreOpened, timeout=patience)
-        call = Initialize(world_size=len(self._workers), store_host=store.host, store_port=store.port)
-        await asyncio.gather(*(self._channel.call(w, call, Done, timeout=patience) for w in self._workers))
+        if len(self._workers) > 1 or self._needs_world():
+            store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
+        initialize = dict.fromkeys(self._workers, Initialize(store_host=store.host, store_port=store.port))
+        await self._channel.request(initialize, Done, timeout=patience)
+        for role, layout in (await self._specs())[0].roles.items():
+            facts = await self._channel.call(0, ModelConfig(role), ModelFacts, timeout=patience)
+            log.info("%s: %.1f million parameters, %s", role, facts.parameters / 1e6, layout)
         self.membership.waiting_for = ""
         self._began = time.time()
+
+    def _needs_world(self) -> bool:
+        """Megatron wants a process group even for one process."""
+        return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
+
+    async def _specs(self) -> list[WorkerSpec]:
+        calls = (self._channel.call(worker, Spec(), WorkerSpec, timeout=SPEC_SECONDS) for worker in self._workers)
+        return list(await asyncio.gather(*calls))
 
     @property
     def _groups_settled(self) -> int:
@@ -265,41 +284,18 @@ class Master:
         begin = time.time()
         batch = await self._form_batch(version)
         formed = time.time()
-        spans = await self._executor.run_batch(batch)
+        result = await self._executor.execute_step(batch, policy_version=version)
         seqs = [meta.seq for meta in batch]
+        await self._clear(seqs, come_again=False)
         self._former.trained(seqs)
         for seq in seqs:
             self._trained_seqs.add(seq)
-        await self._buffer.discard(seqs)
         self.policy_version = version + 1
         self._groups_trained += len(batch)
         end = time.time()
         if self._publication is not None:
             await self._publication
-        metrics = batch_metrics(batch, self._former, policy_version=version) | train_metrics(self._trained)
-        self._rewards.append(metrics["reward_mean"])
-        computing = sum(span.compute_seconds for span in spans)
-        metrics |= {
-            "step_seconds": end - begin,
-            "wait_seconds": formed - begin,
-            "train_seconds": computing,
-            "overhead_seconds": max(0.0, end - formed - computing),
-            "tokens_per_second": metrics["tokens_trained"] / (end - begin),
-            "epoch": self._control.epochs(self._groups_settled),
-        }
-        ages: dict[int, int] = {}
-        for trained in self._trained:
-            for age, count in trained.token_ages.items():
-                ages[age] = ages.get(age, 0) + count
-        spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
-        report = StepReport(
-            step=self.policy_version,
-            time=end,
-            metrics=metrics,
-            token_ages=dict(sorted(ages.items())),
-            spans=[(span.name, span.begin, span.end) for span in spans],
-            seqs=seqs,
-        )
+        report = self._report(batch, result, begin=begin, formed=formed, end=end)
         evaluate = self._control.evaluation_is_due(
             step=self.policy_version, settled=self._groups_settled, now=time.monotonic()
         )
@@ -312,7 +308,7 @@ class Master:
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
         """Wait for a batch; drop what is too old on the way."""
 
-        def select(held: dict[int, SampleMeta]) -> Selection:
+        def select(held: HeldGroups) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if (reason := self._end()) is not None:
@@ -332,43 +328,51 @@ class Master:
                 return batch
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
-        calls = [
-            self._channel.call(head, Discard(seqs), Done, timeout=self._config.trainer.step_timeout_seconds)
-            for head, seqs in by_head(metas).items()
-        ]
-        await asyncio.gather(*calls)
         seqs = [meta.seq for meta in metas]
         self._tokens_dropped += sum(meta.sampled_tokens for meta in metas)
-        await self._buffer.discard(seqs)
+        await self._clear(seqs, come_again=True)
         self._settlement.dropped(seqs)
 
-    async def _train(self, batch: Sequence[SampleMeta]) -> float:
-        version = self.policy_version
-        shares = self._former.minibatches(batch, policy_version=version)
-        calls = [
-            self._channel.call(
-                head,
-                Train(
-                    policy_version=version,
-                    oldest_version=version - self._former.max_staleness,
-                    minibatches=minibatches,
-                ),
-                Trained,
-                timeout=self._config.trainer.step_timeout_seconds,
-            )
-            for head, minibatches in shares.items()
-        ]
-        self._trained = list(await asyncio.gather(*calls))
-        return max(trained.compute_seconds for trained in self._trained)
+    async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
+        """Let go of groups, here and on all workers."""
+        await self._buffer.discard(seqs)
+        calls = {worker: ClearDataCache(held, come_again) for worker, held in self._holdings.discard(seqs).items()}
+        await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
+
+    def _report(
+        self, batch: Sequence[SampleMeta], result: StepResult, *, begin: float, formed: float, end: float
+    ) -> StepReport:
+        """The figures of the step that has just ended."""
+        metrics = batch_metrics(batch, self._former, policy_version=self.policy_version - 1)
+        metrics |= train_metrics(result.trained)
+        self._rewards.append(metrics["reward_mean"])
+        computing = sum(span.compute_seconds for span in result.spans)
+        metrics |= {
+            "step_seconds": end - begin,
+            "wait_seconds": formed - begin,
+            "train_seconds": computing,
+            "overhead_seconds": max(0.0, end - formed - computing),
+            "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+            "epoch": self._control.epochs(self._groups_settled),
+        }
+        spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
+        return StepReport(
+            step=self.policy_version,
+            time=end,
+            metrics=metrics,
+            token_ages=token_ages(result.trained),
+            spans=[(span.name, span.begin, span.end) for span in spans],
+            seqs=[meta.seq for meta in batch],
+        )
 
     async def _publish(self, report: StepReport, *, evaluate: bool) -> None:
         """Bring the step's weights to the gservers, then report the step, and have it evaluated if that is due."""
         begin = time.time()
         weights = self._config.weights
         try:
-            published = await self._channel.call(
-                0, Publish(report.step), Published, timeout=weights.attempts * 6 * weights.timeout_seconds
-            )
+            limit = weights.attempts * PUBLICATION_STEPS * weights.timeout_seconds
+            calls = dict.fromkeys(self._workers, Publish(report.step))
+            published = (await self._channel.request(calls, Published, timeout=limit))[0]
         finally:
             await self._buffer.wake()
         report.metrics["publish_seconds"] = published.seconds
@@ -383,7 +387,8 @@ class Master:
         folder = self._config.run_dir / "checkpoints" / name
         limit = self._config.trainer.step_timeout_seconds
         self.membership.waiting_for = f"checkpoint {name}"
-        await self._channel.call(0, Save(str(folder.absolute()), self._progress()), Done, timeout=limit)
+        save = Save(str(folder.absolute()), self._progress())
+        await self._channel.request(dict.fromkeys(self._workers, save), Done, timeout=limit)
         self.membership.waiting_for = ""
         log.info("saved %s", folder)
 
@@ -415,7 +420,7 @@ class Master:
         while True:
             metas = await self._inbox.get()
             self._settlement.stored(meta.seq for meta in metas)
-            await self._buffer.put_batch(metas)
+            await self._executor.load_data(metas)
 
     async def _follow_rejections(self) -> None:
         known = 0

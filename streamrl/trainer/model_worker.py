@@ -1,14 +1,16 @@
 """A model worker: holds groups in its StreamDataset, and computes on them what the master asks.
 
-Calls are carried out one after another in a compute thread, except `Publish`, which runs beside
-them: weights may be read while the next step computes, and are changed only when the
-publication is through.
+Calls are carried out one after another in a compute thread, in the order that all workers share.
+Two kinds are not: those that only look at what is held are answered at once, and `Publish` runs
+beside the computation: weights may be read while the next step computes, and are changed only
+when the publication is through.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 import traceback
@@ -19,46 +21,49 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 
 from streamrl import progress
 from streamrl.config import Config
 from streamrl.device import compute_with, resolve_device, resolve_dtype
-from streamrl.errors import DeadlineExceeded, TrainingError
-from streamrl.models import initial_checkpoint
+from streamrl.errors import TrainingError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
-from streamrl.trainer.backends.base import Backend, TrainItem
+from streamrl.trainer.assembly import Assembly, layout_of, resume
 from streamrl.trainer.calls import (
     Call,
-    Count,
-    Counted,
-    Discard,
+    ClearDataCache,
     Done,
-    Infer,
+    Function,
+    Inference,
     Initialize,
+    ModelConfig,
+    ModelFacts,
     OpenStore,
     Publish,
     Published,
     Save,
+    Spec,
     Stored,
     StoreOpened,
-    Train,
-    Trained,
+    TrainStep,
+    WorkerSpec,
 )
-from streamrl.trainer.checkpoint import write_folder
+from streamrl.trainer.computation import Computation
+from streamrl.trainer.data_manager import DataManager
+from streamrl.trainer.graph import graph_of
 from streamrl.trainer.publisher import Publisher
-from streamrl.transport.collective import destroy_group, form_group, open_store
+from streamrl.trainer.weight_source import WeightSource
+from streamrl.trainer.worker_data import WorkerData
+from streamrl.transport.collective import join_world, open_store
 from streamrl.transport.control import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
-from streamrl.types import SampleMeta, TrajectoryGroup
+from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
 
-_GIVES = {"ref_inf": "ref_logprobs", "actor_inf": "proximal_logprobs"}
+PUBLICATION_STEPS = 6
+"""Waits of `weights.timeout_seconds` in one attempt of an update."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
@@ -73,19 +78,22 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         begun = progress.of_run(config)
         if begun is not None:
             dataset.restore(begun.trained)
-        ingress = StreamIngress(
-            dataset,
-            host=config.stream.host,
-            max_group_bytes=int(config.stream.max_group_mb * 2**20),
-            resend_seconds=config.stream.resend_seconds,
-        )
-        ingress.start()
-        stack.callback(ingress.close)
+        address = ""
+        if index in layout_of(config.trainer, "actor").heads:
+            ingress = StreamIngress(
+                dataset,
+                host=config.stream.host,
+                max_group_bytes=int(config.stream.max_group_mb * 2**20),
+                resend_seconds=config.stream.resend_seconds,
+            )
+            ingress.start()
+            stack.callback(ingress.close)
+            address = ingress.endpoint
         membership = Membership(
             client,
             role="model_worker",
             index=index,
-            address=ingress.endpoint,
+            address=address,
             config_digest=config.digest(),
             stats=dataset.stats,
         )
@@ -157,24 +165,30 @@ class ModelWorker:
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish", initializer=compute_with, initargs=(1,))
         self._weights_free = threading.Event()
         self._weights_free.set()
-        self._backend: Backend | None = None
+        self._data = WorkerData(dataset, rank=index)
+        self._computation: Computation | None = None
+        self._source: WeightSource | None = None
         self._publisher: Publisher | None = None
         self._store: Any = None
-        self._group: Any = None
-        self._keys: dict[str, dict[int, NDArray[np.float32]]] = {key: {} for key in _GIVES.values()}
         self._side_tasks: set[asyncio.Task[None]] = set()
 
     async def work(self, channel: ReplyChannel[Call]) -> None:
         """Serve calls for ever; an exception goes to the master, which stops the run."""
-        while True:
-            call_id, call = await channel.receive()
-            if isinstance(call, Publish):
-                self._weights_free.clear()
-                task = asyncio.create_task(self._answer(channel, call_id, call))
-                self._side_tasks.add(task)
-                task.add_done_callback(self._side_tasks.discard)
-            else:
-                await self._answer(channel, call_id, call)
+        ordered: asyncio.Queue[tuple[int, Call]] = asyncio.Queue()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._work_in_order(channel, ordered), name="calls in order")
+            while True:
+                call_id, call = await channel.receive()
+                match call:
+                    case Spec() | ModelConfig() | ClearDataCache():
+                        tasks.create_task(self._answer(channel, call_id, call))
+                    case Publish():
+                        self._weights_free.clear()
+                        task = asyncio.create_task(self._answer(channel, call_id, call))
+                        self._side_tasks.add(task)
+                        task.add_done_callback(self._side_tasks.discard)
+                    case _:
+                        ordered.put_nowait((call_id, call))
 
     async def close(self) -> None:
         for task in self._side_tasks:
@@ -185,10 +199,14 @@ class ModelWorker:
         self._publishing.shutdown(wait=False, cancel_futures=True)
         if self._publisher is not None:
             self._publisher.close()
-        if self._group is not None:
-            destroy_group(self._group)
+        self._data.close()
+
+    async def _work_in_order(self, channel: ReplyChannel[Call], ordered: asyncio.Queue[tuple[int, Call]]) -> None:
+        while True:
+            await self._answer(channel, *await ordered.get())
 
     async def _answer(self, channel: ReplyChannel[Call], call_id: int, call: Call) -> None:
+        await channel.begin(call_id)
         try:
             result = await self._carry_out(call)
         except Exception:  # the one place where any failure of a call is turned into its answer
@@ -199,71 +217,77 @@ class ModelWorker:
 
     async def _carry_out(self, call: Call) -> msgspec.Struct:
         match call:
+            case Spec():
+                return self._spec()
+            case ModelConfig():
+                return self._model_facts(call.role)
+            case ClearDataCache():
+                self._data.discard(call.seqs, come_again=call.come_again)
+                return Done(compute_seconds=0.0)
             case OpenStore():
                 host = self._config.weights.host
                 self._store = open_store(host)
                 return StoreOpened(host=host, port=self._store.port)
             case Initialize():
                 return await self._in_compute(self._initialize, call)
-            case Infer():
-                return await self._in_compute(self._infer, call)
-            case Train():
-                return await self._in_compute(self._train, call)
-            case Discard():
-                self._forget(call.seqs, come_again=True)
-                return Done(compute_seconds=0.0)
+            case Inference() | Function() | TrainStep() | Save():
+                return await self._in_compute(self._ready.carry_out, call)
             case Publish():
                 return await self._publish(call)
-            case Save():
-                return await self._in_compute(self._save, call)
-            case Count():
-                return self._count()
 
     async def _in_compute(self, function: Callable[[Any], msgspec.Struct], call: Any) -> msgspec.Struct:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function, call)
 
     def _initialize(self, call: Initialize) -> Done:
-        # imported here: transformers takes seconds, and the stream should be open before
-        from streamrl.trainer.backends.torch import TorchBackend
-
         began = time.monotonic()
         config = self._config
+        world = config.trainer.workers
         torch.manual_seed(config.run.seed)
-        if call.world_size > 1:
-            self._group = form_group(
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if call.store_host:
+            join_world(
                 address=call.store_host,
                 port=call.store_port,
                 rank=self._index,
-                world_size=call.world_size,
-                name="data_parallel",
-                backend="nccl" if self._device.type == "cuda" else "gloo",
-                timeout=config.manager.join_timeout_seconds,
+                world_size=world,
+                backend=backend,
+                timeout=config.trainer.step_timeout_seconds,
                 store=self._store,
             )
-        self._backend = TorchBackend(
-            model_dir=self._model_dir,
-            reference_dir=initial_checkpoint(config) if config.run.resume_from else self._model_dir,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            temperature=config.rollout.sampling.temperature,
-            longest=config.rollout.sampling.max_new_tokens,
-            total_steps=config.planned_steps,
-            device=self._device,
-            dtype=resolve_dtype(config.trainer.dtype, self._device),
-            process_group=self._group,
-        )
+        if world > 1:
+            self._data.manager = DataManager(
+                self._index,
+                world_size=world,
+                host=call.store_host,
+                port=call.store_port,
+                timeout_seconds=config.trainer.step_timeout_seconds,
+                backend=backend,
+                device=self._device,
+            )
+        graph = graph_of(config)
+        assembly = Assembly(config, roles=graph.roles, model_dir=self._model_dir, rank=self._index, device=self._device)
         if config.run.resume_from:
-            self._backend.load_state(Path(config.run.resume_from) / progress.STATE)
+            resume(assembly, Path(config.run.resume_from))
+        weights = config.weights
+        self._source = WeightSource(
+            assembly.actor.model,
+            world=world,
+            timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
+        )
         if self._index == 0:
             self._publisher = self._make_publisher()
+        self._computation = Computation(
+            config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
+        )
         return Done(compute_seconds=time.monotonic() - began)
 
     def _make_publisher(self) -> Publisher:
         weights = self._config.weights
-        loop_executor = self._publishing
 
         async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(loop_executor, function, *args)
+            return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
         default = "nccl" if self._device.type == "cuda" else "gloo"
         return Publisher(
@@ -275,130 +299,42 @@ class ModelWorker:
             in_thread=in_thread,
         )
 
-    def _infer(self, call: Infer) -> Done:
-        began = time.monotonic()
-        groups = self._dataset.get(call.seqs)
-        values = self._ready_backend.logprobs(groups, reference=call.mfc == "ref_inf")
-        self._keys[_GIVES[call.mfc]].update(zip(call.seqs, values, strict=True))
-        return Done(compute_seconds=time.monotonic() - began)
-
-    def _train(self, call: Train) -> Trained:
-        began = time.monotonic()
-        blocked = 0.0
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        ages: dict[int, int] = {}
-
-        def wait_for_publication() -> None:
-            nonlocal blocked
-            started = time.monotonic()
-            limit = self._config.trainer.step_timeout_seconds
-            if not self._weights_free.wait(limit):
-                raise DeadlineExceeded(f"the publication of version {call.policy_version} took more than {limit:.0f} s")
-            blocked += time.monotonic() - started
-
-        for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
-            items = [self._item(seq, call, updated=number > 0) for seq in minibatch.seqs]
-            if number < len(call.minibatches):  # the first epoch
-                for item in items:
-                    _count_ages(ages, item)
-            statistics = self._ready_backend.train(
-                items,
-                loss_tokens=minibatch.loss_tokens,
-                sequences=minibatch.sequences,
-                before_update=wait_for_publication,
-            )
-            for name, value in statistics.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
-            for name, value in statistics.maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
-        self._forget([seq for m in call.minibatches for seq in m.seqs], come_again=False)
-        return Trained(
-            compute_seconds=time.monotonic() - began - blocked,
-            blocked_seconds=blocked,
-            sums=sums,
-            maxima=maxima,
-            token_ages=ages,
-        )
-
-    def _item(self, seq: int, call: Train, *, updated: bool) -> TrainItem:
-        """`updated`: the policy is no longer the one at the start of the step."""
-        group = self._dataset.get([seq])[0]
-        versions = group.packed_policy_versions
-        proximal = self._keys["proximal_logprobs"].get(seq)
-        return TrainItem(
-            group=group,
-            age=call.policy_version - versions,
-            trainable=group.packed_loss_mask & (versions >= call.oldest_version),
-            fresh=_comparable(group, call.policy_version) & (proximal is not None or not updated),
-            proximal_logprobs=proximal,
-            ref_logprobs=self._keys["ref_logprobs"].get(seq),
-        )
-
-    def _forget(self, seqs: list[int], *, come_again: bool) -> None:
-        self._dataset.discard(seqs, forget=come_again)
-        for values in self._keys.values():
-            for seq in seqs:
-                values.pop(seq, None)
-
     async def _publish(self, call: Publish) -> Published:
-        if self._publisher is None:
-            raise TrainingError(f"model_worker/{self._index} was asked to publish, which only worker 0 does")
+        if self._source is None:
+            raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
         try:
-            return await self._publisher.publish(call.version, list(self._ready_backend.named_weights()))
+            if self._publisher is not None:
+                return await self._publisher.publish(call.version, self._source)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._publishing, self._source.serve)
+            return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
         finally:
             self._weights_free.set()
 
-    def _save(self, call: Save) -> Done:
-        began = time.monotonic()
-        folder = Path(call.folder)
-
-        def write(unfinished: Path) -> None:
-            self._ready_backend.save(unfinished)
-            progress.write(unfinished, call.progress)
-            self._ready_backend.save_state(unfinished / progress.STATE)
-
-        try:
-            write_folder(folder, write)
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(
-                f"the checkpoint {folder} cannot be written ({error}); those before it are whole: make room there, "
-                "or lower trainer.keep_checkpoints, then go on with `streamrl run CONFIG --resume`"
-            ) from error
-        config = self._config
-        progress.prune(folder.parent, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
-        return Done(compute_seconds=time.monotonic() - began)
-
-    def _count(self) -> Counted:
+    def _spec(self) -> WorkerSpec:
         stats = self._dataset.stats()
-        return Counted(
+        return WorkerSpec(
+            rank=self._index,
+            device=str(self._device),
+            pid=os.getpid(),
+            roles=self._computation.describe() if self._computation else {},
             stored=int(stats["groups_stored_total"]),
             duplicated=int(stats["groups_duplicated_total"]),
             refused=int(stats["groups_refused_total"]),
             held=int(stats["groups_held"]),
         )
 
+    def _model_facts(self, role: str) -> ModelFacts:
+        model = self._ready.model(role)
+        specs = model.weight_specs()
+        return ModelFacts(
+            parameters=sum(int(torch.Size(shape).numel()) for _, shape in specs),
+            tensors=len(specs),
+            hidden_size=model.hidden_size,
+        )
+
     @property
-    def _ready_backend(self) -> Backend:
-        if self._backend is None:
+    def _ready(self) -> Computation:
+        if self._computation is None:
             raise TrainingError(f"model_worker/{self._index} was asked to compute before Initialize")
-        return self._backend
-
-
-def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
-    """`[tokens]`: sampled tokens of responses that `version` wrote alone.
-
-    Where weights changed in the middle, the rest may attend to keys and values of the old ones
-    (`weights.pause_mode`), so the two sides differ without anything being wrong.
-    """
-    sampled = group.packed_loss_mask
-    starts = np.cumsum(group.seqlens) - group.seqlens
-    others = sampled & (group.packed_policy_versions != version)
-    mixed: NDArray[np.bool_] = np.logical_or.reduceat(others, starts)
-    return sampled & ~np.repeat(mixed, group.seqlens)
-
-
-def _count_ages(ages: dict[int, int], item: TrainItem) -> None:
-    found, counts = np.unique(item.age[item.trainable], return_counts=True)
-    for age, count in zip(found.tolist(), counts.tolist(), strict=True):
-        ages[age] = ages.get(age, 0) + count
+        return self._computation

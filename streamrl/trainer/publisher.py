@@ -9,9 +9,11 @@ weights, so the next training step may compute meanwhile; it must not update the
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.trainer.calls import Published
+from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
 from streamrl.transport.control import (
     ControlClient,
@@ -30,7 +33,8 @@ from streamrl.transport.control import (
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+Bucket = Sequence[tuple[str, tuple[int, ...]]]
+"""Names and shapes."""
 RunInThread = Callable[..., Awaitable[Any]]
 
 COMMIT_MARGIN_SECONDS = 10.0
@@ -62,25 +66,29 @@ class Publisher:
         self._group: Any = None
         self._group_name = ""
 
-    async def publish(self, version: int, weights: Sequence[tuple[str, Tensor]]) -> Published:
-        """Bring `weights` (name, tensor) to every live gserver as `version`.
+    async def publish(self, version: int, source: WeightSource) -> Published:
+        """Bring the weights of `source` to every live gserver as `version`.
 
         Raises `PublicationError` when all attempts failed; the gservers then serve what they served.
         """
         began = time.monotonic()
-        buckets = plan_buckets(weights, dtype=self._dtype, limit_bytes=int(self._config.bucket_mb * 2**20))
+        specs = source.specs()
+        buckets = plan_buckets(specs, itemsize=self._dtype.itemsize, limit_bytes=int(self._config.bucket_mb * 2**20))
         problems: list[str] = []
-        for attempt in range(1, self._config.attempts + 1):
-            pause, problem = await self._attempt(version, buckets)
-            if not problem:
-                return Published(
-                    seconds=time.monotonic() - began,
-                    pause_seconds=pause,
-                    bytes=sum(t.numel() for _, t in weights) * self._dtype.itemsize,
-                    attempts=attempt,
-                )
-            problems.append(problem)
-            log.warning("weights of version %d: attempt %d failed: %s", version, attempt, problem)
+        try:
+            for attempt in range(1, self._config.attempts + 1):
+                pause, problem = await self._attempt(version, buckets, source)
+                if not problem:
+                    return Published(
+                        seconds=time.monotonic() - began,
+                        pause_seconds=pause,
+                        bytes=sum(math.prod(shape) for _, shape in specs) * self._dtype.itemsize,
+                        attempts=attempt,
+                    )
+                problems.append(problem)
+                log.warning("weights of version %d: attempt %d failed: %s", version, attempt, problem)
+        finally:
+            await self._in_thread(source.end)
         raise PublicationError(
             f"weights of version {version} did not reach the gservers in {len(problems)} attempts; "
             f"the last failed because: {problems[-1]}"
@@ -92,7 +100,7 @@ class Publisher:
             destroy_group(self._group)
             self._group, self._group_name = None, ""
 
-    async def _attempt(self, version: int, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> tuple[float, str]:
+    async def _attempt(self, version: int, buckets: Sequence[Bucket], source: WeightSource) -> tuple[float, str]:
         """Pause in seconds, and why the attempt failed, if it did."""
         if self._store is None:
             self._store = open_store(self._config.host)
@@ -110,7 +118,7 @@ class Publisher:
         )
         error = ""
         try:
-            await self._in_thread(self._send, begin, buckets)
+            await self._in_thread(self._send, begin, buckets, source)
         except PublicationError as failure:
             error = str(failure)
         reply = await self._client.publish_commit(
@@ -122,7 +130,7 @@ class Publisher:
         self.close()
         return 0.0, reply.error or error
 
-    def _send(self, begin: PublishBeginReply, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+    def _send(self, begin: PublishBeginReply, buckets: Sequence[Bucket], source: WeightSource) -> None:
         if begin.group_name != self._group_name:
             self.close()
             self._group = form_group(
@@ -136,36 +144,39 @@ class Publisher:
                 store=self._store,
             )
             self._group_name = begin.group_name
-        for number, bucket in enumerate(buckets):
-            flat = flatten(bucket, dtype=self._dtype, device=self._device)
-            broadcast(flat, self._group, what=f"weight bucket {number + 1} of {len(buckets)}")
+        with closing(source.weights()) as weights:
+            for number, bucket in enumerate(buckets):
+                flat = flatten(bucket, weights, dtype=self._dtype, device=self._device)
+                broadcast(flat, self._group, what=f"weight bucket {number + 1} of {len(buckets)}")
 
-    def _specs(self, bucket: Sequence[tuple[str, Tensor]]) -> list[TensorSpec]:
+    def _specs(self, bucket: Bucket) -> list[TensorSpec]:
         dtype = str(self._dtype).removeprefix("torch.")
-        return [TensorSpec(name=name, dtype=dtype, shape=list(tensor.shape)) for name, tensor in bucket]
+        return [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
 
 
-def plan_buckets(
-    weights: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype, limit_bytes: int
-) -> list[list[tuple[str, Tensor]]]:
-    """Cut `weights` in order into buckets of at most `limit_bytes`; a larger tensor is a bucket alone."""
-    buckets: list[list[tuple[str, Tensor]]] = []
+def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Cut weights in order into buckets of at most `limit_bytes`; a larger one is a bucket alone."""
+    buckets: list[list[tuple[str, tuple[int, ...]]]] = []
     room = 0
-    for name, tensor in weights:
-        size = tensor.numel() * dtype.itemsize
+    for name, shape in specs:
+        size = math.prod(shape) * itemsize
         if not buckets or size > room:
             buckets.append([])
             room = limit_bytes
-        buckets[-1].append((name, tensor))
+        buckets[-1].append((name, shape))
         room -= size
     return buckets
 
 
-def flatten(bucket: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The bytes of all tensors of `bucket` as `dtype`, one after another: uint8 `[bytes]`."""
-    flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
+def flatten(
+    bucket: Bucket, weights: Iterator[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The bytes of the next weights, those of `bucket`, as `dtype`, one after another: uint8 `[bytes]`."""
+    flat = torch.empty(sum(math.prod(shape) for _, shape in bucket), dtype=dtype, device=device)
     offset = 0
-    for _, tensor in bucket:
+    for (name, shape), (found, tensor) in zip(bucket, weights, strict=False):
+        if found != name or tuple(tensor.shape) != tuple(shape):
+            raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
         flat[offset : offset + tensor.numel()].copy_(tensor.reshape(-1))
         offset += tensor.numel()
     return flat.view(torch.uint8)

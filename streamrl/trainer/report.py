@@ -63,7 +63,38 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
         metrics["kl_coef"] = maxima["kl_coef"]
-    return metrics | _by_age(sums)
+    return metrics | _of_critic(sums, maxima) | _by_age(sums)
+
+
+def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
+    """Age in versions → tokens that entered the policy's loss, over all ranks."""
+    ages: dict[int, int] = {}
+    for rank in trained:
+        for age, count in rank.token_ages.items():
+            ages[age] = ages.get(age, 0) + count
+    return dict(sorted(ages.items()))
+
+
+def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+    """What `critic_train` found; nothing without a critic.
+
+    `critic/explained_variance`: 1 - Var(return - value) / Var(return); 1 is a perfect critic, 0 one that knows
+    the mean alone.
+    """
+    tokens = sums.get("critic/tokens")
+    if not tokens:
+        return {}
+    spread = sums["critic/return_squares"] / tokens - (sums["critic/return"] / tokens) ** 2
+    error = sums["critic/residual_squares"] / tokens - (sums["critic/residual"] / tokens) ** 2
+    return {
+        "critic/loss": sums["critic/loss"],
+        "critic/clip_share": sums["critic/clipped"] / tokens,
+        "critic/value_mean": sums["critic/value"] / tokens,
+        "critic/return_mean": sums["critic/return"] / tokens,
+        "critic/explained_variance": 1 - error / spread if spread > 0 else 0.0,
+        "critic/grad_norm": maxima["critic/grad_norm"],
+        "critic/lr": maxima["critic/lr"],
+    }
 
 
 def _by_age(sums: dict[str, float]) -> dict[str, float]:
@@ -72,7 +103,7 @@ def _by_age(sums: dict[str, float]) -> dict[str, float]:
     for name in sorted(sums):
         figure, _, age = name.partition("/")
         count = sums.get(f"tokens/{age}", 0.0)
-        if age and count and figure != "tokens":
+        if age.startswith("age_") and count and figure != "tokens":
             label = {"policy_shift": "policy_shift_mean", "clipped": "clip_share"}.get(
                 figure, "behavior_weight_limited_share"
             )

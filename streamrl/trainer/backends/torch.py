@@ -79,10 +79,10 @@ class TorchModel:
         self._check_here()
         idle = self._others_have_more(len(micros))
         for number, micro in enumerate(micros):
-            loss(number, self._forward(micro)).backward()
+            loss(number, self._forward(micro)).backward()  # type: ignore[no-untyped-call]
         for _ in range(idle):
             output = self._forward(_EMPTY)
-            (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()
+            (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def update(self, before_update: Callable[[], None]) -> Update:
         self._check_here()

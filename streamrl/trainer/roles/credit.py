@@ -60,7 +60,7 @@ def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | 
     rewards = torch.from_numpy(group.rewards.copy())  # received arrays are read-only
     lengths = torch.from_numpy(group.seqlens.astype(np.int64))
     if penalty is not None:
-        rewards = rewards - torch.stack([part.sum() for part in penalty.split(lengths.tolist())])
+        rewards = rewards - torch.stack([part.sum() for part in torch.split(penalty, lengths.tolist())])
     if algorithm.advantage == "gae":
         raise AssertionError("advantages of tokens come from gae")
     advantages = group_advantages(rewards, kind=algorithm.advantage)

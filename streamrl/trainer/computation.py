@@ -1,0 +1,275 @@
+"""What a model worker computes: calls on roles, with their hooks, and checkpoints. All in the compute thread."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from streamrl import progress
+from streamrl.config import Config
+from streamrl.errors import DeadlineExceeded, TrainingError
+from streamrl.trainer.assembly import CRITIC, REFERENCE, Assembly, give_weights
+from streamrl.trainer.backends.base import ParallelModel
+from streamrl.trainer.backends.files import export
+from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Save, Trained, TrainStep
+from streamrl.trainer.checkpoint import write_folder
+from streamrl.trainer.graph import MFC, Graph
+from streamrl.trainer.hooks import DataTransfer, Hook, Offload, ParamRealloc
+from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.critic import Critic
+from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.worker_data import WorkerData
+from streamrl.types import TrajectoryGroup
+
+Computed = Inference | Function | TrainStep | Save
+
+
+class Computation:
+    """Carries out calls on the models of one worker."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        graph: Graph,
+        assembly: Assembly,
+        data: WorkerData,
+        weights_free: threading.Event,
+    ) -> None:
+        """`weights_free`: set while no publication reads the actor's weights."""
+        self._config = config
+        self._rank = rank
+        self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
+        self._assembly = assembly
+        self._data = data
+        self._weights_free = weights_free
+        self._away: set[str] = set()
+        self._blocked = 0.0
+
+    def describe(self) -> dict[str, str]:
+        """Role → backend and layout."""
+        return self._assembly.describe()
+
+    def model(self, role: str) -> ParallelModel:
+        """The model of `role`; raises `TrainingError` if there is none."""
+        found = self._assembly.roles.get(role)
+        if found is None:
+            raise TrainingError(f"this run has no role {role!r}; it has {', '.join(self._assembly.roles)}")
+        return found.model
+
+    def carry_out(self, call: Computed) -> msgspec.Struct:
+        """Hooks and call, in order."""
+        if isinstance(call, Save):
+            return self._save(call)
+        for hook in call.pre_hooks:
+            self._run_hook(hook)
+        match call:
+            case Inference():
+                result: msgspec.Struct = self._infer(call)
+            case Function():
+                result = self._call_function(call)
+            case TrainStep():
+                result = self._train(call)
+        for hook in call.post_hooks:
+            self._run_hook(hook)
+        return result
+
+    def _infer(self, call: Inference) -> Done:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        groups = [self._data.group(seq) for seq in call.seqs]
+        self._bring_back(mfc.role)
+        arrays = self._assembly.roles[mfc.role].inference(groups)
+        rewards: dict[int, list[float]] = {}
+        if arrays is not None and self._is_head(mfc.role):
+            (key,) = mfc.outputs
+            for seq, array in zip(call.seqs, arrays, strict=True):
+                self._data.put(seq, key, array)
+            if key == "rewards":
+                rewards = {seq: array.tolist() for seq, array in zip(call.seqs, arrays, strict=True)}
+        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+
+    def _call_function(self, call: Function) -> Done:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        if not self._is_head(mfc.role):
+            return Done(compute_seconds=0.0)
+        groups = [self._data.group(seq) for seq in call.seqs]
+        inputs = {key: [self._data.get(seq, key) for seq in call.seqs] for key in sorted(mfc.inputs)}
+        found = call_users_function(mfc, groups, inputs)
+        for key, arrays in found.items():
+            for seq, array in zip(call.seqs, arrays, strict=True):
+                self._data.put(seq, key, array)
+        scored = zip(call.seqs, found.get("rewards", []), strict=False)
+        rewards = {seq: array.tolist() for seq, array in scored}
+        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+
+    def _train(self, call: TrainStep) -> Trained:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        role = self._assembly.roles[mfc.role]
+        if not isinstance(role, Actor | Critic):
+            raise TrainingError(f"{mfc.name} would train the role {mfc.role!r}, which only computes")
+        self._bring_back(mfc.role)
+        self._blocked = 0.0
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        ages: dict[int, int] = {}
+        for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
+            items = [self._item(seq, call, updated=number > 0) for seq in minibatch.seqs]
+            if number < len(call.minibatches) and isinstance(role, Actor):  # the first epoch
+                for item in items:
+                    _count_ages(ages, item)
+            statistics = role.train_step(items, _counts(minibatch), before_update=self._wait_for_publication)
+            for name, value in statistics.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in statistics.maxima.items():
+                maxima[name] = max(maxima.get(name, value), value)
+        told = self._is_head(mfc.role)
+        return Trained(
+            compute_seconds=time.monotonic() - began - self._blocked,
+            blocked_seconds=self._blocked,
+            sums=sums if told else {},
+            maxima=maxima,
+            token_ages=ages if told else {},
+        )
+
+    def _wait_for_publication(self) -> None:
+        """Before the actor's weights change, or are gathered for something else than their publication."""
+        started = time.monotonic()
+        limit = self._config.trainer.step_timeout_seconds
+        if not self._weights_free.wait(limit):
+            raise DeadlineExceeded(f"the publication of the last version took more than {limit:.0f} s")
+        self._blocked += time.monotonic() - started
+
+    def _item(self, seq: int, call: TrainStep, *, updated: bool) -> TrainItem:
+        """`updated`: the policy is no longer the one at the start of the step."""
+        group = self._data.group(seq)
+        versions = group.packed_policy_versions
+        proximal = self._data.optional(seq, "proximal_logprobs")
+        return TrainItem(
+            group=group,
+            age=call.policy_version - versions,
+            trainable=group.packed_loss_mask & (versions >= call.oldest_version),
+            fresh=_comparable(group, call.policy_version) & (proximal is not None or not updated),
+            proximal_logprobs=proximal,
+            ref_logprobs=self._data.optional(seq, "ref_logprobs"),
+            values=self._data.optional(seq, "values"),
+            advantages=self._data.optional(seq, "advantages"),
+        )
+
+    def _run_hook(self, hook: Hook) -> None:
+        match hook:
+            case DataTransfer(plan):
+                self._data.transfer(plan)
+            case Offload(role):
+                self.model(role).offload()
+                self._away.add(role)
+            case ParamRealloc(source, target, _, share):
+                self._wait_for_publication()
+                for role in (source, target):
+                    self._bring_back(role)
+                world = self._config.trainer.workers
+                give_weights(self.model(source), self.model(target), share=share, world=world)
+
+    def _bring_back(self, role: str) -> None:
+        if role in self._away:
+            self.model(role).onload()
+            self._away.discard(role)
+
+    def _is_head(self, role: str) -> bool:
+        return self._rank in self._assembly.layout(role).heads
+
+    def _save(self, call: Save) -> Done:
+        began = time.monotonic()
+        self._wait_for_publication()
+        folder = Path(call.folder)
+        if self._rank != 0:
+            self._write(folder, call)
+            return Done(compute_seconds=time.monotonic() - began)
+        try:
+            write_folder(folder, lambda unfinished: self._write(unfinished, call))
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"the checkpoint {folder} cannot be written ({error}); those before it are whole: make room there, "
+                "or lower trainer.keep_checkpoints, then go on with `streamrl run CONFIG --resume`"
+            ) from error
+        config = self._config
+        progress.prune(folder.parent, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
+        return Done(compute_seconds=time.monotonic() - began)
+
+    def _write(self, folder: Path, call: Save) -> None:
+        """All ranks gather; rank 0 writes."""
+        first = self._rank == 0
+        base = Path(self._config.run.resume_from or self._assembly.model_dir)
+        roles = self._assembly.roles
+        export(folder, roles["actor"].model.gather_weights(), source=base, scalar_head=False, write=first)
+        if first:
+            progress.write(folder, call.progress)
+        kept = [CRITIC] if CRITIC in roles else []
+        if REFERENCE in roles and self._config.algorithm.ref_update_every:
+            kept.append(REFERENCE)
+        for name in kept:
+            self._bring_back(name)
+            weights = roles[name].model.gather_weights()
+            export(folder / name, weights, source=base, scalar_head=name == CRITIC, write=first)
+        for name, role in roles.items():
+            if isinstance(role, Critic) or role is self._assembly.actor:
+                state = folder / progress.STATE / name
+                if first:
+                    state.mkdir(parents=True, exist_ok=True)
+                role.save_state(state)
+
+
+def call_users_function(
+    mfc: MFC, groups: Sequence[TrajectoryGroup], inputs: dict[str, list[NDArray[Any]]]
+) -> dict[str, list[NDArray[np.float32]]]:
+    """What the user's function answers, checked; raises `TrainingError` when it is not what was promised."""
+    module, _, name = mfc.function.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TrainingError(f"{mfc.name}: {mfc.function} cannot be imported: {error}") from error
+    found = function(groups, inputs)
+    if not isinstance(found, dict) or found.keys() != mfc.outputs:
+        raise TrainingError(f"{mfc.name}: {mfc.function} has to answer a dict with {', '.join(sorted(mfc.outputs))}")
+    checked: dict[str, list[NDArray[np.float32]]] = {}
+    for key, arrays in found.items():
+        sizes = [group.size if key == "rewards" else group.tokens for group in groups]
+        checked[key] = [np.asarray(array, dtype=np.float32) for array in arrays]
+        if [array.shape for array in checked[key]] != [(size,) for size in sizes]:
+            raise TrainingError(f"{mfc.name}: {mfc.function} has to give one float for each token of a group in {key}")
+    return checked
+
+
+def _counts(minibatch: MinibatchShare) -> Minibatch:
+    return Minibatch(loss_tokens=minibatch.loss_tokens, sequences=minibatch.sequences)
+
+
+def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
+    """`[tokens]`: sampled tokens of responses that `version` wrote alone.
+
+    Where weights changed in the middle, the rest may attend to keys and values of the old ones
+    (`weights.pause_mode`), so the two sides differ without anything being wrong.
+    """
+    sampled = group.packed_loss_mask
+    starts = np.cumsum(group.seqlens) - group.seqlens
+    others = sampled & (group.packed_policy_versions != version)
+    mixed: NDArray[np.bool_] = np.logical_or.reduceat(others, starts)
+    return sampled & ~np.repeat(mixed, group.seqlens)
+
+
+def _count_ages(ages: dict[int, int], item: TrainItem) -> None:
+    found, counts = np.unique(item.age[item.trainable], return_counts=True)
+    for age, count in zip(found.tolist(), counts.tolist(), strict=True):
+        ages[age] = ages.get(age, 0) + count

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from streamrl.held import HeldGroups, SeqQueue
 from streamrl.ledger import Selection
-from streamrl.trainer.graph import STREAM_KEYS, Graph
+from streamrl.trainer.graph import Graph
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class AsyncIOSequenceBuffer:
     def __init__(self, graph: Graph, *, wait_warning_seconds: float) -> None:
         self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
+        self._stream_keys = graph.stream_keys
         self._needed = graph.arrival_keys
         self._metas: dict[int, SampleMeta] = {}
         self._keys: dict[int, frozenset[str]] = {}
@@ -59,7 +60,7 @@ class AsyncIOSequenceBuffer:
                     self._forget(meta.seq)
                 self._metas[meta.seq] = meta
                 self._keys[meta.seq] = NO_KEYS
-                self._grow(meta.seq, STREAM_KEYS)
+                self._grow(meta.seq, self._stream_keys)
             self._changed.notify_all()
 
     async def amend_batch(self, seqs: Iterable[int], keys: Iterable[str]) -> None:

@@ -21,17 +21,16 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config import AlgorithmConfig, from_dict
+from streamrl.config import from_dict
 from streamrl.held import HeldGroups
-from streamrl.ledger import Selection
-from streamrl.trainer.batches import BatchFormer
+from streamrl.ledger import OverAge, Selection, next_in_order, select_batch
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
-from streamrl.trainer.graph import grpo_graph
+from streamrl.trainer.graph import graph_of
 from streamrl.types import SampleMeta
 
 BATCH = 512
 LATE = 2000
-OVER_AGE = ("mask", "drop", "wait")
+OVER_AGE: tuple[OverAge, ...] = ("mask", "drop", "wait")
 OPERATIONS = ("put_batch", "late_put", "get_batch_for_rpc", "amend_batch", "take_batch", "discard")
 
 
@@ -75,19 +74,23 @@ async def read_on(buffer: AsyncIOSequenceBuffer, arrived: asyncio.Queue[list[Sam
         arrived.put_nowait(await buffer.get_batch_for_rpc("ref_inf", limit=BATCH))
 
 
-async def pass_through(count: int, over_age: str) -> dict[str, float]:
+async def pass_through(count: int, over_age: OverAge) -> dict[str, float]:
     """Microseconds per entry of each operation when `count` entries are held."""
     metas = make_metas(count + LATE)
-    buffer = AsyncIOSequenceBuffer(grpo_graph(AlgorithmConfig(kl_coef=0.1)), wait_warning_seconds=600.0)
-    config = {
-        "staleness": {"max_staleness": 16, "over_age": over_age},
-        "trainer": {"batch_groups": BATCH},
-        "stream": {"capacity_groups": 17 * BATCH},
-    }
-    former = BatchFormer(from_dict(config))
+    graph = graph_of(from_dict({"algorithm": {"kl_coef": 0.1}}))
+    buffer = AsyncIOSequenceBuffer(graph, wait_warning_seconds=600.0)
+    taken = 0
 
     def select(held: HeldGroups) -> Selection:
-        return former.select(held, policy_version=9)
+        order = next_in_order((), (), start=taken, count=BATCH) if over_age == "wait" else ()
+        return select_batch(
+            held,
+            policy_version=9,
+            groups_per_batch=BATCH,
+            max_staleness=16,
+            over_age=over_age,
+            next_in_order=order,
+        )
 
     clock = Clock()
     async with clock.time("put_batch"):
@@ -109,12 +112,10 @@ async def pass_through(count: int, over_age: str) -> dict[str, float]:
         for seqs in read:
             await buffer.amend_batch(seqs, ["ref_logprobs"])
     await waiting
-    taken = 0
     while taken + BATCH <= count:
         async with clock.time("take_batch"):
             batch, _ = await buffer.take_batch(select, describe)
         seqs = [meta.seq for meta in batch]
-        former.trained(seqs)
         taken += len(seqs)
         async with clock.time("discard"):
             await buffer.discard(seqs)

@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of the array; raises `TransferError` for a dtype that does not travel."""
-        return math.prod(self.shape) * item_bytes(self.dtype)
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag=True):
@@ -96,15 +96,15 @@ class Transfer(NamedTuple):
 
 
 @lru_cache
-def item_bytes(dtype: str) -> int:
-    """Bytes of one item; raises `TransferError` for a dtype that does not travel."""
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of that name; raises `TransferError` for one that does not travel."""
     try:
-        found = np.dtype(dtype)
+        found = np.dtype(name)
     except TypeError:
         found = None
     if found is None or found.kind not in SENDABLE_KINDS:
-        raise TransferError(f"arrays of dtype {dtype!r} do not travel; bool, integers and floats do")
-    return found.itemsize
+        raise TransferError(f"arrays of dtype {name!r} do not travel; bool, integers and floats do")
+    return found
 
 
 def transfers(step: Step) -> list[Transfer]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from streamrl.errors import TransferError
 from streamrl.trainer.array_store import ArrayStore
@@ -59,7 +60,10 @@ def failure(call):
 
 
 def carry_out_random_plans(rank, port, answers):
+    """Beside a default process group with other rank numbers, which transfers must not depend on."""
     manager = meet(rank, port, timeout=GENEROUS)
+    default = dist.PrefixStore("default", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=default, rank=RANKS - 1 - rank, world_size=RANKS)
     wrong, sent = [], 0
     for seed in range(PLANS):
         found = random_needs(seed, ranks=RANKS, groups=seed % 8)
@@ -88,6 +92,7 @@ def carry_out_random_plans(rank, port, answers):
     if not np.array_equal(store.get(LARGE.seq, LARGE.key), make_array(LARGE)):
         wrong.append("the large array differs")
     manager.close()
+    dist.destroy_process_group()
     answers.put((rank, wrong, sent))
 
 
@@ -127,6 +132,8 @@ def lose_peers(rank, port, answers):
         wrong = Piece(ABSENT.seq, ABSENT.key, "float32", (5,))
         found["differs"] = failure(lambda: other.execute([Broadcast(2, [3], [wrong])], store))
         time.sleep(2 * SHORT)
+    manager.close()
+    other.close()
     answers.put((rank, found))
 
 

@@ -1,0 +1,45 @@
+"""Training batches: whose turn it is, and how a batch is shared out."""
+
+from __future__ import annotations
+
+from streamrl.config import from_dict
+from streamrl.held import HeldGroups
+from streamrl.trainer.batches import BatchFormer
+from tests.trainer.test_buffer import make_meta
+
+
+def make_former(over_age="mask", *, heads=1, minibatches=1, batch=4):
+    return BatchFormer(
+        from_dict(
+            {
+                "staleness": {"max_staleness": 2, "over_age": over_age},
+                "trainer": {"batch_groups": batch, "data_parallel": heads},
+                "algorithm": {"minibatches": minibatches},
+            }
+        )
+    )
+
+
+def test_wait_takes_admission_order_and_skips_what_was_rejected():
+    former = make_former("wait", batch=2)
+    held = HeldGroups({seq: make_meta(seq) for seq in (1, 2, 3)})
+    selection = former.select(held, policy_version=0)
+    assert (selection.batch, selection.missing) == ([], [0])
+    assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
+    former.reject([0, 2])
+    assert former.select(held, policy_version=0).batch == [1, 3]
+    former.trained([1, 3])
+    assert former.select(HeldGroups(), policy_version=1).missing == [4, 5]
+
+
+def test_minibatches_share_every_group_once_over_heads():
+    former = make_former(heads=2, minibatches=3, batch=8)
+    batch = [make_meta(seq, head=seq % 2 if seq < 6 else 0, versions={0: 3, 5: 4}) for seq in range(8)]
+    shares = former.minibatches(batch, policy_version=5)
+    assert sorted(seq for parts in shares.values() for part in parts for seq in part.seqs) == list(range(8))
+    assert {len(parts) for parts in shares.values()} == {3}
+    for number in range(3):
+        parts = [shares[head][number] for head in shares]
+        groups = sum(len(part.seqs) for part in parts)
+        assert {part.loss_tokens for part in parts} == {4 * groups}  # version 0 is too old at 5
+        assert {part.sequences for part in parts} == {2 * groups}

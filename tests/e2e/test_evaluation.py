@@ -71,7 +71,7 @@ def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp
         tmp_path,
         "resumed",
         **SMALL,
-        run__total_train_steps=60,
+        run__total_train_steps=40,
         manager__lease_seconds=2,
         evaluation__every_steps=10,
         evaluation__at_end="true",
@@ -92,9 +92,9 @@ def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp
 
     run(COPY_SCRATCH, [*settings, "--resume"])
     assert_exactly_once(run_dir)
-    assert [step["step"] for step in steps(run_dir)] == list(range(1, 61))
+    assert [step["step"] for step in steps(run_dir)] == list(range(1, 41))
     versions = [evaluation["policy_version"] for evaluation in evaluations(run_dir)]
     assert versions == sorted(set(versions))
-    assert versions[-1] == 60
-    assert set(versions) <= {10, 20, 30, 40, 50, 60}
-    assert len(versions) >= 3
+    assert versions[-1] == 40
+    assert set(versions) <= {10, 20, 30, 40}
+    assert len(versions) >= 2

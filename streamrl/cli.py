@@ -308,12 +308,14 @@ def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable
 
 
 def _show_report(run_dir: Path) -> None:
-    from streamrl.report import summary_table, write_report
+    from streamrl.report import evaluation_table, summary_table, write_report
 
     console = _console()
     summary = write_report(run_dir)
     if summary.steps:
         console.print(summary_table(summary))
+        if summary.evaluations:
+            console.print(evaluation_table(summary.evaluations))
         console.print(f"more in {run_dir}: summary.json, plots, checkpoints", markup=False, soft_wrap=True)
     else:
         console.print(f"run {summary.run}: no training step was finished", markup=False)

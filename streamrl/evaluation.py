@@ -72,3 +72,29 @@ def scalars(report: EvaluationReport) -> dict[str, float]:
     }
     known = {name: value for name, value in named.items() if value is not None}
     return known | {f"pass@{k}": share for k, share in report.pass_at.items()}
+
+
+def in_words(report: EvaluationReport) -> str:
+    """One line for people: the policies that answered, reward, pass@1 and pass@k, length, time, failures."""
+    answered = f"v{report.oldest_version}"
+    if report.newest_version != report.oldest_version:
+        answered += f" to v{report.newest_version}"
+    parts = [f"evaluation of v{report.policy_version}"]
+    if report.reward_mean is None:
+        parts.append("no prompt was answered")
+    else:
+        parts += [
+            f"reward {report.reward_mean:.3f}",
+            *pass_figures(report),
+            f"length {report.response_length_mean:.1f}",
+        ]
+        parts.append(f"{report.prompts} prompts by {answered}")
+    parts.append(f"{report.seconds:.1f} s")
+    if report.rejected:
+        parts.append(f"{report.rejected} rejected")
+    return "  ".join(parts)
+
+
+def pass_figures(report: EvaluationReport) -> list[str]:
+    """`pass@1 0.250` and, with several samples, the same for all of them."""
+    return [f"pass@{k} {report.pass_at[k]:.3f}" for k in sorted({1, report.samples}) if k in report.pass_at]

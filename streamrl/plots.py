@@ -30,6 +30,7 @@ SPAN_COLOUR: Final = {
 }
 BUSY_COLOUR: Final = "#59a14f"
 PAUSE_COLOUR: Final = "#e15759"
+HELD_OUT_COLOUR: Final = "#f28e2b"
 TIMELINE_SECONDS = 120.0
 """How much of a long run the timeline shows in its lower, enlarged part."""
 STYLE: Final = {
@@ -77,6 +78,10 @@ def _draw_reward(records: Records) -> Figure:
     if window > 1:
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
         axes.plot(numbers[window - 1 :], smooth, color="#4e79a7", linewidth=2.2, label=f"mean of {window} steps")
+    held_out = [(e.policy_version, e.reward_mean) for e in records.evaluations if e.reward_mean is not None]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color=HELD_OUT_COLOUR, linewidth=1.8, marker="o", label="held-out")
+    if window > 1 or held_out:
         axes.legend(loc="best")
     axes.set(title="Reward", xlabel="policy version", ylabel="mean reward of the batch")
     return figure

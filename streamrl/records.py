@@ -1,9 +1,10 @@
-"""What a run leaves in its folder, read back: steps, heartbeats, publications, the end.
+"""What a run leaves in its folder, read back: steps, evaluations, heartbeats, publications, the end.
 
 | file | written by | holds |
 |---|---|---|
 | `config.toml` | launcher | the resolved configuration |
 | `metrics.jsonl` | master | one `StepReport` a line |
+| `evaluations.jsonl` | master | one `EvaluationReport` a line |
 | `timeline.jsonl` | manager | one `TimelineEntry` a line: heartbeats, weight updates (`kind` = `publication`) |
 | `final.json` | master | `Final`: the manager's last word, and the master's own counts |
 
@@ -21,6 +22,7 @@ import msgspec
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.transport.control import Status, StepReport
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Records(msgspec.Struct, frozen=True):
     config: Config | None
     steps: list[StepReport]
     """In order, the last word on each step."""
+    evaluations: list[EvaluationReport]
+    """By policy version, the last word on each."""
     heartbeats: dict[str, list[TimelineEntry]]
     """`role/index` → its heartbeats in order of time."""
     publications: list[TimelineEntry]
@@ -68,6 +72,7 @@ class Records(msgspec.Struct, frozen=True):
 def read_records(run_dir: Path) -> Records:
     """Read what there is; what is missing is empty or None."""
     steps = {step.step: step for step in _lines(run_dir / "metrics.jsonl", StepReport)}
+    evaluations = {e.policy_version: e for e in _lines(run_dir / EVALUATIONS_FILE, EvaluationReport)}
     heartbeats: dict[str, list[TimelineEntry]] = {}
     publications = []
     for entry in sorted(_lines(run_dir / "timeline.jsonl", TimelineEntry), key=lambda entry: entry.time):
@@ -78,6 +83,7 @@ def read_records(run_dir: Path) -> Records:
     return Records(
         config=_config(run_dir / "config.toml"),
         steps=[steps[number] for number in sorted(steps)],
+        evaluations=[evaluations[version] for version in sorted(evaluations)],
         heartbeats=heartbeats,
         publications=publications,
         final=_final(run_dir / "final.json"),

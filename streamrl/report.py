@@ -13,6 +13,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
+from streamrl.evaluation import EvaluationReport, pass_figures
 from streamrl.records import Final, Records, TimelineEntry, read_records
 from streamrl.transport.control import StepReport
 
@@ -42,6 +43,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Mean over the first tenth of the steps (at least one)."""
     reward_final: float | None
     """Mean over the last tenth of the steps (at least one)."""
+    evaluations: list[EvaluationReport]
+    """On held-out prompts, by policy version."""
     train_seconds: float
     """From the beginning of the first step to the end of the last."""
     seconds_per_step: float | None
@@ -115,6 +118,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         steps=len(steps),
         reward_first=mean(rewards[:tenth]),
         reward_final=mean(rewards[-tenth:]),
+        evaluations=records.evaluations,
         train_seconds=end - begin,
         seconds_per_step=(end - begin) / len(steps) if steps else None,
         groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
@@ -161,6 +165,13 @@ def summary_table(summary: Summary) -> Table:
         table.add_row(name, figure, f"[dim]{meaning}[/]", end_section=last)
 
     row("reward", f"{_form(s.reward_first, '.3f')} → {_form(s.reward_final, '.3f')}", "first → last tenth of the steps")
+    if s.evaluations:
+        first, last = s.evaluations[0], s.evaluations[-1]
+        row(
+            "held-out reward",
+            f"{_form(first.reward_mean, '.3f')} → {_form(last.reward_mean, '.3f')}",
+            ", ".join([f"version {first.policy_version} → {last.policy_version}", *pass_figures(last)]),
+        )
     row("steps", f"{s.steps}", f"{_form(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
     row(
         "groups trained",
@@ -186,6 +197,29 @@ def summary_table(summary: Summary) -> Table:
         f"{_form(s.logprob_diff_mean, '.1e')}",
         f"log-probabilities of responses of age 0, mean difference; at most {_form(s.logprob_diff_max, '.1e')}",
     )
+    return table
+
+
+def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 12) -> Table:
+    """Evaluations for people; of many, `rows` spread evenly, the first and the last among them."""
+    table = Table(title="held-out prompts", title_justify="left")
+    for heading in ("version", "answered by", "prompts", "reward", "pass@1", "pass@k", "length", "cut", "seconds"):
+        table.add_column(heading, justify="right")
+    last = len(evaluations) - 1
+    shown = sorted({round(row * last / max(1, rows - 1)) for row in range(rows)})
+    for e in [evaluations[number] for number in shown] if evaluations else []:
+        answered = f"{e.oldest_version}" + (f"–{e.newest_version}" if e.newest_version != e.oldest_version else "")
+        table.add_row(
+            f"{e.policy_version}",
+            answered if e.prompts else "–",
+            f"{e.prompts}" + (f" (+{e.rejected} rejected)" if e.rejected else ""),
+            _form(e.reward_mean, ".3f"),
+            _form(e.pass_at.get(1), ".3f"),
+            f"{_form(e.pass_at.get(e.samples), '.3f')} (k={e.samples})",
+            _form(e.response_length_mean, ".1f"),
+            _form(e.cut_share, ".0%"),
+            f"{e.seconds:.1f}",
+        )
     return table
 
 

@@ -50,7 +50,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert not any("model-worker" in line for line in text)
 
 
-@pytest.mark.parametrize("command", ["run", "gserver", "trainer"])
+@pytest.mark.parametrize("command", ["run", "gserver", "trainer", "evaluator"])
 def test_help_of_commands(command: str) -> None:
     done = streamrl(command, "--help")
     assert done.returncode == 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.metrics import METRICS_FILE, MetricsWriter, StepReport, read_metrics
+from tests.evaluations import make_report
 
 
 def report(step: int, **metrics: float) -> StepReport:
@@ -71,6 +74,22 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "file").write_text("")
     write(tmp_path / "file" / "run", report(1))
     assert "the run goes on without" in caplog.text
+
+
+def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(report(1))
+    assert not (tmp_path / EVALUATIONS_FILE).exists()
+    writer.write_evaluation(make_report(4, pass_at={1: 0.25, 2: 0.5}))
+    lines = (tmp_path / EVALUATIONS_FILE).read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=EvaluationReport) for line in lines] == [
+        make_report(4, pass_at={1: 0.25, 2: 0.5})
+    ]
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/pass@1")] == [(4, 0.25)]
+    assert events.Scalars("evaluation/reward_mean")[0].value == 0.5
 
 
 def test_tensorboard_shows_scalars_and_ages(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from streamrl import progress
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.ledger import Ledger
 from streamrl.metrics import StepReport, read_metrics
 from streamrl.progress import Progress
 from streamrl.stream_dataset import SeqSet
+from tests.evaluations import make_report
 
 
 def make_progress(version: int = 3, **more: object) -> Progress:
@@ -103,6 +105,19 @@ def test_records_go_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == reports[:3]
     assert not (tmp_path / "final.json").exists()
     progress.rewind(tmp_path / "nowhere", policy_version=3)
+
+
+def test_evaluations_go_back_to_the_checkpoint_too(tmp_path: Path) -> None:
+    """But for those in which a policy answered that will be another one."""
+    reports = [make_report(1), make_report(2, newest_version=3), make_report(3, newest_version=4), make_report(5)]
+    lines = b"".join(msgspec.json.encode(report) + b"\n" for report in reports)
+    (tmp_path / EVALUATIONS_FILE).write_bytes(lines + b'{"policy_version": 1, "ti')
+    progress.rewind(tmp_path, policy_version=3)
+    left = (tmp_path / EVALUATIONS_FILE).read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=EvaluationReport) for line in left] == reports[:2]
+    assert progress.evaluated(tmp_path, policy_version=2)
+    assert not progress.evaluated(tmp_path, policy_version=3)
+    assert not progress.evaluated(tmp_path / "nowhere", policy_version=3)
 
 
 @given(st.data())

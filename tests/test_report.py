@@ -6,14 +6,16 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from streamrl.records import TimelineEntry, read_records
-from streamrl.report import growth, summary_table, write_report
-from tests.runs import read_steps, write_run
+from streamrl.report import evaluation_table, growth, summary_table, write_report
+from tests.evaluations import make_report
+from tests.runs import read_steps, write_lines, write_run
 
 PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
 
@@ -102,6 +104,35 @@ def test_table_shows_the_figures(tmp_path: Path) -> None:
     text = console.export_text()
     for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
         assert part in text, part
+
+
+def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    plain = write_report(folder)
+    assert plain.evaluations == []
+    without = (folder / "plots" / "reward.png").read_bytes()
+    reports = [make_report(v, newest_version=v + 1, reward_mean=v / 40, rejected=v % 3) for v in range(0, 41, 2)]
+    reports[3] = make_report(6, prompts=0, reward_mean=None, pass_at={}, response_length_mean=None, cut_share=None)
+    lines = [msgspec.to_builtins(report, str_keys=True) for report in (*reports, reports[-1])]
+    write_lines(folder / "evaluations.jsonl", lines)
+    summary = write_report(folder)
+    assert summary.evaluations == reports
+    assert (folder / "plots" / "reward.png").read_bytes() != without
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(summary_table(summary))
+    console.print(evaluation_table(summary.evaluations))
+    text = console.export_text()
+    assert "0.000 → 1.000" in text
+    assert "version 0 → 40, pass@1 0.250, pass@4 0.600" in text
+    table = text[text.index("held-out prompts") :]
+    assert "40–41" in table
+    assert "64 (+1 rejected)" in table
+    assert table.count("(k=4)") == 12  # of 21, with the first and the last
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_few_evaluations_are_all_in_the_table(count: int) -> None:
+    assert evaluation_table([make_report(version) for version in range(count)]).row_count == count
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.config import Config
+from streamrl.evaluation import in_words
 from streamrl.launch.history import History
 from streamrl.launch.plan import ProcessPlan
-from streamrl.transport.control import ProcessStatus, Status, StepReport
+from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status, StepReport
 
 LINES_BESIDE_PROCESSES = 23
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""
@@ -59,7 +60,8 @@ def dashboard(
     status = history.status
     if status is None:
         return Panel(Text("waiting for the manager's first word", style="dim"), title="streamrl", border_style="blue")
-    rows = max(3, height - LINES_BESIDE_PROCESSES - max(0, min(len(warnings), 2) - 1))
+    evaluations = status.evaluation is not None
+    rows = max(3, height - LINES_BESIDE_PROCESSES - evaluations - max(0, min(len(warnings), 2) - 1))
     return Group(
         _header(history, status, config, now),
         _side_by_side(_reward(history), _throughput(history)),
@@ -275,7 +277,23 @@ def _groups(history: History, status: Status, config: Config | None) -> Panel:
         ("logprob_diff_max", "max", ".1e"),
         ("effective_sample_size", "sample size", ".2f"),
     )
-    return Panel(Group(Text.from_markup("  ".join(figures)), weights), title="groups and weights")
+    lines = [Text.from_markup("  ".join(figures)), weights]
+    if status.evaluation is not None:
+        lines.append(_evaluation(status.evaluation))
+    return Panel(Group(*lines), title="groups and weights")
+
+
+def _evaluation(status: EvaluationStatus) -> Text:
+    """The last evaluation, and the one under way."""
+    text = Text(overflow="ellipsis", no_wrap=True)
+    text.append("held-out ", style="dim")
+    if status.last is None:
+        text.append("not evaluated yet")
+    else:
+        text.append(in_words(status.last).removeprefix("evaluation of "))
+    if status.running is not None:
+        text.append(f"  v{status.running.policy_version} is under way", style="yellow")
+    return text
 
 
 def _figures(metrics: Mapping[str, float], *wanted: tuple[str, str, str]) -> Text:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -20,14 +20,18 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
+from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
 from streamrl.launch.dashboard import dashboard, duration, step_line
 from streamrl.launch.history import History
 from streamrl.launch.tail import Tail, Warnings
+from streamrl.metrics import METRICS_FILE
 from streamrl.transport.control import ControlClient, Status, StepReport
 
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
+
+Report = TypeVar("Report")
 
 
 class Display:
@@ -37,7 +41,8 @@ class Display:
         self._console = console
         self._config = config
         self._history = History(started=time.monotonic())
-        self._metrics = Tail(config.run_dir / "metrics.jsonl")
+        self._metrics = Tail(config.run_dir / METRICS_FILE)
+        self._evaluations = Tail(config.run_dir / EVALUATIONS_FILE)
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
 
@@ -65,22 +70,28 @@ class Display:
                     log.debug("no state from the manager: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
-            self._show_steps(self._history.add_steps(_decode(self._metrics.new_lines())))
+            self._show_steps(self._history.add_steps(_decode(self._metrics.new_lines(), StepReport)))
+            self._show_evaluations(_decode(self._evaluations.new_lines(), EvaluationReport))
             await client.close()
 
     def _take(self, status: Status) -> None:
         # The file has every step; the status only the last, for a manager whose files are elsewhere.
-        new = self._history.add_steps(_decode(self._metrics.new_lines()))
+        new = self._history.add_steps(_decode(self._metrics.new_lines(), StepReport))
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())
         if len(self._history.steps) > before:
             new.append(self._history.steps[-1])
         self._show_steps(new)
+        self._show_evaluations(_decode(self._evaluations.new_lines(), EvaluationReport))
         self._show_status(status)
 
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
         for step in steps:
             self.note(step_line(step, steps=self._config.run.most_steps))
+
+    def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
+        for report in reports:
+            self.note(in_words(report))
 
     def _show_status(self, status: Status) -> None:
         state = f"{status.state}: {status.message}" if status.message else status.state
@@ -120,6 +131,9 @@ class LiveDisplay(Display):
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
         """The picture shows them."""
 
+    def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
+        """The picture shows the last one."""
+
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
             self._history,
@@ -149,11 +163,11 @@ def make_display(console: Console, *, config: Config) -> Display:
     return (LiveDisplay if console.is_terminal else Display)(console, config=config)
 
 
-def _decode(lines: Iterable[str]) -> list[StepReport]:
-    steps = []
+def _decode(lines: Iterable[str], kind: type[Report]) -> list[Report]:
+    reports = []
     for line in lines:
         try:
-            steps.append(msgspec.json.decode(line, type=StepReport))
+            reports.append(msgspec.json.decode(line, type=kind))
         except msgspec.DecodeError as error:
-            log.debug("%s in metrics.jsonl: %.100s", error, line)
-    return steps
+            log.debug("%s instead of a %s: %.100s", error, kind.__name__, line)
+    return reports

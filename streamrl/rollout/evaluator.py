@@ -16,6 +16,7 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, PeerError, StreamRLError
+from streamrl.evaluation import in_words
 from streamrl.evaluation_config import as_evaluated
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.groups import GroupMaker
@@ -102,10 +103,7 @@ class Evaluator:
             for lane in range(min(self._config.max_concurrent, self._prompts)):
                 lanes.create_task(self._answer_in_turn(numbers, desk, tally), name=f"evaluation, lane {lane}")
         report = tally.report(task, time=time.time(), seconds=time.monotonic() - began)
-        log.info(
-            "evaluation of version %d took %.1f s: mean reward %s, %d prompts rejected",
-            *(task.policy_version, report.seconds, report.reward_mean, report.rejected),
-        )
+        log.info("%s", in_words(report))
         return report
 
     async def _answer_in_turn(self, numbers: Iterator[int], desk: _Routes, tally: Tally) -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger("streamrl.standin")
 
 COMPONENTS = {
     role: f"tests.launch.standins:{role}"
-    for role in ("checkpoint", "manager", "gserver", "model_worker", "master", "rollout")
+    for role in ("checkpoint", "manager", "gserver", "model_worker", "master", "rollout", "evaluator")
 }
 
 
@@ -91,6 +91,10 @@ async def rollout(config: Config, *, manager_url: str, index: int = 0, model_dir
     await _member(config, "rollout", manager_url, index)
 
 
+async def evaluator(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    await _member(config, "evaluator", manager_url, index)
+
+
 async def master(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Writes what a master writes, waits until all are there, and ends the run if it is to."""
     import aiohttp
@@ -99,7 +103,8 @@ async def master(config: Config, *, manager_url: str, index: int = 0, model_dir:
     action = config.data.args.get("master", "finish")
     async with aiohttp.ClientSession() as session:
         if action == "finish":
-            while len(list(config.run_dir.glob("*.pid"))) < 5:  # noqa: ASYNC110
+            members = 5 + config.evaluation.enabled
+            while len(list(config.run_dir.glob("*.pid"))) < members:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             await session.post(f"{manager_url}/end", json={"state": "finished", "message": "3 steps are done"})
         elif action == "fail":

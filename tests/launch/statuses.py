@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from streamrl.launch.history import History
-from streamrl.transport.control import LedgerStatus, ProcessStatus, Status, StepReport
+from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Status, StepReport
 
 EPOCH = 1_790_000_000.0
 
@@ -47,7 +47,15 @@ def step_report(step: int, *, seconds: float = 2.0, limit: int = 4) -> StepRepor
     )
 
 
-def status(second: int, *, step: int = 37, state: str = "running", gservers: int = 1, message: str = "") -> Status:
+def status(
+    second: int,
+    *,
+    step: int = 37,
+    state: str = "running",
+    gservers: int = 1,
+    message: str = "",
+    evaluation: EvaluationStatus | None = None,
+) -> Status:
     """The run `second` seconds after its start."""
     counters = {
         "tokens_generated_total": 450.0 * second,
@@ -73,6 +81,7 @@ def status(second: int, *, step: int = 37, state: str = "running", gservers: int
         processes=processes,
         last_step=step_report(step) if step else None,
         publication={"version": step},
+        evaluation=evaluation,
     )
 
 

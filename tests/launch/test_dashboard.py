@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from streamrl.config import from_dict
 from streamrl.launch.dashboard import dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.history import History
 from streamrl.launch.plan import plan
+from streamrl.transport.control import EvaluationStatus, EvaluationTask
+from tests.evaluations import make_report
 from tests.launch.statuses import history, status, step_report
 
 CONFIG = from_dict({"run": {"name": "addition", "total_train_steps": 200}})
@@ -54,6 +57,40 @@ def test_says_what_goes_on() -> None:
         "gserver/0 slow",
     ):
         assert part in text, part
+
+
+EVALUATED = EvaluationStatus(
+    running=EvaluationTask(number=4, policy_version=35, step=35),
+    waiting=None,
+    done=4,
+    left_out=0,
+    last=make_report(30, newest_version=31),
+)
+
+
+def test_evaluations_have_a_line() -> None:
+    picture = dashboard(history(evaluation=EVALUATED), now=12.0, config=CONFIG, warnings=["a", "b"])
+    lines = drawn(picture)
+    assert len(lines) <= 30
+    assert any("held-out v30  reward 0.500  pass@1 0.250  pass@4 0.600" in line for line in lines)
+    nothing_yet = msgspec.structs.replace(EVALUATED, last=None)
+    text = "\n".join(drawn(dashboard(history(evaluation=nothing_yet), now=12.0, config=CONFIG)))
+    assert "held-out not evaluated yet  v35 is under way" in text
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"),
+    [
+        ({"total_train_epochs": 4}, ("step 37  epoch 1.5/4", "eta 2:03")),  # 61.7 steps of 2 s
+        ({"total_train_epochs": 4, "total_train_steps": 40}, ("step 37/40  epoch 1.5/4", "eta 0:06")),
+    ],
+)
+def test_the_nearer_limit_of_steps_and_epochs(run: dict[str, int], shown: tuple[str, str]) -> None:
+    made = history()
+    made.steps[-1].metrics["epoch"] = 1.5
+    text = "\n".join(drawn(dashboard(made, now=12.0, config=from_dict({"run": run}))))
+    for part in shown:
+        assert part in text, text
 
 
 def test_troubled_processes_come_first() -> None:

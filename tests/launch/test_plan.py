@@ -34,7 +34,7 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
         ["manager"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["master"] + ["rollout"] * workers
     )
     assert len({p.name for p in processes}) == len(processes)
-    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER)
+    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER) - {"evaluator"}
     used = [p.gpu for p in processes if p.gpu is not None]
     if gpus > 1:
         assert len(used) == gservers + model_workers
@@ -42,6 +42,13 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
         assert max(counts) - min(counts) <= 1
     else:
         assert used == []
+
+
+def test_an_evaluator_is_started_if_there_is_something_to_evaluate() -> None:
+    (evaluator,) = [p for p in plan(from_dict({"evaluation": {"at_end": True}})) if p.role == "evaluator"]
+    words = command(evaluator, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
+    assert words[1:] == ["-m", "streamrl", "evaluator", "c.toml", "--manager", "http://m:1", "--model-dir", "d"]
+    assert evaluator.role in frozenset().union(*STOP_ORDER)
 
 
 def test_threads_reach_the_environment() -> None:

@@ -169,6 +169,22 @@ def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable
     assert alive(run.pids()) == []
 
 
+def test_an_evaluator_takes_part_and_leaves_with_the_others(launch: Callable[..., Launched]) -> None:
+    run = launch("evaluation.at_end=true")
+    assert run.ends() == 0, run.said()
+    assert set(run.pids()) == {*MEMBERS, "evaluator0"}
+    assert alive(run.pids()) == []
+
+
+def test_an_evaluator_that_dies_is_replaced_but_not_for_ever(launch: Callable[..., Launched]) -> None:
+    settings = ("evaluation.at_end=true", "rollout.restarts=1")
+    run = launch('data.args={master="wait", evaluator="die"}', *settings)
+    assert run.ends() == 1
+    assert "its evaluation is made anew, and it is started again (1 of 1)" in run.said()
+    assert "evaluator 0: something broke" in run.said()
+    assert alive(run.pids()) == []
+
+
 @pytest.mark.parametrize("rollout", ["work", "stubborn"])
 def test_killed_launcher_leaves_nothing(launch: Callable[..., Launched], rollout: str) -> None:
     run = launch(f'data.args={{master="wait", rollout="{rollout}"}}')

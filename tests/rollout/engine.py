@@ -15,6 +15,8 @@ from streamrl.transport.generation import (
     GenerateReply,
     GenerateRequest,
     MetaInfo,
+    ModelInfo,
+    ServerInfo,
     TokenLogprob,
     VersionSpan,
 )
@@ -52,6 +54,13 @@ class Engine:
         body = answers if isinstance(message.rid, list) else answers[0]
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(ServerInfo(engine="scripted")), content_type="application/json")
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        info = ModelInfo(model_path="scripted", weight_version="0")
+        return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+
     async def _answer(self, message: GenerateRequest) -> Any:
         self.requests.append(message)
         try:
@@ -81,6 +90,8 @@ async def serving(script: Script) -> AsyncIterator[Engine]:
     engine = Engine(script)
     app = web.Application()
     app.router.add_post("/generate", engine.generate)
+    app.router.add_get("/server_info", engine.server_info)
+    app.router.add_get("/model_info", engine.model_info)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

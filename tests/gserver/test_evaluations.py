@@ -1,0 +1,165 @@
+"""The manager's calls about evaluations, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from streamrl.config import Config
+from streamrl.errors import PeerError
+from streamrl.transport.control import (
+    Evaluate,
+    EvaluationResult,
+    EvaluationRoute,
+    EvaluationTask,
+    FinishRun,
+    NextEvaluation,
+)
+from tests.evaluations import make_report
+from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.scripted import scripted
+
+QUIET = 0.1
+"""Seconds in which a call that has to wait must not return."""
+NEXT = NextEvaluation(evaluator=0)
+
+
+def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
+    return small_config(folder, **({"evaluation": {"every_steps": 1}} | sections))
+
+
+async def ask(run: Run, version: int) -> None:
+    await run.client.evaluate(Evaluate(policy_version=version, step=version))
+
+
+async def take(run: Run) -> EvaluationTask:
+    task = (await asyncio.wait_for(run.client.next_evaluation(NEXT), 5.0)).task
+    assert task is not None
+    return task
+
+
+async def tell(run: Run, task: EvaluationTask) -> None:
+    report = make_report(task.policy_version)
+    await run.client.evaluation_result(EvaluationResult(evaluator=0, number=task.number, report=report))
+
+
+async def still_waits(task: asyncio.Task[Any]) -> None:
+    done, _ = await asyncio.wait({task}, timeout=QUIET)
+    assert not done
+
+
+async def load(run: Run, index: int) -> int:
+    return int((await run.process("gserver", index)).stats["groups_in_flight"])
+
+
+async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run:
+        await run.register("evaluator")
+        waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
+        reports = asyncio.create_task(run.client.evaluations(0))
+        await still_waits(waiting)
+        await ask(run, 3)
+        task = (await asyncio.wait_for(waiting, 5.0)).task
+        assert task == EvaluationTask(number=0, policy_version=3, step=3)
+        await ask(run, 4)
+        await ask(run, 5)
+        status = (await run.client.status()).evaluation
+        assert status is not None
+        assert (status.running, status.left_out, status.last) == (task, 1, None)
+        assert await take(run) == task  # whoever asks again has lost it
+        await still_waits(reports)
+        await tell(run, task)
+        assert (await asyncio.wait_for(reports, 5.0)).reports == [make_report(3)]
+        await tell(run, task)  # the answer was lost: told again, counted once
+        assert (await take(run)).policy_version == 5
+        status = (await run.client.status()).evaluation
+        assert status is not None
+        assert (status.done, status.last) == (1, make_report(3))
+        async with aiohttp.ClientSession() as session, session.get(f"{run.url}/metrics") as response:
+            text = await response.text()
+        assert "streamrl_evaluations_total 1.0" in text
+        assert "streamrl_evaluations_left_out_total 1.0" in text
+        assert 'streamrl_evaluation_metric{metric="pass@4"} 0.6' in text
+
+
+async def test_prompts_go_to_the_least_loaded_gserver_and_are_no_groups_of_the_ledger(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, gserver={"count": 2})) as run, scripted(2) as gservers:
+        for index, gserver in enumerate(gservers):
+            await run.register("gserver", index, address=gserver.url)
+        await run.register("rollout")
+        await run.register("evaluator")
+        await run.until_live(0, 1)
+
+        async def route(prompt: int, *, failed: str = "", done: tuple[int, ...] = ()) -> int:
+            message = EvaluationRoute(evaluator=0, prompt=prompt, failed=failed, done=list(done))
+            found = (await run.client.evaluation_route(message)).gserver
+            return [gserver.url for gserver in gservers].index(found)
+
+        assert [await route(prompt) for prompt in range(4)] == [0, 1, 0, 1]
+        assert [admission.gserver for admission in await run.admit(2)] == [gservers[0].url, gservers[1].url]
+        assert (await load(run, 0), await load(run, 1)) == (3, 3)
+        assert await route(4, done=(0, 2)) == 0
+        assert (await load(run, 0), await load(run, 1)) == (2, 3)
+        assert await route(4, failed=gservers[0].url) == 1
+        assert (await load(run, 0), await load(run, 1)) == (1, 4)
+        ledger = (await run.client.status()).ledger
+        assert (ledger.next_seq, ledger.running, ledger.room) == (2, 2, 2)
+        await ask(run, 0)
+        await tell(run, await take(run))
+        assert (await load(run, 0), await load(run, 1)) == (1, 1)
+
+
+async def test_the_evaluation_of_an_evaluator_that_was_replaced_is_made_anew(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("evaluator", pid=1)
+        await run.until_live(0)
+        await ask(run, 7)
+        task = await take(run)
+        await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))
+        assert await load(run, 0) == 1
+        await run.register("evaluator", pid=2)
+        assert await load(run, 0) == 0
+        assert await take(run) == task
+
+
+async def test_a_silent_evaluator_loses_its_evaluation_but_its_late_report_counts(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, manager={"lease_seconds": 0.3})) as run:
+        await run.register("evaluator")
+        await ask(run, 7)
+        task = await take(run)
+        await run.until(lambda status: status.evaluation is not None and status.evaluation.waiting == task)
+        await tell(run, task)
+        status = (await run.client.status()).evaluation
+        assert status is not None
+        assert (status.done, status.running, status.waiting) == (1, None, None)
+
+
+async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run:
+        await run.register("evaluator")
+        waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
+        reports = asyncio.create_task(run.client.evaluations(0))
+        await still_waits(waiting)
+        await run.client.finish_run(FinishRun(reason="done"))
+        assert (await asyncio.wait_for(waiting, 5.0)).stop
+        assert (await asyncio.wait_for(reports, 5.0)).stop
+        assert (await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))).gserver == ""
+
+
+async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        with pytest.raises(PeerError, match="evaluator/0 is not registered"):
+            await run.client.next_evaluation(NEXT)
+        status = await run.client.status()
+        assert status.evaluation is None
+        assert "evaluator" not in status.message
+
+
+async def test_a_run_with_evaluation_waits_for_its_evaluator_to_join(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run:
+        assert "evaluator/0" in (await run.client.status()).message

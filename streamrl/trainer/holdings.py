@@ -25,6 +25,8 @@ STREAM_DTYPES = {
 OF_SIBLINGS = frozenset({"seqlens", "rewards"})
 """Keys with one number for each sibling; `prompt_length` has one for the group, all others one for each token."""
 
+NOBODY: frozenset[int] = frozenset()
+
 Shares = list[list[int]]
 """Sequence numbers of each data-parallel rank."""
 
@@ -74,11 +76,11 @@ class Holdings:
             members = layout.members(data)
             for seq in seqs:
                 for key in wanted_keys:
-                    if not self._holders[seq][key].issuperset(members):
+                    if not self._holders[seq].get(key, NOBODY).issuperset(members):
                         wanted[seq, key] = members
         if not wanted:
             return []
-        holders = {name: self._holders[name[0]][name[1]] for name in wanted}
+        holders = {(seq, key): self._holders[seq].get(key, NOBODY) for seq, key in wanted}
         plan = redistribute((self._piece(*name) for name in wanted), holders=holders, wanted=wanted)
         self._note(wanted)
         return plan

@@ -8,12 +8,12 @@ from streamrl.trainer.batches import BatchFormer
 from tests.trainer.test_buffer import make_meta
 
 
-def make_former(over_age="mask", *, heads=1, minibatches=1, batch=4):
+def make_former(over_age="mask", *, minibatches=1, batch=4):
     return BatchFormer(
         from_dict(
             {
                 "staleness": {"max_staleness": 2, "over_age": over_age},
-                "trainer": {"batch_groups": batch, "data_parallel": heads},
+                "trainer": {"batch_groups": batch},
                 "algorithm": {"minibatches": minibatches},
             }
         )
@@ -32,14 +32,10 @@ def test_wait_takes_admission_order_and_skips_what_was_rejected():
     assert former.select(HeldGroups(), policy_version=1).missing == [4, 5]
 
 
-def test_minibatches_share_every_group_once_over_heads():
-    former = make_former(heads=2, minibatches=3, batch=8)
-    batch = [make_meta(seq, head=seq % 2 if seq < 6 else 0, versions={0: 3, 5: 4}) for seq in range(8)]
-    shares = former.minibatches(batch, policy_version=5)
-    assert sorted(seq for parts in shares.values() for part in parts for seq in part.seqs) == list(range(8))
-    assert {len(parts) for parts in shares.values()} == {3}
-    for number in range(3):
-        parts = [shares[head][number] for head in shares]
-        groups = sum(len(part.seqs) for part in parts)
-        assert {part.loss_tokens for part in parts} == {4 * groups}  # version 0 is too old at 5
-        assert {part.sequences for part in parts} == {2 * groups}
+def test_minibatches_share_every_group_once_in_order():
+    former = make_former(minibatches=3, batch=8)
+    batch = [make_meta(seq, versions={0: 3, 5: 4}) for seq in range(8)]
+    parts = former.minibatches(batch)
+    assert [meta.seq for part in parts for meta in part] == list(range(8))
+    assert [len(part) for part in parts] == [3, 2, 3]
+    assert former.young_tokens(batch[0], policy_version=5) == 4  # version 0 is too old at 5

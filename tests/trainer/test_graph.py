@@ -1,4 +1,4 @@
-"""The graph: order from keys, and clear refusals."""
+"""The graph: order from keys, the graphs that come with it, the user's own, and clear refusals."""
 
 from __future__ import annotations
 
@@ -6,28 +6,70 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import AlgorithmConfig
+from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
-from streamrl.trainer.graph import MFC, STREAM_KEYS, build_graph, grpo_graph
+from streamrl.trainer.graph import GENERATED_KEYS, MFC, SEQUENCE_KEYS, STREAM_KEYS, build_graph, downstream, graph_of
+from streamrl.trainer.hooks import Offload, ParamRealloc
 
 
-def mfc(name, inputs=(), outputs=(), reads="batch"):
-    return MFC(name, frozenset(inputs), frozenset(outputs), reads)
+def mfc(name, inputs=(), outputs=(), reads="batch", **settings):
+    return MFC(
+        name, "actor", settings.pop("interface", "inference"), frozenset(inputs), frozenset(outputs), reads, **settings
+    )
+
+
+def train(name, inputs=()):
+    return mfc(name, inputs, interface="train_step")
+
+
+def configured(**sections):
+    return from_dict(sections)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "names"),
     [
-        (AlgorithmConfig(), ["actor_train"]),
-        (AlgorithmConfig(minibatches=2), ["actor_inf", "actor_train"]),
-        (AlgorithmConfig(proximal="recompute"), ["actor_inf", "actor_train"]),
-        (AlgorithmConfig(proximal="behavior", minibatches=4), ["actor_train"]),
-        (AlgorithmConfig(kl_coef=0.1), ["ref_inf", "actor_train"]),
-        (AlgorithmConfig(kl_coef=0.1, proximal="recompute"), ["ref_inf", "actor_inf", "actor_train"]),
+        ({}, ["actor_train"]),
+        ({"minibatches": 2}, ["actor_inf", "actor_train"]),
+        ({"proximal": "recompute"}, ["actor_inf", "actor_train"]),
+        ({"proximal": "behavior", "minibatches": 4}, ["actor_train"]),
+        ({"kl_coef": 0.1}, ["ref_inf", "actor_train"]),
+        ({"kl_coef": 0.1, "proximal": "recompute"}, ["ref_inf", "actor_inf", "actor_train"]),
+        ({"advantage": "gae"}, ["critic_inf", "critic_train", "actor_train"]),
     ],
 )
-def test_grpo_brings_only_what_it_needs(algorithm, names):
-    assert [m.name for m in grpo_graph(algorithm).mfcs] == names
+def test_asynchronous_graphs_bring_only_what_they_need(algorithm, names):
+    graph = graph_of(configured(algorithm=algorithm))
+    assert [m.name for m in graph.mfcs] == names
+    assert graph.of_rollout == []
+
+
+def test_the_synchronous_graph_of_ppo_has_all_calls():
+    settings = {"algorithm": {"advantage": "gae", "kl_coef": 0.1}, "staleness": {"max_staleness": 0}}
+    graph = graph_of(configured(trainer={"graph": "synchronous"}, **settings))
+    names = ["actor_gen", "rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train"]
+    assert sorted(m.name for m in graph.mfcs) == sorted(names)
+    order = {m.name: i for i, m in enumerate(graph.mfcs)}
+    assert order["actor_gen"] < order["rew_inf"] < order["actor_train"]
+    assert order["ref_inf"] < order["actor_train"] > order["critic_inf"]
+    assert [m.name for m in graph.of_rollout] == ["actor_gen", "rew_inf"]
+    assert graph.roles == {"actor", "ref", "critic"}
+
+
+def test_a_reward_model_takes_the_place_of_the_verifiers():
+    model = {"reward_model": {"path": "judge"}}
+    graph = graph_of(configured(**model))
+    assert [(m.name, m.role, m.reads) for m in graph.mfcs][0] == ("rew_inf", "reward", "arrivals")
+    assert graph.stream_keys == GENERATED_KEYS
+    assert graph.arrival_keys == STREAM_KEYS
+    synchronous = graph_of(configured(trainer={"graph": "synchronous"}, staleness={"max_staleness": 0}, **model))
+    assert [(m.name, m.role) for m in synchronous.mfcs][:2] == [("actor_gen", "rollout"), ("rew_inf", "reward")]
+
+
+def test_settings_become_hooks():
+    graph = graph_of(configured(trainer={"offload": ["ref"]}, algorithm={"kl_coef": 0.1, "ref_update_every": 5}))
+    hooks = {m.name: m.post_hooks for m in graph.mfcs}
+    assert hooks == {"ref_inf": (Offload("ref"),), "actor_train": (ParamRealloc("actor", "ref", every=5),)}
 
 
 @given(st.permutations(range(6)))
@@ -42,15 +84,57 @@ def test_order_follows_from_keys_alone(order):
     [
         ([mfc("a", outputs=["k"]), mfc("b", outputs=["k"])], "key k is given by both a and b"),
         ([mfc("a", outputs=["rewards"])], "key rewards is given by both the stream and a"),
-        ([mfc("a", inputs=["values"])], "a needs key values, which no"),
+        ([train("a", inputs=["values"])], "a needs key values, which no"),
         ([mfc("a", ["x"], ["y"]), mfc("b", ["y"], ["x"])], "wait for each other: a, b"),
-        ([mfc("a", [], ["x"]), mfc("b", ["x"], [], "arrivals")], "b runs as groups arrive but needs x, which a gives"),
+        ([mfc("a", [], ["x"]), mfc("b", ["x"], ["z"], "arrivals")], "b runs as groups arrive but needs x, which a"),
+        ([mfc("a", [], ["x"], groups=0)], "a wants 0 groups in a call: must be at least 1, at most 8"),
+        ([mfc("a", [], ["x"], groups=9)], r"a wants 9 groups in a call: .* at most 8 \(trainer.batch_groups"),
+        ([mfc("a", [], ["x", "y"])], "a is an inference and gives 2 keys"),
+        ([mfc("a", [], ["x"], interface="function")], "a: the interface `function` and a function"),
+        ([mfc("a", [], GENERATED_KEYS, interface="generate")], "only the role `rollout` generates"),
     ],
 )
 def test_impossible_graphs_are_refused_by_name(mfcs, message):
     with pytest.raises(ConfigError, match=message):
-        build_graph(mfcs)
+        build_graph(mfcs, largest=8)
 
 
 def test_a_group_needs_the_keys_of_arrivals_before_it_can_be_in_a_batch():
-    assert grpo_graph(AlgorithmConfig(kl_coef=0.1)).arrival_keys == STREAM_KEYS | {"ref_logprobs"}
+    assert graph_of(configured(algorithm={"kl_coef": 0.1})).arrival_keys == STREAM_KEYS | {"ref_logprobs"}
+
+
+def users_graph(config: Config) -> list[MFC]:
+    """A penalty for length, computed by a function of the user's, in place of the algorithm's own advantages."""
+    own = MFC(
+        "length_penalty",
+        "actor",
+        "function",
+        SEQUENCE_KEYS | {"rewards"},
+        frozenset({"advantages"}),
+        function="tests.trainer.test_computation:penalise_length",
+    )
+    *others, last = downstream(config)
+    return [own, *others, MFC(last.name, last.role, last.interface, last.inputs | {"advantages"}, last.outputs)]
+
+
+def not_a_graph(config: Config) -> str:
+    return "actor_train"
+
+
+def test_users_define_their_own():
+    graph = graph_of(configured(trainer={"graph": "tests.trainer.test_graph:users_graph"}))
+    assert [m.name for m in graph.mfcs] == ["length_penalty", "actor_train"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("asynchron", 'neither "asynchronous" nor "synchronous" nor a function'),
+        ("tests.trainer.test_graph:missing", "cannot be imported|can be imported.*no attribute 'missing'"),
+        ("no.such.module:graph", "No module named 'no'"),
+        ("tests.trainer.test_graph:not_a_graph", "answered str; it has to answer a list of MFC"),
+    ],
+)
+def test_a_graph_that_is_none_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        graph_of(configured(trainer={"graph": name}))

@@ -126,7 +126,9 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
         for group, got, want in zip(groups, values, wanted, strict=True):
             assert np.abs(got - want.numpy())[group.packed_loss_mask].max() < 1e-5
         if step == 1:  # a value at which the clip matters
-            values = [v + 0.1 * np.float32(m) for v, m in zip(values, [g.packed_loss_mask for g in groups], strict=True)]
+            values = [
+                v + 0.1 * np.float32(m) for v, m in zip(values, [g.packed_loss_mask for g in groups], strict=True)
+            ]
         items = [make_item(g, oldest=2, ref=r.numpy() if kl_coef else None) for g, r in zip(groups, refs, strict=True)]
         for item, value in zip(items, values, strict=True):
             item.values = value.astype(np.float32)

@@ -1,0 +1,30 @@
+"""Layouts: every rank stands in one place, and data-parallel ranks are apart."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.trainer.layout import Layout
+
+LAYOUTS = st.builds(Layout, data=st.integers(1, 4), tensor=st.integers(1, 4), pipeline=st.integers(1, 4))
+
+
+@given(LAYOUTS)
+def test_ranks_and_coordinates_are_one_to_one(layout):
+    for rank in range(layout.world):
+        at = layout.coordinates(rank)
+        assert layout.rank(data=at.data, tensor=at.tensor, pipeline=at.pipeline) == rank
+        assert at.data < layout.data
+        assert at.tensor < layout.tensor
+        assert at.pipeline < layout.pipeline
+
+
+@given(LAYOUTS)
+def test_members_divide_the_ranks_and_each_has_its_head(layout):
+    members = [layout.members(data) for data in range(layout.data)]
+    assert sorted(rank for group in members for rank in group) == list(range(layout.world))
+    for data, head in enumerate(layout.heads):
+        assert head in members[data]
+        assert layout.coordinates(head) == (data, 0, layout.pipeline - 1)
+    assert layout.heads == sorted(layout.heads)

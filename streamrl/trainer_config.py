@@ -17,6 +17,8 @@ from streamrl.config_types import (
 )
 from streamrl.frequency import Every
 
+ASYNCHRONOUS, SYNCHRONOUS = "asynchronous", "synchronous"
+"""Graphs that come with streamrl."""
 BackendName = Literal["torch", "megatron"]
 RoleName = Literal["actor", "ref", "critic", "reward"]
 
@@ -55,7 +57,7 @@ class TrainerConfig(Section, frozen=True):
     """There are as many model workers as the product of the three; the torch backend has only the first."""
     roles: dict[RoleName, RoleConfig] = field(default_factory=dict)
     """Other backends or layouts for some roles, on the same model workers: [trainer.roles.critic]."""
-    graph: str = "asynchronous"
+    graph: str = ASYNCHRONOUS
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
     `module:function` (docs/trainer.md)."""
     shard: bool = False

@@ -12,7 +12,7 @@ from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.partial import Generator, Route
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.session import Session
+from streamrl.rollout.session import BeforeScoring, Session
 from streamrl.rollout.workflow import Workflow, check_trajectory, shared_prefix
 from streamrl.types import Prompt, Trajectory, TrajectoryGroup
 
@@ -29,7 +29,7 @@ class GroupMaker:
         workflow: Workflow,
         chat: ChatTokenizer,
         generator: Generator,
-        rewards: RewardPool,
+        rewards: RewardPool | None,
         activity: Activity,
     ) -> None:
         self._config = config
@@ -41,8 +41,11 @@ class GroupMaker:
         self._rewards = rewards
         self._activity = activity
 
-    async def make(self, seq: int, route: Route) -> TrajectoryGroup:
-        """The group of `seq`. The first sibling that fails ends the others, and its error is raised."""
+    async def make(self, seq: int, route: Route, before_scoring: BeforeScoring | None = None) -> TrajectoryGroup:
+        """The group of `seq`. The first sibling that fails ends the others, and its error is raised.
+
+        `before_scoring` is awaited, with the sibling's number, before each of its scores.
+        """
         started = time.monotonic()
         prompt = self._prompts.prompt(seq)
         limit = self._config.data.max_prompt_tokens
@@ -56,7 +59,9 @@ class GroupMaker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 siblings = [
-                    tasks.create_task(self._sibling(prompt, sibling, route), name=f"seq {seq}, sibling {sibling}")
+                    tasks.create_task(
+                        self._sibling(prompt, sibling, route, before_scoring), name=f"seq {seq}, sibling {sibling}"
+                    )
                     for sibling in range(self._config.rollout.group_size)
                 ]
         except BaseExceptionGroup as errors:
@@ -70,7 +75,9 @@ class GroupMaker:
             generation_seconds=time.monotonic() - started,
         )
 
-    async def _sibling(self, prompt: Prompt, sibling: int, route: Route) -> Trajectory:
+    async def _sibling(
+        self, prompt: Prompt, sibling: int, route: Route, before_scoring: BeforeScoring | None
+    ) -> Trajectory:
         session = Session(
             prompt=prompt,
             sibling=sibling,
@@ -82,6 +89,7 @@ class GroupMaker:
             sampling=self._config.rollout.sampling,
             max_context=self._config.gserver.max_context,
             activity=self._activity,
+            before_scoring=before_scoring,
         )
         trajectory = await self._workflow.run(prompt, session)
         check_trajectory(trajectory)

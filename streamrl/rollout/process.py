@@ -87,11 +87,13 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
     Raises `DataError`, `ConfigError` or `RewardError` when one of them cannot be had.
     """
     seat.membership.waiting_for = "reward processes and tokenizer"
-    rewards = RewardPool.of(config)
-    seat.owned.push_async_callback(rewards.close)
+    rewards = None if config.reward_model.path is not None else RewardPool.of(config)
+    if rewards is not None:
+        seat.owned.push_async_callback(rewards.close)
     workflow = load_workflow(config.rollout.workflow)
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(rewards.start())
+        if rewards is not None:
+            starting.create_task(rewards.start())
         loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
     chat, prompts = loading.result()
     client = GenerationClient(timeout=config.rollout.request_timeout_seconds)

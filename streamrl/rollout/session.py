@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.errors import DataError, RewardError
@@ -17,6 +17,9 @@ from streamrl.types import Prompt
 
 log = logging.getLogger(__name__)
 
+BeforeScoring = Callable[[int], Awaitable[None]]
+"""Awaited with the number of the sibling that is to be scored."""
+
 
 class Session:
     """One sibling's access to the policy and the reward function."""
@@ -28,13 +31,15 @@ class Session:
         sibling: int,
         generator: Generator,
         route: Route,
-        rewards: RewardPool,
+        rewards: RewardPool | None,
         reward: RewardConfig,
         chat: ChatTokenizer,
         sampling: SamplingConfig,
         max_context: int,
         activity: Activity,
+        before_scoring: BeforeScoring | None = None,
     ) -> None:
+        """`rewards`: None where a reward model of the trainer scores. `before_scoring` is awaited before each score."""
         self.prompt = prompt
         self.sibling = sibling
         """Number of the sibling in its group, from 0."""
@@ -48,6 +53,7 @@ class Session:
         self._rewards = rewards
         self._reward = reward
         self._activity = activity
+        self._before_scoring = before_scoring
         self._requests = 0
 
     async def generate(
@@ -90,8 +96,12 @@ class Session:
     async def score(self, response: Response) -> float:
         """What the reward function says, less what a response of this length costs.
 
-        Raises `RewardError` unless its errors count as zero.
+        0 where a reward model of the trainer will score. Raises `RewardError` unless its errors count as zero.
         """
+        if self._before_scoring is not None:
+            await self._before_scoring(self.sibling)
+        if self._rewards is None:
+            return 0.0
         with self._activity.scoring():
             try:
                 judged = await self._rewards.score(response, self.prompt)

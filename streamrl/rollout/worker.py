@@ -15,9 +15,11 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLError
 from streamrl.rollout.activity import Activity
+from streamrl.rollout.directed import Director, GroupGate
 from streamrl.rollout.groups import GroupMaker, first_error
 from streamrl.rollout.partial import GroupRoute
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
+from streamrl.trainer_config import SYNCHRONOUS
 from streamrl.transport.control import Admission, Admit, Reject
 from streamrl.transport.push_pull import GroupPusher
 
@@ -35,7 +37,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     async def work(seat: Seat) -> None:
         maker, prompts = await open_group_maker(config, seat=seat, model_dir=model_dir)
         pusher = await _open_stream(config, seat)
-        await RolloutWorker(config, seat=seat, maker=maker, pusher=pusher, data_rows=len(prompts)).run()
+        worker = RolloutWorker(config, seat=seat, maker=maker, pusher=pusher, data_rows=len(prompts))
+        if config.trainer.graph == SYNCHRONOUS:
+            await _follow_master(config, seat, worker)
+        else:
+            await worker.run()
 
     await serve_until_over(
         config,
@@ -63,8 +69,15 @@ async def _open_stream(config: Config, seat: Seat) -> GroupPusher:
     return pusher
 
 
+async def _follow_master(config: Config, seat: Seat, worker: RolloutWorker) -> None:
+    masters = await seat.control.topology("master", 1, patience=config.manager.join_timeout_seconds)
+    director = Director(config, index=seat.membership.index, master=masters[0].address, starts=worker)
+    seat.owned.push_async_callback(director.close)
+    await worker.run(director)
+
+
 class RolloutWorker:
-    """Admits groups as long as there are free places, and sees each to its end."""
+    """Admits groups, by itself or as a director says, and sees each to its end."""
 
     def __init__(
         self,
@@ -87,27 +100,36 @@ class RolloutWorker:
         self._uniform_in_a_row = 0
         self._place_free = asyncio.Event()
         self._held: set[int] = set()
+        self._groups = asyncio.TaskGroup()
         seat.activity.on_wait(self._show_wait)
 
-    async def run(self) -> None:
-        """Until the manager says stop; raises what has to stop the run."""
+    async def run(self, director: Director | None = None) -> None:
+        """Until the manager says stop; raises what has to stop the run.
+
+        Groups start as long as there are free places, or when `director` is told so.
+        """
         try:
-            async with asyncio.TaskGroup() as groups:
-                while True:
-                    admissions = await self._admit(await self._free_places())
-                    if admissions is None:
-                        break
-                    for admission in admissions:
-                        if admission.seq in self._held:
-                            continue  # given out again while this worker was silent: it still makes it
-                        self._held.add(admission.seq)
-                        groups.create_task(self._group(admission), name=f"group {admission.seq}")
+            async with self._groups:
+                if director is None:
+                    await self._start_whenever_possible()
+                else:
+                    await director.follow()
                 raise _RunOver
         except BaseExceptionGroup as errors:
             _, failures = errors.split(_RunOver)
             if failures is not None:
                 raise first_error(failures) from None
             log.info("%s: the run is over", self._membership.name)
+
+    async def _start_whenever_possible(self) -> None:
+        while (admissions := await self.admit(await self._free_places())) is not None:
+            for admission in admissions:
+                self.start(admission)
+
+    def start(self, admission: Admission, gate: GroupGate | None = None) -> None:
+        """Make the group; `gate` is between its generation and its scoring."""
+        self._held.add(admission.seq)
+        self._groups.create_task(self._group(admission, gate), name=f"group {admission.seq}")
 
     async def _free_places(self) -> int:
         """How many groups may start, once at least one may."""
@@ -117,8 +139,8 @@ class RolloutWorker:
             await self._place_free.wait()
         return limit - len(self._held)
 
-    async def _admit(self, count: int) -> list[Admission] | None:
-        """Sequence numbers to work on, perhaps none yet; None when the run is over."""
+    async def admit(self, count: int) -> list[Admission] | None:
+        """Sequence numbers to start, perhaps none yet; None when the run is over."""
         try:
             reply = await self._control.admit(
                 Admit(worker=self._membership.index, count=count, data_rows=self._data_rows)
@@ -127,24 +149,31 @@ class RolloutWorker:
             log.warning("%s: not admitted, trying on: %s", self._membership.name, error)
             await asyncio.sleep(RETRY_SECONDS)
             return []
-        return None if reply.stop else reply.admissions
+        if reply.stop:
+            return None
+        # one that is held was given out again while this worker was silent: it still makes it
+        return [admission for admission in reply.admissions if admission.seq not in self._held]
 
-    async def _group(self, admission: Admission) -> None:
+    async def _group(self, admission: Admission, gate: GroupGate | None) -> None:
+        stored = False
         try:
             with self._activity.group():
-                await self._make_and_push(admission)
+                stored = await self._make_and_push(admission, gate)
         finally:
             self._held.discard(admission.seq)
             self._place_free.set()
+            if gate is not None:
+                gate.end(stored=stored)
 
-    async def _make_and_push(self, admission: Admission) -> None:
+    async def _make_and_push(self, admission: Admission, gate: GroupGate | None) -> bool:
+        """Whether the group is stored with the trainer."""
         seq = admission.seq
         route = GroupRoute(self._control, worker=self._membership.index, seq=seq, gserver=admission.gserver)
         try:
-            group = await self._maker.make(seq, route)
+            group = await self._maker.make(seq, route, gate.before_scoring if gate is not None else None)
             if self._config.rollout.drop_uniform_groups and bool((group.rewards == group.rewards[0]).all()):
                 await self._drop_uniform(seq, float(group.rewards[0]))
-                return
+                return False
             with self._activity.pushing():
                 await self._pusher.push(group)
         except RewardError as error:
@@ -158,6 +187,8 @@ class RolloutWorker:
         else:
             self._failures_in_a_row = self._uniform_in_a_row = 0
             self._activity.done(mean_reward=float(group.rewards.mean()))
+            return True
+        return False
 
     async def _drop_uniform(self, seq: int, reward: float) -> None:
         """Give the group's place back; warn when nothing else comes any more, for then training stands still."""

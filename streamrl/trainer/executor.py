@@ -11,34 +11,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 
-from streamrl.config import TrainerConfig
+from streamrl.config import Config, TrainerConfig
 from streamrl.trainer.assembly import layout_of
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Trained, TrainStep
+from streamrl.trainer.generation import Generation
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.holdings import Holdings, Shares
 from streamrl.trainer.hooks import DataTransfer, Hook, ParamRealloc
 from streamrl.trainer.redistributor import Plan, concerning
+from streamrl.trainer.span import Span
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
-
-Reply = TypeVar("Reply")
-
-
-class Span(msgspec.Struct, frozen=True):
-    """What one MFC took."""
-
-    name: str
-    begin: float
-    """Seconds since the epoch."""
-    end: float
-    compute_seconds: float
-    """Of that, computing on the slowest worker."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -127,8 +115,9 @@ class FunctionExecutor:
         channel: RequestChannel[object],
         holdings: Holdings,
         former: BatchFormer,
-        trainer: TrainerConfig,
+        config: Config,
     ) -> None:
+        trainer = config.trainer
         self._graph = graph
         self._buffer = buffer
         self._holdings = holdings
@@ -138,6 +127,7 @@ class FunctionExecutor:
             for source in ("arrivals", "batch")
             for mfc in graph.reading(source)
         }
+        self._generation = Generation(graph, channel=channel, config=config) if graph.of_rollout else None
         self._spans: list[Span] = []
 
     async def load_data(self, metas: Sequence[SampleMeta]) -> None:
@@ -155,6 +145,11 @@ class FunctionExecutor:
         async with asyncio.TaskGroup() as tasks:
             for mfc in self._graph.reading("arrivals"):
                 tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
+
+    async def generate(self, groups: int, *, formed: asyncio.Event) -> None:
+        """In a synchronous graph: have a batch made, and no more once it is `formed`."""
+        if self._generation is not None:
+            self._spans += await self._generation.make(groups, formed=formed)
 
     async def execute_step(self, batch: Sequence[SampleMeta], *, policy_version: int) -> StepResult:
         """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given."""

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from streamrl import trainer_config
 from streamrl.config import AlgorithmConfig, Config
 from streamrl.errors import ConfigError
 from streamrl.trainer.hooks import Hook, Offload, ParamRealloc
@@ -119,9 +120,9 @@ def graph_of(config: Config) -> Graph:
     neural = config.reward_model.path is not None
     stream_keys = GENERATED_KEYS if neural else STREAM_KEYS
     match config.trainer.graph:
-        case "asynchronous":
+        case trainer_config.ASYNCHRONOUS:
             mfcs = downstream(config)
-        case "synchronous":
+        case trainer_config.SYNCHRONOUS:
             mfcs = [*upstream(config), *downstream(config)]
         case name:
             mfcs = _users(name, config)
@@ -214,4 +215,7 @@ def _users(name: str, config: Config) -> list[MFC]:
         ) from error
     if not isinstance(found, list) or not all(isinstance(mfc, MFC) for mfc in found):
         raise ConfigError(f"{name} answered {type(found).__name__}; it has to answer a list of MFC")
+    for mfc in found:
+        if mfc.role == ROLLOUT:
+            raise ConfigError(f"{name}: {mfc.name} is for rollout workers, which only the synchronous graph directs")
     return found

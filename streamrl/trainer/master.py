@@ -42,14 +42,16 @@ from streamrl.trainer.calls import (
     WorkerSpec,
 )
 from streamrl.trainer.evaluations import EvaluationDesk
-from streamrl.trainer.executor import FunctionExecutor, Span, StepResult
+from streamrl.trainer.executor import FunctionExecutor, StepResult
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.settlement import Settlement
+from streamrl.trainer.span import Span
 from streamrl.trainer_config import role_config
 from streamrl.transport.control import ControlClient, FinishRun, StepReport
+from streamrl.transport.directing import name_on_channel
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
@@ -117,7 +119,7 @@ class Master:
         self._holdings = Holdings(stream_keys=self._graph.stream_keys)
         self._settlement = Settlement(client)
         self._channel: RequestChannel[Stored] = RequestChannel(
-            host=config.stream.host, notice_type=Stored, on_notice=self._on_stored
+            host=config.stream.host, notice_type=Stored, on_notice=self._on_stored, name_of=name_on_channel
         )
         self._executor = FunctionExecutor(
             graph=self._graph,
@@ -125,7 +127,7 @@ class Master:
             channel=self._channel,  # type: ignore[arg-type]
             holdings=self._holdings,
             former=self._former,
-            trainer=config.trainer,
+            config=config,
         )
         if config.run.resume_from is not None:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
@@ -282,7 +284,12 @@ class Master:
     async def _step(self) -> None:
         version = self.policy_version
         begin = time.time()
-        batch = await self._form_batch(version)
+        formed_batch = asyncio.Event()
+        async with asyncio.TaskGroup() as making:
+            wanted = self._config.trainer.batch_groups
+            making.create_task(self._executor.generate(wanted, formed=formed_batch), name="generation")
+            batch = await self._form_batch(version)
+            formed_batch.set()
         formed = time.time()
         result = await self._executor.execute_step(batch, policy_version=version)
         seqs = [meta.seq for meta in batch]

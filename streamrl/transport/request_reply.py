@@ -73,6 +73,7 @@ class RequestChannel(Generic[Notice]):
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started anew takes its name over
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,78 @@
+"""Whole runs of other graphs than the default: synchronous PPO with a critic, a reward model, the user's own."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from streamrl import config as configuration
+from streamrl.models import initial_checkpoint
+from streamrl.trainer.backends.files import export
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
+
+SMALL = {"run__total_train_steps": 3, "trainer__batch_groups": 8, "rollout__group_size": 4}
+
+
+def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
+    settings = overrides(
+        tmp_path,
+        "ppo",
+        **SMALL,
+        trainer__graph="synchronous",
+        staleness__max_staleness=0,
+        rollout__workers=2,
+        trainer__data_parallel=2,
+        trainer__shard="true",
+        trainer__offload='["ref"]',
+        algorithm__advantage="gae",
+        algorithm__kl_coef=0.05,
+        algorithm__kl_in="reward",
+        algorithm__kl_estimator="k1",
+        algorithm__ref_update_every=2,
+        algorithm__minibatches=2,
+        critic__lr=1e-3,
+    )
+    run(COPY_SCRATCH, settings)
+    assert_exactly_once(tmp_path / "ppo")
+    assert summary(tmp_path / "ppo")["oldest_token_age"] == 0
+    made = steps(tmp_path / "ppo")
+    assert len(made) == 3
+    for step in made:
+        began = {name: begin for name, begin, _ in step["spans"]}
+        calls = ["actor_gen", "rew_inf", "ref_inf", "actor_inf", "critic_inf", "critic_train", "actor_train"]
+        assert began.keys() >= set(calls)
+        assert began["actor_gen"] < began["rew_inf"] < began["actor_inf"] < began["actor_train"]
+        assert step["metrics"]["critic/loss"] > 0
+        assert step["metrics"]["logprob_diff_max"] < 1e-3
+    kept = tmp_path / "ppo" / "checkpoints" / "final"
+    for folder in (kept, kept / "critic", kept / "ref"):
+        assert (folder / "model.safetensors").is_file()
+    first = load_file(initial_checkpoint(configuration.load(COPY_SCRATCH, settings)) / "model.safetensors")
+    last, reference = (load_file(folder / "model.safetensors") for folder in (kept, kept / "ref"))
+    for name, weight in reference.items():  # it became version 2, and the policy has made a step since
+        assert not torch.equal(weight, first[name])
+        assert not torch.equal(weight, last[name])
+
+
+def reward_model(folder, run_settings):
+    """A scratch policy turned into a judge with a random head."""
+    base = initial_checkpoint(configuration.load(COPY_SCRATCH, run_settings))
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    folder.mkdir()
+    export(folder, model.named_parameters(), source=base, scalar_head=True, write=True)
+    return folder
+
+
+def test_a_reward_model_scores_and_a_users_function_gives_advantages(tmp_path):
+    settings = overrides(tmp_path, "judged", **SMALL, trainer__graph="tests.trainer.test_graph:users_graph")
+    judge = reward_model(tmp_path / "judge", settings)
+    run(COPY_SCRATCH, [*settings, f"reward_model.path={judge}"])
+    assert_exactly_once(tmp_path / "judged")
+    for step in steps(tmp_path / "judged"):
+        assert {"rew_inf", "length_penalty", "actor_train"} <= {name for name, _, _ in step["spans"]}
+        assert step["metrics"]["reward_std"] > 0  # no verifier ran: these are the model's
+        assert step["metrics"]["reward_mean"] not in (0.0, 1.0)
+        assert step["metrics"]["grad_norm"] > 0

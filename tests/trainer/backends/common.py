@@ -5,9 +5,11 @@ The reference is independent: a loop over single sequences, with torch's own Ada
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,18 @@ def loss_of(groups: Sequence[TrajectoryGroup], micros: Sequence[MicroBatch]) -> 
     return loss
 
 
+@cache
+def _load(folder: Path) -> Any:
+    kind = LlamaForSequenceClassification if folder.name == SCALAR else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
 class Reference:
     """The model in transformers, one sequence at a time, and torch's AdamW."""
 
     def __init__(self, folder: Path) -> None:
         self.scalar = folder.name == SCALAR
-        kind = LlamaForSequenceClassification if self.scalar else AutoModelForCausalLM
-        self.model = kind.from_pretrained(folder, dtype=torch.float32)
+        self.model = copy.deepcopy(_load(folder))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=LR,
@@ -200,15 +207,19 @@ class Checks:
         self._data = layout.coordinates(rank).data
         self._barrier = barrier
 
-    def all(self, *, shard: bool) -> None:
-        """Everything."""
-        for kind in [*KINDS, SCALAR]:
-            self.model_equals_reference(kind, shard=shard)
-        self.nan_changes_nothing(shard=shard)
+    def all(self, kinds: Sequence[str], *, sharded: int) -> None:
+        """Everything, for `kinds`; every second model shards its optimizer, beginning with number `sharded`."""
+        alive = self._make(make_spec(self._models / "odd", lr=None), self._layout)  # models share a process
+        for number, kind in enumerate(kinds):
+            self.model_equals_reference(kind, shard=number % 2 == sharded)
+        self.nan_changes_nothing(shard=bool(sharded))
         self.weights_are_checked()
-        self.inference_only()
-        self.recomputation_changes_nothing(shard=shard)
-        self.bfloat16_is_near(shard=shard)
+        self.offloaded_models_do_not_compute()
+        self.recomputation_changes_nothing(shard=not sharded)
+        for shard in (False, True):
+            self.bfloat16_is_near(shard=shard)
+        self._outputs_equal(alive, Reference(self._models / "odd"), share_prefix=True)
+        alive.close()
 
     def model_equals_reference(self, kind: str, *, shard: bool) -> None:
         """Outputs, gradients, and three steps."""
@@ -287,10 +298,14 @@ class Checks:
             model.load_weights({**weights, "model.norm.weight": torch.zeros(3)}.items())
         model.close()
 
-    def inference_only(self) -> None:
-        """A model without a learning rate."""
-        model = self._make(make_spec(self._models / "odd", lr=None), self._layout)
-        self._outputs_equal(model, Reference(self._models / "odd"), share_prefix=True)
+    def offloaded_models_do_not_compute(self) -> None:
+        """... until they are back."""
+        model = self._make(make_spec(self._models / "llama"), self._layout)
+        model.offload()
+        with pytest.raises(ModelError, match="onload"):
+            model.infer(micro_batches(make_groups()))
+        model.onload()
+        self._outputs_equal(model, Reference(self._models / "llama"), share_prefix=True)
         model.close()
 
     def recomputation_changes_nothing(self, *, shard: bool) -> None:

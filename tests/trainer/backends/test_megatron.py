@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.backends.common import Checks, save_models
+from streamrl.trainer.layout import Layout
+from tests.trainer.backends.common import KINDS, SCALAR, Checks, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 pytest.importorskip("megatron.core")
 
-LAYOUTS = {
-    1: [(1, 1, 1)],
-    2: [(1, 2, 1), (1, 1, 2), (2, 1, 1)],
-    4: [(1, 2, 2), (2, 2, 1), (2, 1, 2)],
+TP, PP, DP = Layout(tensor=2), Layout(pipeline=2), Layout(data=2)
+TP_PP, TP_DP, PP_DP = Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2), Layout(pipeline=2, data=2)
+ALL = [*KINDS, SCALAR]
+WORLDS = {
+    1: {Layout(): ALL},
+    2: {TP: ALL, PP: ALL, DP: ["llama_tied", "qwen2", "qwen3", SCALAR]},
+    4: {TP_PP: ["odd", "qwen3", "llama"], TP_DP: [SCALAR, "qwen2"], PP_DP: ["llama_tied", "qwen3"]},
 }
-"""Data, tensor, pipeline, by world size."""
+"""Layouts and the models that each is checked with, by world size."""
+HEAD_CHUNK = 16
+"""Small, so that several chunks make up the head's work."""
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +32,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _check_layouts(rank: int, models: Path, scratch: Path, sizes: list[tuple[int, int, int]]) -> None:
+def _check_layouts(rank: int, models: Path, scratch: Path, world: int) -> None:
     import torch.distributed as dist
 
+    from streamrl.trainer.backends.megatron import network
     from streamrl.trainer.backends.megatron.model import MegatronModel
-    from streamrl.trainer.layout import Layout
 
     def make(spec, layout):
         return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=TIMEOUT_SECONDS)
 
-    layouts = [Layout(*size) for size in sizes]
+    network.HEAD_CHUNK_TOKENS = HEAD_CHUNK
+    layouts = list(WORLDS[world])
     for number, layout in enumerate(layouts):
         checks = Checks(make, models=models, scratch=scratch, layout=layout, rank=rank, barrier=dist.barrier)
-        for shard in (False, True):
-            checks.all(shard=shard)
+        checks.all(WORLDS[world][layout], sharded=number % 2)
         other = layouts[(number + 1) % len(layouts)]
         checks.state_moves_to(other, shard=bool(number % 2), other_shard=not number % 2)
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_layouts_equal_transformers(tmp_path: Path, models: Path, world: int) -> None:
-    run_world(world, _check_layouts, models, tmp_path, LAYOUTS[world])
+    run_world(world, _check_layouts, models, tmp_path, world)

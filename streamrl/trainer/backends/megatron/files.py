@@ -16,6 +16,15 @@ from streamrl.errors import ModelError
 HEADER_ALIGNMENT = 8
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Of all tensors in one file; raises `ModelError` when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
 def read_tensors(
     paths: Iterable[Path], names: Iterable[str], *, absent: Callable[[str], Tensor | None] = lambda _: None
 ) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
-from streamrl.trainer.backends.megatron.files import read_tensors, write_tensors
+from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
@@ -165,11 +166,14 @@ class MegatronModel:
         except (OSError, msgspec.DecodeError) as error:
             raise ModelError(f"{folder / UPDATES_FILE} cannot be read: {error}") from error
         file = [folder / OPTIMIZER_FILE]
+        expected = {"step", *(f"{key}/{name}" for key in STATES for name in self._whole.shapes)}
+        if differing := tensor_names(file[0]) ^ expected:
+            raise ModelError(f"{file[0]} is of another model: {min(differing)} is only in one of the two")
         [(_, step)] = read_tensors(file, ["step"])
         for key in STATES:
             names = [f"{key}/{name}" for name in self._whole.own_names()]
             found = ((name.removeprefix(f"{key}/"), tensor) for name, tensor in read_tensors(file, names))
-            self._whole.scatter(found, lambda number, shard, key=key: self._store_state(number, key, shard))
+            self._whole.scatter(found, partial(self._store_state, key))
         for parameter in self._parameters:
             state = trainable.state(parameter)
             if state:
@@ -177,9 +181,10 @@ class MegatronModel:
         trainable.updates = updates
 
     def offload(self) -> None:
-        if self._offloaded is None and self._spec.device.type != "cpu":
-            tensors = [] if self._trainable is None else self._trainable.tensors()
-            self._offloaded = Offloaded([*self._parameters, *tensors])
+        if self._offloaded is not None:
+            return
+        tensors = [*self._parameters, *([] if self._trainable is None else self._trainable.tensors())]
+        self._offloaded = Offloaded(tensors if self._spec.device.type != "cpu" else [])
 
     def onload(self) -> None:
         if self._offloaded is not None:
@@ -277,7 +282,7 @@ class MegatronModel:
             start, end = self._range(parameter)
             master.data.copy_(shard.flatten()[start:end].view_as(master))
 
-    def _store_state(self, number: int, key: str, shard: Tensor) -> None:
+    def _store_state(self, key: str, number: int, shard: Tensor) -> None:
         parameter = self._parameters[number]
         state = self._trained().state(parameter)
         if state:

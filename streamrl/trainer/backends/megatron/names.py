@@ -24,8 +24,10 @@ SCORE = "score.weight"
 class Cut(Protocol):
     """How whole tensors become one shard for each tensor rank, and back."""
 
-    parallel_dim: int | None
-    """The dimension of the shard along which tensor ranks differ; None: they hold the same."""
+    @property
+    def parallel_dim(self) -> int | None:
+        """The dimension of the shard along which tensor ranks differ; None: they hold the same."""
+        ...
 
     def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """The shard of tensor rank `rank` of `size`."""
@@ -98,11 +100,11 @@ class QueryGroups(msgspec.Struct, frozen=True):
     parallel_dim: int | None = 0
 
     def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        grouped = [whole.unflatten(0, (self.groups, -1)).chunk(size)[rank] for whole in wholes]
+        grouped = [torch.unflatten(whole, 0, (self.groups, -1)).chunk(size)[rank] for whole in wholes]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        grouped = torch.cat(list(shards)).unflatten(0, (self.groups, -1))
+        grouped = torch.unflatten(torch.cat(list(shards)), 0, (self.groups, -1))
         rows = [self.queries * self.head_dim, self.head_dim, self.head_dim]
         return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
 
@@ -199,9 +201,7 @@ def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _interleaved(
-    weights: dict[str, tuple[int, ...]], biases: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _interleaved(weights: dict[str, tuple[int, ...]], biases: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Each bias after its weight, as modules list them."""
     pairs = zip(weights.items(), biases.items(), strict=True)
     return dict(item for pair in pairs for item in pair)

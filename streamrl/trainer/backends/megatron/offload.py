@@ -15,7 +15,7 @@ class Offloaded:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():
-            copy = torch.UntypedStorage(storage.nbytes())
+            copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             copy.copy_(storage)
             self._copies.append((storage, copy))
             storage.resize_(0)

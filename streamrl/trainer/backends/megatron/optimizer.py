@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.errors import TrainingError
@@ -102,7 +102,7 @@ class Trainable:
         master = self.master(parameter)
         if master is None:
             return {}
-        state = self._adam.state[master]
+        state: dict[str, Tensor] = self._adam.state[master]
         if not state:
             state["step"] = torch.tensor(0.0, device=master.device)
             for name in STATES:

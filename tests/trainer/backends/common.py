@@ -231,7 +231,7 @@ class Checks:
             self._outputs_equal(model, reference, share_prefix=share_prefix)
         gradients = {}
         for step in range(3):
-            groups = make_groups(step)
+            groups = make_groups(step, count=3 if step < 2 else 1)  # in the end some ranks have nothing at all
             if step == 0:
                 gradients = reference.gradients(groups)
             norm, lr = reference.step(groups)
@@ -247,7 +247,7 @@ class Checks:
         model.close()
 
     def step(self, model: ParallelModel, groups: Sequence[TrajectoryGroup]) -> Any:
-        """An update by `groups`, in two calls of accumulate; with three ranks or more, some have no data."""
+        """An update by `groups`, in two calls of accumulate."""
         called = []
         for part in (groups[:2], groups[2:]):
             self.accumulate(model, part)

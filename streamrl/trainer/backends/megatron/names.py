@@ -106,7 +106,7 @@ class QueryGroups(msgspec.Struct, frozen=True):
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         grouped = torch.unflatten(torch.cat(list(shards)), 0, (self.groups, -1))
         rows = [self.queries * self.head_dim, self.head_dim, self.head_dim]
-        return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
+        return [part.flatten(0, 1) for part in torch.split(grouped, rows, dim=1)]
 
 
 class Weight(msgspec.Struct, frozen=True):

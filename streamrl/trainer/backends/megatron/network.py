@@ -184,12 +184,13 @@ class Network(LanguageModule):  # type: ignore[misc]
         if self._spec.head == "scalar":
             values = self.score(states)[:, 0].float()
             return Output(values=values, entropy=torch.zeros_like(values))
-        chunks = list(
-            zip(torch.split(states, HEAD_CHUNK_TOKENS), torch.split(batch.targets, HEAD_CHUNK_TOKENS), strict=True)
-        )
-        if len(chunks) == 1:
+        chunks = [torch.split(tensor, HEAD_CHUNK_TOKENS) for tensor in (states, batch.targets)]
+        if len(chunks[0]) == 1:
             return Output(*self._predict(states, batch.targets))
-        parts = [checkpoint(self._predict, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        parts = [
+            checkpoint(self._predict, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*chunks, strict=True)
+        ]
         return Output(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

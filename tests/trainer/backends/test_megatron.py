@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.trainer.layout import Layout
-from tests.trainer.backends.common import KINDS, SCALAR, Checks, save_models
+from tests.trainer.backends.common import Checks
+from tests.trainer.backends.reference import KINDS, SCALAR, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 pytest.importorskip("megatron.core")

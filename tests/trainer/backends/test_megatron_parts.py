@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.errors import ModelError
 from streamrl.trainer.layout import Layout
-from tests.trainer.backends.common import KINDS, save_models
+from tests.trainer.backends.reference import KINDS, save_models
 
 pytest.importorskip("megatron.core")
 

@@ -1,0 +1,300 @@
+"""`ParallelModel` by Megatron Core: this rank's part of a model spread over a layout.
+
+Owns the network, its gradients and its optimizer, and a communicator for moving whole weights.
+Invariant: gradients are summed, over micro-batches and data-parallel ranks, and never divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from streamrl.errors import ModelError
+from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
+from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
+from streamrl.trainer.backends.megatron.groups import layout_groups
+from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
+from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
+from streamrl.trainer.backends.megatron.offload import Offloaded
+from streamrl.trainer.backends.megatron.optimizer import STATES, Trainable
+from streamrl.trainer.backends.megatron.shape import read_shape
+from streamrl.trainer.backends.megatron.whole import WholeTensors
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.packing import MicroBatch
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+UPDATES_FILE = "updates.json"
+
+
+class _Updates(msgspec.Struct, frozen=True):
+    """What is no tensor of the optimizer's state."""
+
+    updates: int
+
+
+class MegatronModel:
+    """One rank's part. All ranks of the default process group make theirs at the same time."""
+
+    def __init__(self, spec: ModelSpec, *, layout: Layout, rank: int, timeout_seconds: float) -> None:
+        """Load the first weights from `spec.folder`. Collective over the default group, of `layout.world` ranks.
+
+        Raises `ModelError` when the model, or the way to spread it, is not supported.
+        """
+        self._shape = read_shape(spec.folder)
+        self._shape.check(layout)
+        if spec.offload_optimizer and spec.device.type != "cpu":
+            raise ModelError("the megatron backend cannot keep the optimizer on the CPU: set offload_optimizer = false")
+        if dist.get_world_size() != layout.world:
+            raise ModelError(f"{layout} needs {layout.world} ranks, but there are {dist.get_world_size()}")
+        self._spec = spec
+        self._layout = layout
+        self._place = layout.coordinates(rank)
+        self._offloaded: Offloaded | None = None
+        stages = [
+            stage_weights(self._shape, spec.head, stage=stage, stages=layout.pipeline)
+            for stage in range(layout.pipeline)
+        ]
+        self._groups = layout_groups(layout, timeout_seconds=timeout_seconds)
+        with self._groups.active():
+            network = self._build()
+            named = dict(network.named_parameters())
+            self._parameters: list[Tensor] = [named[weight.parameter] for weight in stages[self._place.pipeline]]
+            for weight, parameter in zip(stages[self._place.pipeline], self._parameters, strict=True):
+                _mark(parameter, weight.cut.parallel_dim)
+            self._trainable = None
+            self._module: Any = network
+            if spec.lr is not None:
+                self._trainable = Trainable(network, network.config, spec, peak_lr=spec.lr)
+                self._module = self._trainable.ddp
+        self._transfers = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+        self._whole = WholeTensors(
+            stages,
+            layout=layout,
+            rank=rank,
+            device=spec.device,
+            group=self._transfers,
+            ranges=[self._contribution(parameter) for parameter in self._parameters],
+        )
+        self._load_first()
+
+    @property
+    def hidden_size(self) -> int:
+        return self._shape.hidden_size
+
+    @property
+    def gives_output(self) -> bool:
+        return self._place.pipeline == self._layout.pipeline - 1
+
+    def infer(self, micros: Sequence[MicroBatch]) -> list[Output] | None:
+        with torch.no_grad():
+            outputs = self._run(micros, None)
+        return outputs if self.gives_output else None
+
+    def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
+        self._trained()
+        self._run(micros, loss)
+
+    def update(self, before_update: Callable[[], None]) -> Update:
+        trainable = self._trained()
+        with self._computing():
+            return trainable.update(before_update)
+
+    def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return list(self._whole.shapes.items())
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_onloaded()
+
+        def piece(number: int) -> Tensor:
+            master = self._master(self._parameters[number])
+            assert master is not None  # only what this rank contributes is asked for
+            return master.detach().flatten().float()
+
+        yield from self._whole.gather(piece)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._check_onloaded()
+        seen: set[str] = set()
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                seen.add(name)
+                yield name, tensor
+
+        self._whole.scatter(noted(), self._store_weight)
+        missing = [name for name in self._whole.shapes if name not in seen]
+        if missing:
+            raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
+
+    def save_state(self, folder: Path) -> None:
+        trainable = self._trained()
+        self._check_onloaded()
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            yield "step", torch.tensor(float(trainable.updates))
+            for key in STATES:
+
+                def piece(number: int, key: str = key) -> Tensor:
+                    return trainable.state(self._parameters[number])[key].flatten()
+
+                for name, tensor in self._whole.gather(piece):
+                    yield f"{key}/{name}", tensor
+
+        if self._place != self._layout.coordinates(0):
+            for _ in tensors():
+                pass
+            return
+        shapes = [(f"{key}/{name}", shape) for key in STATES for name, shape in self._whole.shapes.items()]
+        write_tensors(folder / OPTIMIZER_FILE, [("step", ()), *shapes], tensors())
+        (folder / UPDATES_FILE).write_bytes(msgspec.json.encode(_Updates(updates=trainable.updates)))
+
+    def load_state(self, folder: Path) -> None:
+        trainable = self._trained()
+        self._check_onloaded()
+        try:
+            updates = msgspec.json.decode((folder / UPDATES_FILE).read_bytes(), type=_Updates).updates
+        except (OSError, msgspec.DecodeError) as error:
+            raise ModelError(f"{folder / UPDATES_FILE} cannot be read: {error}") from error
+        file = [folder / OPTIMIZER_FILE]
+        expected = {"step", *(f"{key}/{name}" for key in STATES for name in self._whole.shapes)}
+        if differing := tensor_names(file[0]) ^ expected:
+            raise ModelError(f"{file[0]} is of another model: {min(differing)} is only in one of the two")
+        [(_, step)] = read_tensors(file, ["step"])
+        for key in STATES:
+            names = [f"{key}/{name}" for name in self._whole.own_names()]
+            found = ((name.removeprefix(f"{key}/"), tensor) for name, tensor in read_tensors(file, names))
+            self._whole.scatter(found, partial(self._store_state, key))
+        for parameter in self._parameters:
+            state = trainable.state(parameter)
+            if state:
+                state["step"].fill_(float(step))
+        trainable.updates = updates
+
+    def offload(self) -> None:
+        if self._offloaded is not None:
+            return
+        tensors = [*self._parameters, *([] if self._trainable is None else self._trainable.tensors())]
+        self._offloaded = Offloaded(tensors if self._spec.device.type != "cpu" else [])
+
+    def onload(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.bring_back()
+            self._offloaded = None
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._transfers)
+        self._groups.release()
+
+    def _build(self) -> Any:
+        """The network of this stage, on the device, with no weights yet."""
+        if self._spec.device.type == "cuda":
+            torch.cuda.set_device(self._spec.device)
+        network = Network(
+            transformer_config(self._shape, self._spec, self._layout),
+            self._shape,
+            self._spec,
+            first=self._place.pipeline == 0,
+            last=self.gives_output,
+        )
+        network.to(device=self._spec.device, dtype=self._spec.dtype)
+        return network.requires_grad_(self._spec.lr is not None)
+
+    def _load_first(self) -> None:
+        """The weights of the checkpoint; a scalar head that it has none of starts at zero."""
+
+        def absent(name: str) -> Tensor | None:
+            return torch.zeros(1, self._shape.hidden_size) if name == SCORE else None
+
+        files = self._spec.folder.glob("*.safetensors")
+        self._whole.scatter(read_tensors(files, self._whole.own_names(), absent=absent), self._store_weight)
+
+    def _run(self, micros: Sequence[MicroBatch], loss: LossOf | None) -> list[Output]:
+        """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
+        outputs: list[Output] = []
+        if not micros:
+            return outputs
+        nothing = torch.zeros((), dtype=torch.int, device=self._spec.device)
+
+        def step(batches: Iterator[tuple[int, MicroBatch]], module: Any) -> tuple[Tensor | Output, Callable[..., Any]]:
+            number, micro = next(batches)
+
+            def finish(output: Output, non_loss_data: bool = False) -> Any:
+                if loss is None:
+                    outputs.append(output)
+                    return None
+                value = loss(number, output)
+                if not value.requires_grad:  # nothing to learn here, but the stages before wait for a gradient
+                    value = value + output.values[:0].sum()
+                return value, nothing, {}
+
+            return module(to_batch(micro, self._shape, self._spec.device)), finish
+
+        with self._computing():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(enumerate(micros)),
+                model=[self._module],
+                num_microbatches=len(micros),
+                seq_length=micros[0].input_ids.shape[1],
+                micro_batch_size=micros[0].input_ids.shape[0],
+                forward_only=loss is None,
+                collect_non_loss_data=loss is None,
+            )
+        return outputs
+
+    def _trained(self) -> Trainable:
+        if self._trainable is None:
+            raise ModelError(f"the model of {self._spec.folder} is not trained: it was built without a learning rate")
+        return self._trainable
+
+    def _computing(self) -> AbstractContextManager[None]:
+        self._check_onloaded()
+        return self._groups.active()
+
+    def _check_onloaded(self) -> None:
+        if self._offloaded is not None:
+            raise ModelError(f"the model of {self._spec.folder} is offloaded; call onload() before it computes")
+
+    def _contribution(self, parameter: Tensor) -> tuple[int, int]:
+        """Which elements of `parameter` this rank gives when it is gathered."""
+        if self._trainable is not None and self._spec.shard:
+            return self._trainable.own_range(parameter)
+        return (0, parameter.numel()) if self._place.data == 0 else (0, 0)
+
+    def _master(self, parameter: Tensor) -> Tensor | None:
+        return parameter if self._trainable is None else self._trainable.master(parameter)
+
+    def _store_weight(self, number: int, shard: Tensor) -> None:
+        parameter = self._parameters[number]
+        master = self._master(parameter)
+        parameter.data.copy_(shard)
+        if master is not None and master is not parameter:
+            start, end = self._range(parameter)
+            master.data.copy_(shard.flatten()[start:end].view_as(master))
+
+    def _store_state(self, key: str, number: int, shard: Tensor) -> None:
+        parameter = self._parameters[number]
+        state = self._trained().state(parameter)
+        if state:
+            start, end = self._range(parameter)
+            state[key].copy_(shard.flatten()[start:end].view_as(state[key]))
+
+    def _range(self, parameter: Tensor) -> tuple[int, int]:
+        return (0, parameter.numel()) if self._trainable is None else self._trainable.own_range(parameter)
+
+
+def _mark(parameter: Any, parallel_dim: int | None) -> None:
+    """Tell Megatron whether tensor ranks hold different parts: it counts the others once in the gradient norm."""
+    parameter.tensor_model_parallel = parallel_dim is not None
+    parameter.partition_dim = -1 if parallel_dim is None else parallel_dim
+    parameter.partition_stride = 1

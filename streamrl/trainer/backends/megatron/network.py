@@ -1,0 +1,208 @@
+"""One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
+
+Rows of a micro-batch are trees of siblings, so attention and rotary positions are our own. The
+head is computed at the predicted positions alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.backends.megatron.distribution import token_distribution
+from streamrl.trainer.backends.megatron.shape import ModelShape
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.packing import MicroBatch, attention_mask
+
+HEAD_CHUNK_TOKENS = 1024
+"""Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""
+
+
+class Batch(NamedTuple):
+    """A micro-batch on the device."""
+
+    input_ids: Tensor
+    """`[rows, length]`."""
+    rotation: Tensor
+    """`[length, rows, 1, head_dim]` float32: the rotary angles of each token."""
+    mask: Tensor | None
+    """`[rows, 1, length, length]`, True where a token sees another; None: it sees those before it."""
+    columns: Tensor
+    rows: Tensor
+    targets: Tensor
+    """`[predicted]`: where the predictors are, and the token ids that they predict."""
+
+
+def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device) -> Batch:
+    """`micro` on `device`."""
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return Batch(
+        input_ids=tensor(micro.input_ids),
+        rotation=shape.rotation(tensor(micro.position_ids)),
+        mask=tensor(attention_mask(micro.branch)) if micro.branched else None,
+        columns=tensor(micro.column_index),
+        rows=tensor(micro.row_index),
+        targets=tensor(micro.target_ids),
+    )
+
+
+def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> Any:
+    """The model in Megatron's words."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.rms_norm_eps,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
+        bf16=spec.dtype == torch.bfloat16,
+        params_dtype=spec.dtype,
+        pipeline_dtype=spec.dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        calculate_per_token_loss=True,  # else Megatron divides the loss and averages over data-parallel ranks
+        recompute_granularity="full" if spec.gradient_checkpointing else None,
+        recompute_method="uniform" if spec.gradient_checkpointing else None,
+        recompute_num_layers=1 if spec.gradient_checkpointing else None,
+    )
+
+
+class TreeAttention(torch.nn.Module):
+    """Attention of Megatron's layers by torch's `scaled_dot_product_attention`: causal, or by the batch's mask."""
+
+    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        """`[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if attention_mask is not None and query.shape[1] != key.shape[1]:
+            # the fast kernels take either a mask or fewer key than query heads
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        mixed = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            scale=self._scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Network(LanguageModule):  # type: ignore[misc]
+    """The stage of the pipeline rank that makes it; its weights hold nothing yet."""
+
+    def __init__(self, config: Any, shape: ModelShape, spec: ModelSpec, *, first: bool, last: bool) -> None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(config=config, pg_collection=groups)
+        padded = -(-shape.vocabulary // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
+        self.pre_process = first
+        self.post_process = last
+        self.share_embeddings_and_output_weights = shape.tied and spec.head == "tokens"
+        self.model_type = ModelType.encoder_or_decoder
+        self._spec = spec
+        if first:
+            self.embedding = LanguageModelEmbedding(
+                config, padded, max_sequence_length=0, position_embedding_type="rope", tp_group=groups.tp
+            )
+        layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        self.decoder = TransformerBlock(config, layer, pre_process=first, post_process=last, pg_collection=groups)
+        if last and spec.head == "scalar":
+            self.score = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=spec.dtype)
+        elif last:
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                shape.hidden_size,
+                padded,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=first and shape.tied,
+                tp_group=groups.tp,
+            )
+            self._first_id = groups.tp.rank() * (padded // groups.tp.size())
+            self._ids = min(padded // groups.tp.size(), shape.vocabulary - self._first_id)
+        if spec.head == "tokens" and (first or last):
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take over what the stage before sent; called by Megatron's schedules."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def forward(self, batch: Batch) -> Tensor | Output:
+        """`[length, rows, hidden]` for the next stage; from the last, its output."""
+        embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
+        hidden = self.decoder(hidden_states=embedded, attention_mask=batch.mask, rotary_pos_emb=batch.rotation)
+        if not self.post_process:
+            assert isinstance(hidden, Tensor)
+            return hidden
+        states = hidden[batch.columns, batch.rows]
+        if len(states) == 0:
+            nothing = states.sum(-1).float()
+            return Output(values=nothing, entropy=torch.zeros_like(nothing))
+        if self._spec.head == "scalar":
+            values = self.score(states)[:, 0].float()
+            return Output(values=values, entropy=torch.zeros_like(values))
+        chunks = [torch.split(tensor, HEAD_CHUNK_TOKENS) for tensor in (states, batch.targets)]
+        if len(chunks[0]) == 1:
+            return Output(*self._predict(states, batch.targets))
+        parts = [
+            checkpoint(self._predict, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*chunks, strict=True)
+        ]
+        return Output(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of `targets` and entropies after `states`, `[tokens, hidden]`."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(states, weight=weight)
+        return token_distribution(
+            logits,
+            targets,
+            first=self._first_id,
+            count=self._ids,
+            temperature=self._spec.temperature,
+            entropy_gradient=self._spec.entropy_gradient,
+            group=self.tp_group,
+        )

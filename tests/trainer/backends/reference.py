@@ -1,0 +1,180 @@
+"""The independent reference of the parallel models' tests: transformers, one sequence at a time, in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from streamrl.config import OptimizerConfig
+from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.packing import MicroBatch, pack
+from streamrl.trainer.schedule import learning_rate
+from streamrl.types import TrajectoryGroup
+from tests.trainer.models import SHAPE, random_group
+
+SMALL: dict[str, Any] = {**SHAPE, "initializer_range": 0.1}
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "llama_tied": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SMALL,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        )
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),
+    # a vocabulary that two tensor ranks cannot share evenly
+    "odd": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": 49}, tie_word_embeddings=True)),
+}
+SCALAR = "scalar"
+TEMPERATURE = 0.7
+ENTROPY = 0.3
+"""Coefficient of the entropy in the test's loss."""
+# a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
+OPTIMIZER = OptimizerConfig(grad_clip=0.5, eps=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=1)
+LR = 1e-2
+UPDATES = 6
+
+
+def save_models(folder: Path) -> None:
+    """One checkpoint for each kind, and one with a scalar head."""
+    for seed, (kind, make) in enumerate(KINDS.items()):
+        torch.manual_seed(seed)
+        model = make()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # else norms are one and biases zero everywhere
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+        model.save_pretrained(folder / kind)
+    LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=1)).save_pretrained(folder / SCALAR)
+
+
+def make_spec(folder: Path, **changes: Any) -> ModelSpec:
+    """A trained model of `folder`, in float32 on the CPU."""
+    settings: dict[str, Any] = {
+        "folder": folder,
+        "head": "tokens",
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "temperature": TEMPERATURE,
+        "entropy_gradient": True,
+        "lr": LR,
+        "optimizer": OPTIMIZER,
+        "total_updates": UPDATES,
+    }
+    return ModelSpec(**{**settings, **changes})
+
+
+def make_groups(step: int = 0, count: int = 3) -> list[TrajectoryGroup]:
+    """Groups of several lengths, some with feedback tokens."""
+    rng = np.random.default_rng(step)
+    return [random_group(10 * step + i, rng, prompt=3 + 2 * i, gaps=i % 2 == 1) for i in range(count)]
+
+
+def micro_batches(
+    groups: Sequence[TrajectoryGroup], *, share_prefix: bool = True, max_tokens: int = 60
+) -> list[MicroBatch]:
+    return pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=32)
+
+
+def token_weights(group: TrajectoryGroup) -> Tensor:
+    """How the test's loss weighs the tokens of `group`, packed."""
+    return torch.from_numpy(np.random.default_rng(group.seq).normal(size=group.tokens).astype(np.float32))
+
+
+def loss_of(groups: Sequence[TrajectoryGroup], micros: Sequence[MicroBatch]) -> Callable[[int, Output], Tensor]:
+    weights = [token_weights(group) for group in groups]
+
+    def loss(number: int, output: Output) -> Tensor:
+        micro = micros[number]
+        own = torch.stack([weights[g][t] for g, t in zip(micro.group_index, micro.target_index, strict=True)])
+        return (output.values * own).sum() + ENTROPY * output.entropy.sum()
+
+    return loss
+
+
+@cache
+def _load(folder: Path) -> Any:
+    kind = LlamaForSequenceClassification if folder.name == SCALAR else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+class Reference:
+    """The model in transformers, one sequence at a time, and torch's AdamW."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scalar = folder.name == SCALAR
+        self.model = copy.deepcopy(_load(folder))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LR,
+            betas=OPTIMIZER.betas,
+            eps=OPTIMIZER.eps,
+            weight_decay=OPTIMIZER.weight_decay,
+        )
+        self.steps = 0
+
+    def predict(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
+        """Packed values and entropies; those of the first token of each sequence are zero."""
+        values, entropies = [], []
+        for end, length in zip(np.cumsum(group.seqlens), group.seqlens, strict=True):
+            ids = torch.from_numpy(group.packed_input_ids[end - length : end].astype(np.int64))
+            if self.scalar:
+                unit = self.model.score(self.model.model(ids[None]).last_hidden_state)[0, :, 0]
+                values.append(torch.cat([torch.zeros(1), unit[:-1]]))
+                entropies.append(torch.zeros(len(ids)))
+                continue
+            logits = self.model(ids[None]).logits[0] / TEMPERATURE
+            own = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+            values.append(torch.cat([torch.zeros(1), own]))
+            entropy = torch.distributions.Categorical(logits=logits[:-1]).entropy()
+            entropies.append(torch.cat([torch.zeros(1), entropy]))
+        return torch.cat(values), torch.cat(entropies)
+
+    def gradients(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Tensor]:
+        """Of the test's loss over all `groups`; they stay in the parameters."""
+        self.optimizer.zero_grad()
+        loss = torch.zeros(())
+        for group in groups:
+            values, entropies = self.predict(group)
+            sampled = torch.from_numpy(group.packed_loss_mask)
+            loss = loss + (values * token_weights(group))[sampled].sum() + ENTROPY * entropies[sampled].sum()
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
+
+    def step(self, groups: Sequence[TrajectoryGroup]) -> tuple[float, float]:
+        """One optimizer step; its gradient norm and learning rate."""
+        self.gradients(groups)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip))
+        lr = learning_rate(self.steps, peak=LR, config=OPTIMIZER, total_steps=UPDATES)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        self.steps += 1
+        return norm, lr
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}

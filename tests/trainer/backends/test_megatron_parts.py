@@ -1,0 +1,209 @@
+"""The Megatron backend's parts that need no process group but their own: names, shapes, files, memory, head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from streamrl.errors import ModelError
+from streamrl.trainer.layout import Layout
+from tests.trainer.backends.reference import KINDS, save_models
+
+pytest.importorskip("megatron.core")
+
+from streamrl.trainer.backends.megatron.distribution import token_distribution
+from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
+from streamrl.trainer.backends.megatron.names import (
+    Columns,
+    QueryGroups,
+    Replicated,
+    Stacked,
+    Vocabulary,
+    stage_weights,
+    whole_shapes,
+)
+from streamrl.trainer.backends.megatron.offload import Offloaded
+from streamrl.trainer.backends.megatron.shape import read_shape
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def check_round_trip(cut, wholes: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    shards = [cut.split(wholes, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    found = cut.join(shards)
+    assert all(torch.equal(a, b) for a, b in zip(found, wholes, strict=True))
+    return shards
+
+
+@given(size=st.integers(1, 4), times=st.integers(1, 3), columns=st.integers(1, 3), rows=st.integers(1, 30))
+def test_cuts_can_be_put_together_again(size: int, times: int, columns: int, rows: int) -> None:
+    check_round_trip(Replicated(), [numbered(rows)], size)
+    check_round_trip(Columns(), [numbered(rows, size * times)], size)
+    check_round_trip(Stacked(), [numbered(size * times, columns), -numbered(size * times, columns)], size)
+    shards = check_round_trip(Vocabulary(rows=rows), [numbered(rows, columns) + 1], size)
+    assert int((torch.cat(shards) == 0).all(1).sum()) == -rows % size
+
+
+@given(
+    size=st.integers(1, 3),
+    times=st.integers(1, 2),
+    queries=st.integers(1, 3),
+    head_dim=st.integers(1, 4),
+    bias=st.booleans(),
+)
+def test_query_groups_stay_together(size: int, times: int, queries: int, head_dim: int, bias: bool) -> None:
+    groups = size * times
+    columns = () if bias else (2,)
+    # each row says which head it belongs to: queries 0, 1, ...; keys 1000, ...; values 2000, ...
+    wholes = []
+    for heads, first in ((groups * queries, 0), (groups, 1000), (groups, 2000)):
+        numbers = torch.arange(heads).repeat_interleave(head_dim) + first
+        wholes.append(numbers.reshape(-1, *(1 for _ in columns)).expand(-1, *columns).float())
+    cut = QueryGroups(groups=groups, queries=queries, head_dim=head_dim)
+    shards = check_round_trip(cut, wholes, size)
+    heads = torch.cat(shards).reshape(groups, queries + 2, head_dim, -1)[:, :, 0, 0].tolist()
+    assert heads == [
+        [*range(group * queries, (group + 1) * queries), 1000 + group, 2000 + group] for group in range(groups)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_hold_the_weights_of_transformers(models: Path, kind: str, stages: int) -> None:
+    shape = read_shape(models / kind)
+    plan = [stage_weights(shape, "tokens", stage=stage, stages=stages) for stage in range(stages)]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / kind))
+    wanted = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    assert list(whole_shapes(plan).items()) == list(wanted.items())
+    copies = [weight.sources[0][0] for weights in plan for weight in weights if weight.copy]
+    assert copies == (["model.embed_tokens.weight"] if shape.tied and stages == 2 else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mistral"}, "mistral"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_is_not_supported_is_refused(models: Path, tmp_path: Path, change: dict, named: str) -> None:
+    settings = json.loads((models / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **change}))
+    with pytest.raises(ModelError, match=named):
+        read_shape(tmp_path)
+
+
+def test_layouts_that_do_not_fit_are_refused(models: Path) -> None:
+    shape = read_shape(models / "llama")
+    shape.check(Layout(tensor=2, pipeline=2, data=3))
+    for layout, named in ((Layout(tensor=4), "num_key_value_heads = 2"), (Layout(pipeline=3), "num_hidden_layers = 2")):
+        with pytest.raises(ModelError, match=named):
+            shape.check(layout)
+
+
+def test_tensors_written_one_by_one_are_a_safetensors_file(tmp_path: Path) -> None:
+    tensors = {"step": torch.tensor(3.0), "a": numbered(2, 3), "empty": torch.zeros(0, 4), "b/c": numbered(5)}
+    path = tmp_path / "state.safetensors"
+    write_tensors(path, [(name, tuple(tensor.shape)) for name, tensor in tensors.items()], iter(tensors.items()))
+    loaded = load_file(path)
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {n: t.tolist() for n, t in tensors.items()}
+    assert tensor_names(path) == set(tensors)
+    with pytest.raises(ValueError, match="is to be written"):
+        write_tensors(path, [("a", (2, 3))], [("a", numbered(3, 2))])
+
+
+def test_tensors_are_read_from_several_files(tmp_path: Path) -> None:
+    save_file({"a": numbered(2)}, tmp_path / "1.safetensors")
+    save_file({"b": numbered(3)}, tmp_path / "2.safetensors")
+    paths = list(tmp_path.iterdir())
+    found = dict(read_tensors(paths, ["b", "a", "c"], absent=lambda name: torch.zeros(1) if name == "c" else None))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"b": [0, 1, 2], "a": [0, 1], "c": [0]}
+    with pytest.raises(ModelError, match="no tensor d"):
+        list(read_tensors(paths, ["d"]))
+    (tmp_path / "3.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match=r"3\.safetensors"):
+        list(read_tensors(tmp_path.iterdir(), ["a"]))
+
+
+def test_offloaded_memory_is_free_and_views_come_back() -> None:
+    whole = numbered(6)
+    view = whole[2:4]
+    other = numbered(3)
+    offloaded = Offloaded([whole, view, other])
+    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    offloaded.bring_back()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    view += 10
+    assert whole.tolist() == [0, 1, 12, 13, 4, 5]
+    assert other.tolist() == [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dist.ProcessGroup:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    ids=st.integers(2, 9),
+    padding=st.integers(0, 3),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    scale=st.sampled_from([0.1, 3.0, 200.0]),
+)
+def test_distribution_equals_softmax(alone, seed, ids, padding, temperature, scale) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, ids + padding, generator=generator) * scale
+    targets = torch.randint(0, ids, (4,), generator=generator)
+    weights = torch.randn(2, 4, generator=generator)
+    gradients = []
+    outputs = []
+    for ours in (True, False):
+        leaf = logits.clone().requires_grad_()
+        if ours:
+            logprobs, entropy = token_distribution(
+                leaf,
+                targets,
+                first=0,
+                count=ids,
+                temperature=temperature,
+                entropy_gradient=True,
+                group=alone,
+            )
+        else:
+            all_logprobs = (leaf[:, :ids].double() / temperature).log_softmax(-1)
+            logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        outputs.append((logprobs.detach().double(), entropy.detach().double()))
+        gradients.append(leaf.grad)
+    for ours, wanted in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert not gradients[0][:, ids:].any()

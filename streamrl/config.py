@@ -10,7 +10,7 @@ import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import msgspec
 
@@ -367,7 +367,11 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
         kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
         if nested and isinstance(value, dict):
-            _refuse_unknown(value, nested, prefix=f"{prefix}{key}.", where=where)
+            tables = {f"{prefix}{key}.": value}
+            if get_origin(fields[key].type) is dict:  # a table of tables
+                tables = {f"{prefix}{key}.{name}.": table for name, table in value.items() if isinstance(table, dict)}
+            for path, table in tables.items():
+                _refuse_unknown(table, nested, prefix=path, where=where)
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -1,7 +1,7 @@
 """AdamW over named local tensors, with its learning-rate schedule, its files, and a place of its own to compute.
 
 Files: `optimizer.safetensors` with `exp_avg/NAME` and `exp_avg_sq/NAME` as whole tensors under the
-weights' Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
+weights' Hugging Face names and `step`, and `updates.json`. So another layout, or another backend, can go on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from streamrl.trainer.backends.files import TensorFiles, write_tensors
 from streamrl.trainer.schedule import learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
 STEM = "optimizer"
 UPDATES = "updates.json"
 
@@ -106,6 +107,7 @@ class AdamW:
             for key in MOMENTS:
                 for name, tensor in spread.gather(self._moments[key]):
                     yield f"{key}/{name}", tensor
+            yield STEP, torch.tensor(float(self.updates))
 
         save_moments(folder, everything(), updates=self.updates)
 

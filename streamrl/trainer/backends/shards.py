@@ -38,7 +38,7 @@ class Shards:
         the computation."""
         self._weights = weights
         self._world = world
-        self._rank = dist.get_rank() if sharded else 0
+        self._rank = dist.get_rank() if world > 1 else 0
         self._group = dist.new_group() if sharded else None
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -55,11 +55,11 @@ class Shards:
     def gather(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors from `parts`, one after another, on rank 0; empty ones elsewhere. Collective when sharded."""
         for name, shard in self._weights.items():
+            mine = parts[name].detach()
             if self._group is None:
-                yield name, parts[name].detach()
+                yield name, mine if self._rank == 0 else mine.new_empty(0)
                 continue
             rows = self._rows(shard.shape[0])
-            mine = parts[name].detach()
             padded = mine.new_zeros((rows, *shard.shape[1:]))
             padded[: len(mine)] = mine
             found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == 0 else None

@@ -79,7 +79,11 @@ class TorchModel:
         self._check_here()
         idle = self._others_have_more(len(micros))
         for number, micro in enumerate(micros):
-            loss(number, self._forward(micro)).backward()  # type: ignore[no-untyped-call]
+            output = self._forward(micro)
+            share = loss(number, output)
+            if not share.requires_grad:
+                share = output.values.sum() * 0.0  # sharded layers expect a backward pass after each forward pass
+            share.backward()  # type: ignore[no-untyped-call]
         for _ in range(idle):
             output = self._forward(_EMPTY)
             (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
@@ -93,13 +97,13 @@ class TorchModel:
         if self._sharded:
             dist.all_reduce(squares)
         norm = float(squares.sqrt())
-        before_update()
         if not math.isfinite(norm):
             self._forget_gradients()
             raise TrainingError(
                 f"the gradient norm is {norm}; look at logprob_diff and the rewards of the last steps, "
                 "or lower the learning rate"
             )
+        before_update()
         share = min(1.0, self._spec.optimizer.grad_clip / (norm + 1e-6))
         lr = self._optimizer.step(gradients, scale=share)
         self._forget_gradients()
@@ -189,7 +193,7 @@ class TorchModel:
 
     def _check_here(self) -> None:
         if self._away:
-            raise TrainingError("this model is offloaded; bring it back before computing with it")
+            raise ModelError("this model is offloaded: call onload before computing with it")
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device, non_blocking=True)

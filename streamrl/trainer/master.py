@@ -182,7 +182,7 @@ class Master:
         """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
         at_end = self._config.evaluation.at_end
         if at_end:
-            await self._evaluations.ask(self.policy_version)
+            await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
             await self._save("final")
         self._counted = await self._specs()

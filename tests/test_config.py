@@ -87,6 +87,11 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
             "set run.total_train_steps, too",
         ),
+        (
+            ["run.total_train_epochs=1", "data.source=jsonl", "critic.optimizer.schedule=linear"]
+            + ["algorithm.advantage=gae"],
+            'critic.optimizer.schedule = "linear" falls until the last step',
+        ),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
         (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),

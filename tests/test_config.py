@@ -88,8 +88,10 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             "set run.total_train_steps, too",
         ),
         (
-            ["run.total_train_epochs=1", "data.source=jsonl", "critic.optimizer.schedule=linear"]
-            + ["algorithm.advantage=gae"],
+            [
+                *("run.total_train_epochs=1", "data.source=jsonl"),
+                *("critic.optimizer.schedule=linear", "algorithm.advantage=gae"),
+            ],
             'critic.optimizer.schedule = "linear" falls until the last step',
         ),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),

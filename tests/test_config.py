@@ -255,6 +255,7 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
     assert (sampling.max_new_tokens, sampling.stop) == (17, ["x"])
     assert seen.rollout.reward.overlong_tokens == 0
     assert seen.run.seed - config.run.seed == 2**30
+    assert as_evaluated(from_dict({"reward_model": {"path": "judge"}})).reward_model.path is None
     other = from_dict({"evaluation": {"seed": 9, "samples": 4, "temperature": 0.8, "max_new_tokens": 5}})
     seen = as_evaluated(other)
     assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)

@@ -90,11 +90,17 @@ def _layout_problems(config: Config) -> list[str]:
 
 def _length_problems(config: Config) -> list[str]:
     """What is wrong with where the run ends."""
-    unknown = config.run.most_steps is None and config.data.source not in GENERATED_SOURCES
-    schedule = config.trainer.optimizer.schedule
-    if unknown and schedule != "constant":
-        return [f'trainer.optimizer.schedule = "{schedule}" falls until the last step: set run.total_train_steps, too']
-    return []
+    if config.run.most_steps is not None or config.data.source in GENERATED_SOURCES:
+        return []
+    sections = {"trainer": config.trainer.optimizer}
+    if config.algorithm.advantage == "gae":
+        sections["critic"] = config.critic.optimizer
+    return [
+        f'{section}.optimizer.schedule = "{optimizer.schedule}" falls until the last step: '
+        "set run.total_train_steps, too"
+        for section, optimizer in sections.items()
+        if optimizer.schedule != "constant"
+    ]
 
 
 def _evaluation_problems(config: Config) -> list[str]:

@@ -78,7 +78,7 @@ def as_evaluated(config: Config) -> Config:
     """The configuration with which rollout code makes the groups of an evaluation.
 
     Held-out prompts with their own seed, `evaluation.samples` siblings, sampled as the section says, and
-    scored by the reward function alone.
+    scored by the reward function alone, also where a reward model scores in training.
     """
     chosen = config.evaluation
     settings = {name: value for name, value in msgspec.structs.asdict(chosen.data).items() if value is not None}
@@ -99,4 +99,10 @@ def as_evaluated(config: Config) -> Config:
         sampling=sampling,
         reward=replace(config.rollout.reward, overlong_tokens=0),
     )
-    return replace(config, run=replace(config.run, seed=seed), data=replace(config.data, **settings), rollout=rollout)
+    return replace(
+        config,
+        run=replace(config.run, seed=seed),
+        data=replace(config.data, **settings),
+        rollout=rollout,
+        reward_model=replace(config.reward_model, path=None),
+    )

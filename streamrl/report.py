@@ -201,24 +201,30 @@ def summary_table(summary: Summary) -> Table:
 
 
 def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 12) -> Table:
-    """Evaluations for people; of many, `rows` spread evenly, the first and the last among them."""
+    """Evaluations for people; of many, `rows` spread evenly, the first and the last among them.
+
+    `by`: the policies that answered; `cut`: responses that reached the limit of tokens.
+    """
     table = Table(title="held-out prompts", title_justify="left")
-    for heading in ("version", "answered by", "prompts", "reward", "pass@1", "pass@k", "length", "cut", "seconds"):
-        table.add_column(heading, justify="right")
+    several = any(e.samples > 1 for e in evaluations)
+    names = ["version", "by", "prompts", "reward", "pass@1", *(["pass@k"] if several else []), "length", "cut", "time"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     last = len(evaluations) - 1
     shown = sorted({round(row * last / max(1, rows - 1)) for row in range(rows)})
     for e in [evaluations[number] for number in shown] if evaluations else []:
         answered = f"{e.oldest_version}" + (f"–{e.newest_version}" if e.newest_version != e.oldest_version else "")
+        best = [f"{_form(e.pass_at.get(e.samples), '.3f')} (k={e.samples})"] if several else []
         table.add_row(
             f"{e.policy_version}",
             answered if e.prompts else "–",
-            f"{e.prompts}" + (f" (+{e.rejected} rejected)" if e.rejected else ""),
+            f"{e.prompts}" + (f" (-{e.rejected})" if e.rejected else ""),
             _form(e.reward_mean, ".3f"),
             _form(e.pass_at.get(1), ".3f"),
-            f"{_form(e.pass_at.get(e.samples), '.3f')} (k={e.samples})",
+            *best,
             _form(e.response_length_mean, ".1f"),
             _form(e.cut_share, ".0%"),
-            f"{e.seconds:.1f}",
+            f"{e.seconds:.1f} s",
         )
     return table
 

@@ -87,6 +87,13 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
             "set run.total_train_steps, too",
         ),
+        (
+            [
+                *("run.total_train_epochs=1", "data.source=jsonl"),
+                *("critic.optimizer.schedule=linear", "algorithm.advantage=gae"),
+            ],
+            'critic.optimizer.schedule = "linear" falls until the last step',
+        ),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
         (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
@@ -248,6 +255,7 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
     assert (sampling.max_new_tokens, sampling.stop) == (17, ["x"])
     assert seen.rollout.reward.overlong_tokens == 0
     assert seen.run.seed - config.run.seed == 2**30
+    assert as_evaluated(from_dict({"reward_model": {"path": "judge"}})).reward_model.path is None
     other = from_dict({"evaluation": {"seed": 9, "samples": 4, "temperature": 0.8, "max_new_tokens": 5}})
     seen = as_evaluated(other)
     assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)

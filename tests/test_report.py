@@ -126,7 +126,7 @@ def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) 
     assert "version 0 → 40, pass@1 0.250, pass@4 0.600" in text
     table = text[text.index("held-out prompts") :]
     assert "40–41" in table
-    assert "64 (+1 rejected)" in table
+    assert "64 (-1)" in table
     assert table.count("(k=4)") == 12  # of 21, with the first and the last
 
 

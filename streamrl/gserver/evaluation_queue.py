@@ -21,13 +21,18 @@ class EvaluationQueue:
         self.reports: list[EvaluationReport] = []
         """In order of arrival."""
         self._asked = 0
+        self._versions: set[int] = set()
+        """That were asked for."""
         self._left_out = 0
         self._running: EvaluationTask | None = None
         self._owner = ""
         self._waiting: EvaluationTask | None = None
 
     def ask(self, message: Evaluate) -> None:
-        """An evaluation is due; one that still waits gives way to it."""
+        """An evaluation is due; one that still waits gives way to it, one of the same version does for it."""
+        if message.policy_version in self._versions:
+            return
+        self._versions.add(message.policy_version)
         task = EvaluationTask(number=self._asked, policy_version=message.policy_version, step=message.step)
         self._asked += 1
         if self._running is not None:

@@ -27,7 +27,10 @@ from streamrl.transport.control import (
 
 
 class Evaluations:
-    """`evaluator` finds a registered evaluator by its index and hears it; `over` tells whether the run is."""
+    """`evaluator` finds a registered evaluator by its index and hears it; `over` tells whether the run is.
+
+    `on_training_over` is called when the master waits for nothing else any more.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Evaluations:
         changed: Wakeup,
         rerouting: Rerouting,
         evaluator: Callable[[int], Member],
+        on_training_over: Callable[[], None],
         over: Callable[[], bool],
         long_poll_seconds: float,
     ) -> None:
@@ -44,11 +48,14 @@ class Evaluations:
         self._changed = changed
         self._rerouting = rerouting
         self._evaluator = evaluator
+        self._on_training_over = on_training_over
         self._over = over
         self._long_poll = long_poll_seconds
         self._routed: dict[str, set[int]] = {}
 
     async def ask(self, message: Evaluate) -> Done:
+        if message.training_over:
+            self._on_training_over()
         self._queue.ask(message)
         self._changed.notify()
         return Done()

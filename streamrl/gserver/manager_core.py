@@ -137,11 +137,13 @@ class Manager:
             changed=self._changed,
             rerouting=self._rerouting,
             evaluator=lambda index: self._member("evaluator", index),
+            on_training_over=self._stop_admitting,
             over=lambda: self._state.over,
             long_poll_seconds=long_poll_seconds,
         )
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._admitting = False  # until the gservers have joined
+        self._training_over = False
         self._last_step: StepReport | None = None
 
     @property
@@ -412,8 +414,12 @@ class Manager:
             log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
 
     def _start_admitting(self) -> None:
-        self._admitting = True
+        self._admitting = not self._training_over
         self._changed.notify()
+
+    def _stop_admitting(self) -> None:
+        self._training_over = True
+        self._admitting = False
 
     def _version_served(self, version: int) -> None:
         self._ledger.advance(version)

@@ -142,7 +142,7 @@ class Assembly:
         self, role: RoleName, folder: Path, *, head: Head, lr: float | None = None, entropy: bool = False
     ) -> ParallelModel:
         config, trainer = self._config, self._config.trainer
-        steps = config.run.most_steps
+        updates = config.planned_steps * config.algorithm.minibatches * config.algorithm.epochs
         spec = ModelSpec(
             folder=folder,
             head=head,
@@ -152,7 +152,7 @@ class Assembly:
             entropy_gradient=entropy,
             lr=lr,
             optimizer=config.critic.optimizer if role == "critic" else trainer.optimizer,
-            total_updates=steps * config.algorithm.minibatches * config.algorithm.epochs if steps else 1,
+            total_updates=updates,
             gradient_checkpointing=trainer.gradient_checkpointing,
             shard=trainer.shard,
             offload_optimizer=trainer.offload_optimizer,

@@ -45,12 +45,12 @@ class EvaluationDesk:
         if due:
             await self.ask(version)
 
-    async def ask(self, version: int) -> None:
+    async def ask(self, version: int, *, training_over: bool = False) -> None:
         """The gservers have `version`, and an evaluation is due; a second one of the same version is not made."""
-        if version in self._asked:
-            return
-        self._asked.add(version)
-        await self._client.evaluate(Evaluate(policy_version=version, step=version))
+        message = Evaluate(policy_version=version, step=version, training_over=training_over)
+        if version not in self._asked or training_over:
+            self._asked.add(version)
+            await self._client.evaluate(message)
 
     async def follow(self) -> None:
         """Take in reports until the run is over."""

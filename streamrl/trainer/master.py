@@ -182,7 +182,7 @@ class Master:
         """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
         at_end = self._config.evaluation.at_end
         if at_end:
-            await self._evaluations.ask(self.policy_version)
+            await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
             await self._save("final")
         self._counted = await self._specs()
@@ -275,8 +275,6 @@ class Master:
             while (reason := self._end()) is None:
                 await self._step()
             return reason
-        except RunOver as over:
-            return over.reason
         finally:
             if self._publication is not None:
                 await self._publication
@@ -287,9 +285,13 @@ class Master:
         formed_batch = asyncio.Event()
         async with asyncio.TaskGroup() as making:
             wanted = self._config.trainer.batch_groups
-            making.create_task(self._executor.generate(wanted, formed=formed_batch), name="generation")
+            generation = making.create_task(self._executor.generate(wanted, formed=formed_batch), name="generation")
             batch = await self._form_batch(version)
             formed_batch.set()
+            if not batch:
+                generation.cancel()
+        if not batch:
+            return
         formed = time.time()
         result = await self._executor.execute_step(batch, policy_version=version)
         seqs = [meta.seq for meta in batch]
@@ -313,21 +315,24 @@ class Master:
             await self._save(f"step-{self.policy_version:06d}")
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
-        """Wait for a batch; drop what is too old on the way."""
+        """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""
 
         def select(held: HeldGroups) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
-            if (reason := self._end()) is not None:
-                raise RunOver(reason)  # the last groups of the last epoch were given up
+            if self._end() is not None:
+                raise RunOver  # the last groups of the last epoch were given up
             selection = self._former.select(held, policy_version=version)
             self.membership.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
         while True:
-            batch, too_old = await self._buffer.take_batch(
-                select, lambda selection: self._former.describe(selection, policy_version=version)
-            )
+            try:
+                batch, too_old = await self._buffer.take_batch(
+                    select, lambda selection: self._former.describe(selection, policy_version=version)
+                )
+            except RunOver:
+                return []
             if too_old:
                 await self._drop(too_old)
             if batch:

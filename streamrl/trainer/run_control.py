@@ -14,10 +14,6 @@ from streamrl.config import Config
 class RunOver(Exception):
     """Not an error: the run is at its end while a batch is awaited that will never be full."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 class RunControl:
     """Counts from where the run begins, which for a resumed one is in its middle."""

@@ -158,6 +158,8 @@ class Evaluate(msgspec.Struct, frozen=True):
     """Which one, as the gservers have it now."""
     step: int
     """Training steps that are done."""
+    training_over: bool = False
+    """The run ends after this evaluation: no further group is started."""
 
 
 class EvaluationTask(msgspec.Struct, frozen=True):

@@ -69,7 +69,7 @@ def _spawn(words, arguments):
 
 
 def test_pools_started_by_hand_form_a_run(tmp_path):
-    arguments = overrides(tmp_path, "hand", **SMALL)
+    arguments = overrides(tmp_path, "hand", **SMALL, evaluation__at_end="true", evaluation__prompts=8)
     ensure_checkpoint(configuration.load(COPY_SCRATCH))
     manager = _spawn(["manager", str(COPY_SCRATCH)], arguments)
     processes = [manager]
@@ -83,7 +83,7 @@ def test_pools_started_by_hand_form_a_run(tmp_path):
                 break
         assert url, said
         threading.Thread(target=manager.stdout.read, daemon=True).start()
-        for role in ("rollout", "trainer", "gserver"):
+        for role in ("rollout", "evaluator", "trainer", "gserver"):
             processes.append(_spawn([role, str(COPY_SCRATCH), "--manager", url], arguments))
         for process in processes[1:]:
             output, _ = process.communicate(timeout=120)
@@ -95,7 +95,9 @@ def test_pools_started_by_hand_form_a_run(tmp_path):
                 process.terminate()
                 process.wait(30)
     assert_exactly_once(tmp_path / "hand")
-    assert summary(tmp_path / "hand")["steps"] == SMALL["run__total_train_steps"]
+    figures = summary(tmp_path / "hand")
+    assert figures["steps"] == SMALL["run__total_train_steps"]
+    assert [evaluation["policy_version"] for evaluation in figures["evaluations"]] == [figures["steps"]]
 
 
 def test_another_configuration_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.errors import PeerError
 from streamrl.transport.control import (
+    Admit,
     Evaluate,
     EvaluationResult,
     EvaluationRoute,
@@ -149,6 +150,27 @@ async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) 
         assert (await asyncio.wait_for(waiting, 5.0)).stop
         assert (await asyncio.wait_for(reports, 5.0)).stop
         assert (await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))).gserver == ""
+
+
+async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        await run.register("evaluator")
+        await run.until_live(0)
+        await ask(run, 4)
+        assert await run.admit_seqs(1) == [0]
+        last = Evaluate(policy_version=4, step=4, training_over=True)
+        await run.client.evaluate(last)
+        admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
+        await still_waits(admission)
+        await tell(run, await take(run))
+        await run.client.evaluate(last)  # the same version again: it was made
+        status = (await run.client.status()).evaluation
+        assert status is not None
+        assert (status.done, status.waiting, status.left_out) == (1, None, 0)
+        await run.client.finish_run(FinishRun(reason="done"))
+        assert (await asyncio.wait_for(admission, 5.0)).stop
 
 
 async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
 from streamrl.config_types import Section
 from streamrl.errors import ConfigError
 from streamrl.evaluation_config import as_evaluated
+from streamrl.trainer_config import role_config
 
 
 def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[Section]]]:
@@ -24,7 +25,8 @@ def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[S
         kinds = [field.type, *getattr(field.type, "__args__", ())]
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, Section):
-                found += sections(kind, f"{prefix}{field.name}.")
+                named = "ref." if get_origin(field.type) is dict else ""  # a table of tables, one for each role
+                found += sections(kind, f"{prefix}{field.name}.{named}")
     return found
 
 
@@ -265,3 +267,39 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
 def test_sections_are_frozen() -> None:
     with pytest.raises(AttributeError):
         RolloutConfig().group_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"tensor_parallel": 2}, 'trainer: tensor_parallel and pipeline_parallel need backend = "megatron"'),
+        (
+            {"backend": "megatron", "tensor_parallel": 2, "roles": {"critic": {"data_parallel": 3}}},
+            "trainer.roles.critic: data_parallel . tensor_parallel . pipeline_parallel is 3, but there are 2 model",
+        ),
+        ({"roles": {"actor": {"backend": "megatron"}}}, "the actor is what .trainer. itself describes"),
+        ({"offload": ["actor"]}, "the actor is never idle"),
+        ({"graph": "synchronous"}, "needs staleness.max_staleness = 0"),
+    ],
+)
+def test_layouts_and_roles_that_do_not_fit_are_refused(trainer: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_dict({"trainer": trainer})
+
+
+def test_a_role_has_its_own_layout_or_that_of_the_trainer() -> None:
+    trainer = from_dict(
+        {
+            "trainer": {
+                "backend": "megatron",
+                "tensor_parallel": 2,
+                "pipeline_parallel": 2,
+                "roles": {"ref": {"backend": "torch"}, "critic": {"data_parallel": 2, "tensor_parallel": 2}},
+            }
+        }
+    ).trainer
+    assert trainer.workers == 4
+    assert role_config(trainer, "actor") == ("megatron", 1, 2, 2)
+    assert role_config(trainer, "reward") == ("megatron", 1, 2, 2)
+    assert role_config(trainer, "ref") == ("torch", 4, 1, 1)
+    assert role_config(trainer, "critic") == ("megatron", 2, 2, 1)

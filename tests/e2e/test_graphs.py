@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -53,6 +54,35 @@ def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
     for name, weight in reference.items():  # it became version 2, and the policy has made a step since
         assert not torch.equal(weight, first[name])
         assert not torch.equal(weight, last[name])
+
+
+def test_four_workers_share_models_in_three_ways(tmp_path):
+    """Actor and critic by Megatron, tensor and pipeline parallel; the reference by torch, data-parallel."""
+    pytest.importorskip("megatron.core")
+    settings = overrides(
+        tmp_path,
+        "four",
+        **SMALL,
+        trainer__backend="megatron",
+        trainer__tensor_parallel=2,
+        trainer__pipeline_parallel=2,
+        trainer__roles__ref__backend="torch",
+        trainer__roles__critic__data_parallel=2,
+        trainer__roles__critic__tensor_parallel=2,
+        algorithm__advantage="gae",
+        algorithm__kl_coef=0.05,
+        algorithm__ref_update_every=1,
+        critic__lr=1e-3,
+    )
+    run(COPY_SCRATCH, settings)
+    assert_exactly_once(tmp_path / "four")
+    made = steps(tmp_path / "four")
+    assert made[0]["metrics"]["logprob_diff_max"] < 1e-3
+    assert all(step["metrics"]["critic/loss"] > 0 for step in made)
+    kept = tmp_path / "four" / "checkpoints" / "final"
+    # the reference took over the policy's weights after the last step
+    last, reference = (load_file(folder / "model.safetensors") for folder in (kept, kept / "ref"))
+    assert all(torch.equal(last[name], weight) for name, weight in reference.items())
 
 
 def reward_model(folder, run_settings):

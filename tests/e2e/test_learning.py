@@ -1,6 +1,8 @@
-"""Whole runs learn from scratch, at each staleness, under each policy for over-age tokens."""
+"""Whole runs learn from scratch, at each staleness, under each policy for over-age tokens, on both backends."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
@@ -11,10 +13,14 @@ SEEDS = (0, 1, 2)
 trained; so a run that ends below the target may be tried again with another seed."""
 
 
+CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",)), ("mask", 4, "megatron")]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("max_staleness", [0, 4])
-@pytest.mark.parametrize("over_age", ["mask", "wait", "drop"])
-def test_copy_is_learned(tmp_path, max_staleness, over_age):
+@pytest.mark.parametrize(("over_age", "max_staleness", "backend"), CASES)
+def test_copy_is_learned(tmp_path, over_age, max_staleness, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
     reached = []
     for seed in SEEDS:
         name = f"seed-{seed}"
@@ -23,6 +29,7 @@ def test_copy_is_learned(tmp_path, max_staleness, over_age):
             name,
             staleness__max_staleness=max_staleness,
             staleness__over_age=over_age,
+            trainer__backend=backend,
             run__seed=seed,
             run__total_train_steps=320,
             run__stop_at_reward=0.95,

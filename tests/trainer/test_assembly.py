@@ -46,11 +46,28 @@ def _give(rank: int, models: Path) -> None:
     theirs = [torch.empty_like(mine) for _ in range(2)]
     torch.distributed.all_gather(theirs, mine)
     assert torch.equal(theirs[0], theirs[1])
+    for model in (tensor_parallel, sharded):
+        _publish(rank, model, shapes)
     for model in (tensor_parallel, sharded, whole):
         model.close()
 
 
-def test_weights_are_given_across_layouts_and_backends(tmp_path: Path) -> None:
+def _publish(rank, model, shapes):
+    """Rank 0 breaks a pass off, makes a whole one, and ends; the other rank has to be through with both, and free."""
+    from streamrl.trainer.weight_source import WeightSource
+
+    source = WeightSource(model, world=2, timeout_seconds=TIMEOUT_SECONDS)
+    if rank:
+        source.serve()
+        return
+    broken_off = source.weights()
+    assert next(broken_off)[0] == next(iter(shapes))
+    broken_off.close()
+    assert {name: tuple(weight.shape) for name, weight in source.weights()} == shapes
+    source.end()
+
+
+def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     save_models(tmp_path)
     run_world(2, _give, tmp_path, preload=IMPORTS)

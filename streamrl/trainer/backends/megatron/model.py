@@ -13,33 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from streamrl.errors import ModelError
+from streamrl.errors import ModelError, TrainingError
+from streamrl.trainer.backends.adamw import MOMENTS, STEM, load_updates, save_moments
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
-from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
+from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.offload import Offloaded
-from streamrl.trainer.backends.megatron.optimizer import STATES, Trainable
+from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.whole import WholeTensors
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
-
-OPTIMIZER_FILE = "optimizer.safetensors"
-UPDATES_FILE = "updates.json"
-
-
-class _Updates(msgspec.Struct, frozen=True):
-    """What is no tensor of the optimizer's state."""
-
-    updates: int
 
 
 class MegatronModel:
@@ -141,8 +132,7 @@ class MegatronModel:
         self._check_onloaded()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            yield "step", torch.tensor(float(trainable.updates))
-            for key in STATES:
+            for key in MOMENTS:
 
                 def piece(number: int, key: str = key) -> Tensor:
                     return trainable.state(self._parameters[number])[key].flatten()
@@ -150,34 +140,23 @@ class MegatronModel:
                 for name, tensor in self._whole.gather(piece):
                     yield f"{key}/{name}", tensor
 
-        if self._place != self._layout.coordinates(0):
-            for _ in tensors():
-                pass
-            return
-        shapes = [(f"{key}/{name}", shape) for key in STATES for name, shape in self._whole.shapes.items()]
-        write_tensors(folder / OPTIMIZER_FILE, [("step", ()), *shapes], tensors())
-        (folder / UPDATES_FILE).write_bytes(msgspec.json.encode(_Updates(updates=trainable.updates)))
+        save_moments(folder, tensors(), updates=trainable.updates)
 
     def load_state(self, folder: Path) -> None:
         trainable = self._trained()
         self._check_onloaded()
-        try:
-            updates = msgspec.json.decode((folder / UPDATES_FILE).read_bytes(), type=_Updates).updates
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(f"{folder / UPDATES_FILE} cannot be read: {error}") from error
-        file = [folder / OPTIMIZER_FILE]
-        expected = {"step", *(f"{key}/{name}" for key in STATES for name in self._whole.shapes)}
-        if differing := tensor_names(file[0]) ^ expected:
-            raise ModelError(f"{file[0]} is of another model: {min(differing)} is only in one of the two")
-        [(_, step)] = read_tensors(file, ["step"])
-        for key in STATES:
-            names = [f"{key}/{name}" for name in self._whole.own_names()]
-            found = ((name.removeprefix(f"{key}/"), tensor) for name, tensor in read_tensors(file, names))
-            self._whole.scatter(found, partial(self._store_state, key))
+        updates = load_updates(folder)
+        files = TensorFiles(folder, STEM)
+        expected = {f"{key}/{name}" for key in MOMENTS for name in self._whole.shapes}
+        if differing := expected.symmetric_difference(files.names()):
+            raise ModelError(f"{folder}: the optimizer's state is of another model: {min(differing)} is in one only")
+        for key in MOMENTS:
+            wholes = ((name, files.read(f"{key}/{name}")) for name in self._whole.own_names())
+            self._whole.scatter(wholes, partial(self._store_state, key))
         for parameter in self._parameters:
             state = trainable.state(parameter)
             if state:
-                state["step"].fill_(float(step))
+                state["step"].fill_(updates)
         trainable.updates = updates
 
     def offload(self) -> None:
@@ -212,11 +191,16 @@ class MegatronModel:
     def _load_first(self) -> None:
         """The weights of the checkpoint; a scalar head that it has none of starts at zero."""
 
-        def absent(name: str) -> Tensor | None:
-            return torch.zeros(1, self._shape.hidden_size) if name == SCORE else None
+        files = TensorFiles(self._spec.folder, "model")
 
-        files = self._spec.folder.glob("*.safetensors")
-        self._whole.scatter(read_tensors(files, self._whole.own_names(), absent=absent), self._store_weight)
+        def wholes() -> Iterator[tuple[str, Tensor]]:
+            for name in self._whole.own_names():
+                if name == SCORE and name not in files:
+                    yield name, torch.zeros(1, self._shape.hidden_size)
+                else:
+                    yield name, files.read(name)
+
+        self._whole.scatter(wholes(), self._store_weight)
 
     def _run(self, micros: Sequence[MicroBatch], loss: LossOf | None) -> list[Output]:
         """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
@@ -254,7 +238,7 @@ class MegatronModel:
 
     def _trained(self) -> Trainable:
         if self._trainable is None:
-            raise ModelError(f"the model of {self._spec.folder} is not trained: it was built without a learning rate")
+            raise TrainingError(f"the model of {self._spec.folder} is not trained: it has no learning rate")
         return self._trainable
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -263,7 +247,7 @@ class MegatronModel:
 
     def _check_onloaded(self) -> None:
         if self._offloaded is not None:
-            raise ModelError(f"the model of {self._spec.folder} is offloaded; call onload() before it computes")
+            raise TrainingError(f"the model of {self._spec.folder} is offloaded; bring it back first")
 
     def _contribution(self, parameter: Tensor) -> tuple[int, int]:
         """Which elements of `parameter` this rank gives when it is gathered."""

@@ -68,7 +68,7 @@ class WholeTensors:
                 else:
                     if stage == self._stage:
                         self._send(number, piece)
-                    ready |= {name: torch.empty(0) for name, _ in weight.sources}
+                    ready |= {name: torch.empty(0, device=self._device) for name, _ in weight.sources}
                 while expected in ready:
                     yield expected, ready.pop(expected)
                     expected = next(order, None)

@@ -120,8 +120,12 @@ class TorchModel:
         if self._optimizer is not None:
             self._optimizer.weights_changed()
 
-    def save_state(self, folder: Path) -> None:
-        self._trained.save(folder, self._shards)
+    @property
+    def updates(self) -> int:
+        return self._trained.updates
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        return self._trained.state(self._shards)
 
     def load_state(self, folder: Path) -> None:
         self._trained.load(folder, self._shards)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.errors import ModelError
@@ -20,7 +20,7 @@ from tests.trainer.backends.reference import KINDS, save_models
 pytest.importorskip("megatron.core")
 
 from streamrl.trainer.backends.megatron.distribution import token_distribution
-from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
+from streamrl.trainer.backends.megatron.files import read_tensors
 from streamrl.trainer.backends.megatron.names import (
     Columns,
     QueryGroups,
@@ -122,17 +122,6 @@ def test_layouts_that_do_not_fit_are_refused(models: Path) -> None:
     for layout, named in ((Layout(tensor=4), "num_key_value_heads = 2"), (Layout(pipeline=3), "num_hidden_layers = 2")):
         with pytest.raises(ModelError, match=named):
             shape.check(layout)
-
-
-def test_tensors_written_one_by_one_are_a_safetensors_file(tmp_path: Path) -> None:
-    tensors = {"step": torch.tensor(3.0), "a": numbered(2, 3), "empty": torch.zeros(0, 4), "b/c": numbered(5)}
-    path = tmp_path / "state.safetensors"
-    write_tensors(path, [(name, tuple(tensor.shape)) for name, tensor in tensors.items()], iter(tensors.items()))
-    loaded = load_file(path)
-    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {n: t.tolist() for n, t in tensors.items()}
-    assert tensor_names(path) == set(tensors)
-    with pytest.raises(ValueError, match="is to be written"):
-        write_tensors(path, [("a", (2, 3))], [("a", numbered(3, 2))])
 
 
 def test_tensors_are_read_from_several_files(tmp_path: Path) -> None:

@@ -13,33 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError
+from streamrl.trainer.backends.adamw import MOMENTS, OPTIMIZER, load_updates
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
-from streamrl.trainer.backends.megatron.files import read_tensors, tensor_names, write_tensors
+from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.backends.megatron.files import read_tensors
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.offload import Offloaded
-from streamrl.trainer.backends.megatron.optimizer import STATES, Trainable
+from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.whole import WholeTensors
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
-
-OPTIMIZER_FILE = "optimizer.safetensors"
-UPDATES_FILE = "updates.json"
-
-
-class _Updates(msgspec.Struct, frozen=True):
-    """What is no tensor of the optimizer's state."""
-
-    updates: int
 
 
 class MegatronModel:
@@ -136,48 +128,36 @@ class MegatronModel:
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
 
-    def save_state(self, folder: Path) -> None:
+    @property
+    def updates(self) -> int:
+        return self._trained().updates
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         trainable = self._trained()
         self._check_onloaded()
+        for key in MOMENTS:
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            yield "step", torch.tensor(float(trainable.updates))
-            for key in STATES:
+            def piece(number: int, key: str = key) -> Tensor:
+                return trainable.state(self._parameters[number])[key].flatten()
 
-                def piece(number: int, key: str = key) -> Tensor:
-                    return trainable.state(self._parameters[number])[key].flatten()
-
-                for name, tensor in self._whole.gather(piece):
-                    yield f"{key}/{name}", tensor
-
-        if self._place != self._layout.coordinates(0):
-            for _ in tensors():
-                pass
-            return
-        shapes = [(f"{key}/{name}", shape) for key in STATES for name, shape in self._whole.shapes.items()]
-        write_tensors(folder / OPTIMIZER_FILE, [("step", ()), *shapes], tensors())
-        (folder / UPDATES_FILE).write_bytes(msgspec.json.encode(_Updates(updates=trainable.updates)))
+            for name, tensor in self._whole.gather(piece):
+                yield f"{key}/{name}", tensor
 
     def load_state(self, folder: Path) -> None:
         trainable = self._trained()
         self._check_onloaded()
-        try:
-            updates = msgspec.json.decode((folder / UPDATES_FILE).read_bytes(), type=_Updates).updates
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelError(f"{folder / UPDATES_FILE} cannot be read: {error}") from error
-        file = [folder / OPTIMIZER_FILE]
-        expected = {"step", *(f"{key}/{name}" for key in STATES for name in self._whole.shapes)}
-        if differing := tensor_names(file[0]) ^ expected:
-            raise ModelError(f"{file[0]} is of another model: {min(differing)} is only in one of the two")
-        [(_, step)] = read_tensors(file, ["step"])
-        for key in STATES:
-            names = [f"{key}/{name}" for name in self._whole.own_names()]
-            found = ((name.removeprefix(f"{key}/"), tensor) for name, tensor in read_tensors(file, names))
+        updates = load_updates(folder)
+        files = TensorFiles(folder, OPTIMIZER)
+        expected = {f"{key}/{name}" for key in MOMENTS for name in self._whole.shapes}
+        if differing := set(files.names()) ^ expected:
+            raise ModelError(f"{folder} is of another model: {min(differing)} is only in one of the two")
+        for key in MOMENTS:
+            found = ((name, files.read(f"{key}/{name}")) for name in self._whole.own_names())
             self._whole.scatter(found, partial(self._store_state, key))
         for parameter in self._parameters:
             state = trainable.state(parameter)
             if state:
-                state["step"].fill_(float(step))
+                state["step"].fill_(float(updates))
         trainable.updates = updates
 
     def offload(self) -> None:

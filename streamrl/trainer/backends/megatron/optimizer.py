@@ -18,11 +18,9 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor
 
 from streamrl.errors import TrainingError
+from streamrl.trainer.backends.adamw import MOMENTS
 from streamrl.trainer.backends.base import ModelSpec, Update
 from streamrl.trainer.schedule import learning_rate
-
-STATES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each element."""
 
 
 class Trainable:
@@ -105,7 +103,7 @@ class Trainable:
         state: dict[str, Tensor] = self._adam.state[master]
         if not state:
             state["step"] = torch.tensor(0.0, device=master.device)
-            for name in STATES:
+            for name in MOMENTS:
                 state[name] = torch.zeros_like(master, dtype=torch.float32)
         return state
 

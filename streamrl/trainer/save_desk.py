@@ -45,8 +45,8 @@ class SaveDesk:
     async def settle(self) -> str:
         """Wait for what is being written; answers what to add to why the run ended."""
         saved: Saved = await self._channel.call(0, SettleSave(), Saved, timeout=self._limit)
-        self._note(saved)
-        return f"; {self._unwritten} checkpoints could not be written" if self._unwritten else ""
+        self._note(saved, then="it was the last")
+        return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""
 
     def take_seconds(self) -> float:
         """How long checkpoints have held training up since the last time this was asked."""
@@ -56,9 +56,9 @@ class SaveDesk:
     async def _ask(self, folder: Path, reached: Progress, *, final: bool) -> None:
         calls: dict[int, Call] = dict.fromkeys(self._workers, Save(str(folder), reached, final))
         replies = await self._channel.request(calls, Saved, timeout=self._limit)
-        self._note(replies[0])
+        self._note(replies[0], then="the run goes on, and another one is being written now")
 
-    def _note(self, saved: Saved) -> None:
+    def _note(self, saved: Saved, *, then: str) -> None:
         if saved.unwritten:
             self._unwritten += 1
-            log.error("%s; the run goes on without it, and tries again when the next one is due", saved.unwritten)
+            log.error("%s; %s", saved.unwritten, then)

@@ -207,6 +207,10 @@ class GserverConfig(Section, frozen=True):
     """Requests waiting beyond those; one more is answered 503."""
     max_context: Positive = 2048
     """Prompt and response, in tokens."""
+    deterministic: bool = False
+    """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
+    log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
+    and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
     simulation: SimulationConfig = SimulationConfig()
 
 

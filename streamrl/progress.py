@@ -3,8 +3,8 @@
 A checkpoint is a folder of Hugging Face's layout with one more folder in it:
 
     run_dir/checkpoints/step-000040/    config.json, model.safetensors, tokenizer: the policy
-                             state/progress.json            `Progress`
-                             state/optimizer.safetensors    the backend's own state
+                             state/progress.json    `Progress`
+                             state/actor/           optimizer, schedule (`trainer/snapshot.py` tells of all files)
 
 Groups that were generated and not trained on when the checkpoint was written are not in it:
 their prompts are given out again. So each prompt is trained on exactly once in the history of
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,28 +45,54 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy_version: int
     trained: Ranges
     """Sequence numbers that the weights have learned from."""
-    rejected: list[int]
-    """Sequence numbers that were given up on purpose, in order."""
+    rejected: Ranges
+    """Sequence numbers that were given up on purpose."""
     prompts: str
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
     data_rows: int = 0
     """Rows of the training data; 0: not recorded."""
+    train_seconds: float = 0.0
+    """Since the first step, without times in which the run was down."""
     tokens_dropped: int = 0
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
 
     @property
     def groups_trained(self) -> int:
-        return sum(end - first for first, end in self.trained)
+        return _length(self.trained)
 
     @property
     def groups_settled(self) -> int:
         """Trained on or given up."""
-        return self.groups_trained + len(self.rejected)
+        return self.groups_trained + _length(self.rejected)
 
     def trained_seqs(self) -> Iterator[int]:
-        for first, end in self.trained:
-            yield from range(first, end)
+        """Ascending."""
+        return _members(self.trained)
+
+    def rejected_seqs(self) -> Iterator[int]:
+        """Ascending."""
+        return _members(self.rejected)
+
+
+def ranges(seqs: Iterable[int]) -> Ranges:
+    """Distinct `seqs` as ranges."""
+    found: Ranges = []
+    for seq in sorted(seqs):
+        if found and found[-1][1] == seq:
+            found[-1] = (found[-1][0], seq + 1)
+        else:
+            found.append((seq, seq + 1))
+    return found
+
+
+def _members(found: Ranges) -> Iterator[int]:
+    for first, end in found:
+        yield from range(first, end)
+
+
+def _length(found: Ranges) -> int:
+    return sum(end - first for first, end in found)
 
 
 def prompts_digest(config: Config) -> str:
@@ -121,7 +147,9 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     By time and not by version: a run that went back to an earlier checkpoint must not lose its new ones.
     `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs.
     """
-    found = sorted((path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)), key=_written)
+    for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write
+        shutil.rmtree(path)
+    found = sorted(folder.glob(pattern), key=_written)
     for old in found[:-keep]:
         if spare is not None and old.resolve() == Path(spare).resolve():
             continue

@@ -96,7 +96,7 @@ def write_report(run_dir: Path) -> Summary:
 def summarize(records: Records, *, name: str) -> Summary:
     """The figures of a run."""
     steps, final, config = records.steps, records.final, records.config
-    begin, end = time_range(steps)
+    seconds = _seconds(steps)
     rewards = values(steps, "reward_mean")
     tenth = max(1, len(rewards) // 10)
     ages = total_ages(steps)
@@ -119,8 +119,8 @@ def summarize(records: Records, *, name: str) -> Summary:
         reward_first=mean(rewards[:tenth]),
         reward_final=mean(rewards[-tenth:]),
         evaluations=records.evaluations,
-        train_seconds=end - begin,
-        seconds_per_step=(end - begin) / len(steps) if steps else None,
+        train_seconds=seconds,
+        seconds_per_step=seconds / len(steps) if steps else None,
         groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
         groups_lost=groups_lost(final) if final and state == "finished" else None,
         groups_duplicated=final.groups_duplicated if final else None,
@@ -133,8 +133,8 @@ def summarize(records: Records, *, name: str) -> Summary:
         masked_share=ratio(masked, trained + masked),
         tokens_generated=int(generated),
         tokens_trained=int(trained),
-        tokens_generated_per_second=ratio(generated, end - begin),
-        tokens_trained_per_second=ratio(trained, end - begin),
+        tokens_generated_per_second=ratio(generated, seconds),
+        tokens_trained_per_second=ratio(trained, seconds),
         generation_busy_share=_busy_share(records),
         trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),
         weight_update_seconds_mean=mean(values(steps, "publish_seconds")),
@@ -242,6 +242,12 @@ def mean(numbers: Sequence[float]) -> float | None:
 def ratio(part: float, whole: float) -> float | None:
     """None without a whole."""
     return part / whole if whole > 0 else None
+
+
+def _seconds(steps: Sequence[StepReport]) -> float:
+    """From the begin of the first step to the end of the last, without times in which the run was down."""
+    begin, end = time_range(steps)
+    return steps[-1].metrics.get("run_seconds", end - begin) if steps else 0.0
 
 
 def time_range(steps: Sequence[StepReport]) -> tuple[float, float]:

@@ -41,6 +41,10 @@ def test_ranges_hold_just_their_members(seqs: set[int]) -> None:
     made = make_progress(trained=members.ranges())
     assert list(made.trained_seqs()) == sorted(seqs)
     assert made.groups_trained == len(seqs)
+    assert made.trained == progress.ranges(seqs)
+    given_up = make_progress(trained=[], rejected=progress.ranges(seqs))
+    assert list(given_up.rejected_seqs()) == sorted(seqs)
+    assert given_up.groups_settled == len(seqs)
     assert all(a_end < b for (_, a_end), (b, _) in zip(made.trained, made.trained[1:], strict=False))
 
 
@@ -62,6 +66,7 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     spare = str(tmp_path / "checkpoints" / "step-000005")
     progress.prune(tmp_path / "checkpoints", keep=2, spare=spare)
     assert (tmp_path / "checkpoints" / "step-000005").exists()
+    (tmp_path / "checkpoints" / "step-000025.unfinished").mkdir()
     progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
 

@@ -20,6 +20,17 @@ from tests.runs import read_steps, write_lines, write_run
 PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
 
 
+def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for step in lines[30:]:
+        step["time"] += 1000
+    lines[-1]["metrics"]["run_seconds"] = 121.5
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert write_report(folder).train_seconds == 121.5
+
+
 def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     summary = write_report(folder)

@@ -105,7 +105,9 @@ class Manager:
             if begun.data_rows:
                 self._set_data_rows(begun.data_rows)
             self._ledger.restore(
-                policy_version=begun.policy_version, trained=list(begun.trained_seqs()), rejected=begun.rejected
+                policy_version=begun.policy_version,
+                trained=list(begun.trained_seqs()),
+                rejected=list(begun.rejected_seqs()),
             )
             log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
         self._fleet = Fleet()

@@ -125,4 +125,5 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         seed=seed,
         version=version,
         update_timeout=config.weights.timeout_seconds,
+        deterministic=settings.deterministic,
     )

@@ -5,6 +5,7 @@
 | `Spec`, `ModelConfig`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
+| `SettleSave` | after what came before it | worker 0 |
 | `Publish` | beside the others | all, together |
 
 Groups reach the workers through the stream and are told by `Stored`, so nothing has to be fetched.
@@ -96,13 +97,32 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write a checkpoint that the run can go on from, in a folder beside which old ones are removed."""
+    """Gather what the run can go on from; worker 0 then writes it in the background, and removes old checkpoints
+    beside it."""
 
     folder: str
     progress: Progress
+    final: bool = False
+    """Answer when it is on the disk; that it cannot be written is an error."""
 
 
-Call = Spec | ModelConfig | OpenStore | Initialize | Inference | Function | TrainStep | ClearDataCache | Publish | Save
+class SettleSave(msgspec.Struct, frozen=True, tag=True):
+    """Answer when the checkpoint that is being written is on the disk."""
+
+
+Call = (
+    Spec
+    | ModelConfig
+    | OpenStore
+    | Initialize
+    | Inference
+    | Function
+    | TrainStep
+    | ClearDataCache
+    | Publish
+    | Save
+    | SettleSave
+)
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -133,6 +153,13 @@ class Done(msgspec.Struct, frozen=True):
     compute_seconds: float
     rewards: dict[int, list[float]] = {}
     """Of each group that `rew_inf` scored, by sequence number (DP heads only)."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A checkpoint is gathered; or also written, if it is the final one."""
+
+    unwritten: str = ""
+    """Why the one before it could not be written; told once."""
 
 
 class Trained(msgspec.Struct, frozen=True):

@@ -11,26 +11,35 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
-from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, TrainingError
-from streamrl.trainer.assembly import CRITIC, REFERENCE, Assembly, give_weights
+from streamrl.trainer.assembly import Assembly, give_weights
 from streamrl.trainer.backends.base import ParallelModel
-from streamrl.trainer.backends.files import export
-from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Save, Trained, TrainStep
-from streamrl.trainer.checkpoint import write_folder
+from streamrl.trainer.calls import (
+    Done,
+    Function,
+    Inference,
+    MinibatchShare,
+    Save,
+    Saved,
+    SettleSave,
+    Trained,
+    TrainStep,
+)
+from streamrl.trainer.checkpoint import CheckpointWriter
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.hooks import DataTransfer, Hook, Offload, ParamRealloc
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.snapshot import roles_to_save, take_snapshot
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.types import TrajectoryGroup
 
-Computed = Inference | Function | TrainStep | Save
+Computed = Inference | Function | TrainStep | Save | SettleSave
 
 
 class Computation:
@@ -53,6 +62,7 @@ class Computation:
         self._assembly = assembly
         self._data = data
         self._weights_free = weights_free
+        self._writer = CheckpointWriter(keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
         self._away: set[str] = set()
         self._blocked = 0.0
 
@@ -71,6 +81,8 @@ class Computation:
         """Hooks and call, in order."""
         if isinstance(call, Save):
             return self._save(call)
+        if isinstance(call, SettleSave):
+            return Saved(self._writer.settle(limit=self._config.trainer.step_timeout_seconds))
         for hook in call.pre_hooks:
             self._run_hook(hook)
         match call:
@@ -121,6 +133,7 @@ class Computation:
         if not isinstance(role, Actor | Critic):
             raise TrainingError(f"{mfc.name} would train the role {mfc.role!r}, which only computes")
         self._bring_back(mfc.role)
+        self._seed(mfc.role, call.policy_version)
         self._blocked = 0.0
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
@@ -143,6 +156,11 @@ class Computation:
             maxima=maxima,
             token_ages=ages if told else {},
         )
+
+    def _seed(self, role: str, policy_version: int) -> None:
+        """Random numbers of a step (dropout's) are a function of run seed and version, so none have to be saved."""
+        data = self._assembly.layout(role).coordinates(self._rank).data
+        torch.manual_seed(((self._config.run.seed << 40) + (policy_version << 16) + data) % 2**63)
 
     def _wait_for_publication(self) -> None:
         """Before the actor's weights change, or are gathered for something else than their publication."""
@@ -190,45 +208,19 @@ class Computation:
     def _is_head(self, role: str) -> bool:
         return self._rank in self._assembly.layout(role).heads
 
-    def _save(self, call: Save) -> Done:
-        began = time.monotonic()
+    def _save(self, call: Save) -> Saved:
+        limit = self._config.trainer.step_timeout_seconds
         self._wait_for_publication()
-        folder = Path(call.folder)
-        if self._rank != 0:
-            self._write(folder, call)
-            return Done(compute_seconds=time.monotonic() - began)
-        try:
-            write_folder(folder, lambda unfinished: self._write(unfinished, call))
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(
-                f"the checkpoint {folder} cannot be written ({error}); those before it are whole: make room there, "
-                "or lower trainer.keep_checkpoints, then go on with `streamrl run CONFIG --resume`"
-            ) from error
-        config = self._config
-        progress.prune(folder.parent, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
-        return Done(compute_seconds=time.monotonic() - began)
-
-    def _write(self, folder: Path, call: Save) -> None:
-        """All ranks gather; rank 0 writes."""
-        first = self._rank == 0
-        base = Path(self._config.run.resume_from or self._assembly.model_dir)
-        roles = self._assembly.roles
-        export(folder, roles["actor"].model.gather_weights(), source=base, scalar_head=False, write=first)
-        if first:
-            progress.write(folder, call.progress)
-        kept = [CRITIC] if CRITIC in roles else []
-        if REFERENCE in roles and self._config.algorithm.ref_update_every:
-            kept.append(REFERENCE)
-        for name in kept:
-            self._bring_back(name)
-            weights = roles[name].model.gather_weights()
-            export(folder / name, weights, source=base, scalar_head=name == CRITIC, write=first)
-        for name, role in roles.items():
-            if isinstance(role, Critic) or role is self._assembly.actor:
-                state = folder / progress.STATE / name
-                if first:
-                    state.mkdir(parents=True, exist_ok=True)
-                role.save_state(state)
+        unwritten = self._writer.settle(limit=limit)
+        for role in roles_to_save(self._assembly, self._config):
+            self._bring_back(role)
+        writes = self._rank == 0
+        snapshot = take_snapshot(self._assembly, self._config, call.progress, keep=writes)
+        if writes:
+            self._writer.begin(Path(call.folder), snapshot.write)
+        if call.final and (failure := self._writer.settle(limit=limit)):
+            raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
+        return Saved(unwritten)
 
 
 def call_users_function(

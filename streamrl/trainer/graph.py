@@ -146,7 +146,9 @@ def downstream(config: Config) -> list[MFC]:
 
     def inference(name: str, role: str, key: str, reads: Literal["arrivals", "batch"]) -> None:
         post = (Offload(role),) if role in config.trainer.offload else ()
-        mfcs.append(MFC(name, role, "inference", SEQUENCE_KEYS, frozenset({key}), reads, post_hooks=post))
+        # what arrives together is chance, and how a pass rounds depends on all that is in it
+        groups = 1 if reads == "arrivals" and config.gserver.deterministic else None
+        mfcs.append(MFC(name, role, "inference", SEQUENCE_KEYS, frozenset({key}), reads, groups, post_hooks=post))
         needs.add(key)
 
     if config.reward_model.path is not None:

@@ -35,7 +35,6 @@ from streamrl.trainer.calls import (
     OpenStore,
     Publish,
     Published,
-    Save,
     Spec,
     Stored,
     StoreOpened,
@@ -47,6 +46,7 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
+from streamrl.trainer.save_desk import SaveDesk
 from streamrl.trainer.settlement import Settlement
 from streamrl.trainer.span import Span
 from streamrl.trainer_config import role_config
@@ -133,6 +133,7 @@ class Master:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
+        self._saves = SaveDesk(config, channel=self._channel)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
         self._workers = range(config.trainer.workers)
         self._publication: asyncio.Task[None] | None = None
@@ -140,6 +141,7 @@ class Master:
         self._groups_trained = 0
         self._tokens_dropped = 0
         self._began = time.time()
+        self._seconds_before = 0.0
         self._counted: list[WorkerSpec] = []
         self.policy_version = 0
         self._trained_seqs = SeqSet()
@@ -180,16 +182,19 @@ class Master:
 
     async def finish(self) -> str:
         """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
+        self.membership.waiting_for = "the last checkpoint"
         at_end = self._config.evaluation.at_end
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._save("final")
+            await self._saves.save_final(self._progress())
+        unwritten = await self._saves.settle()
+        self.membership.waiting_for = ""
         self._counted = await self._specs()
         if not at_end:
-            return ""
+            return unwritten
         self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
-        return await self._evaluations.wait_for(self.policy_version)
+        return unwritten + await self._evaluations.wait_for(self.policy_version)
 
     async def write_final(self) -> None:
         """Leave `final.json` for the report, whatever happened."""
@@ -201,7 +206,7 @@ class Master:
         final = {
             "status": status,
             "policy_version": self.policy_version,
-            "train_seconds": time.time() - self._began,
+            "train_seconds": self._train_seconds,
             "groups_trained": self._groups_trained,
             "groups_held": len(self._buffer),
             "groups_duplicated": sum(c.duplicated for c in self._counted),
@@ -244,6 +249,11 @@ class Master:
     async def _specs(self) -> list[WorkerSpec]:
         calls = (self._channel.call(worker, Spec(), WorkerSpec, timeout=SPEC_SECONDS) for worker in self._workers)
         return list(await asyncio.gather(*calls))
+
+    @property
+    def _train_seconds(self) -> float:
+        """Since the first step, without the time between a run's end and its being resumed."""
+        return self._seconds_before + time.time() - self._began
 
     @property
     def _groups_settled(self) -> int:
@@ -312,7 +322,9 @@ class Master:
             self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
         if self._control.save_is_due(step=self.policy_version, settled=self._groups_settled, now=time.monotonic()):
-            await self._save(f"step-{self.policy_version:06d}")
+            self.membership.waiting_for = f"checkpoint {self.policy_version}"
+            await self._saves.save(self._progress())
+            self.membership.waiting_for = ""
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
         """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""
@@ -360,11 +372,13 @@ class Master:
         self._rewards.append(metrics["reward_mean"])
         computing = sum(span.compute_seconds for span in result.spans)
         metrics |= {
+            "run_seconds": self._train_seconds,
             "step_seconds": end - begin,
             "wait_seconds": formed - begin,
             "train_seconds": computing,
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+            "save_seconds": self._saves.take_seconds(),
             "epoch": self._control.epochs(self._groups_settled),
         }
         spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
@@ -395,22 +409,14 @@ class Master:
         if evaluate:
             await self._evaluations.ask(report.step)
 
-    async def _save(self, name: str) -> None:
-        folder = self._config.run_dir / "checkpoints" / name
-        limit = self._config.trainer.step_timeout_seconds
-        self.membership.waiting_for = f"checkpoint {name}"
-        save = Save(str(folder.absolute()), self._progress())
-        await self._channel.request(dict.fromkeys(self._workers, save), Done, timeout=limit)
-        self.membership.waiting_for = ""
-        log.info("saved %s", folder)
-
     def _progress(self) -> progress.Progress:
         return progress.Progress(
             policy_version=self.policy_version,
             trained=self._trained_seqs.ranges(),
-            rejected=self._rejected_seqs.copy(),
+            rejected=progress.ranges(self._rejected_seqs),
             prompts=progress.prompts_digest(self._config),
             data_rows=self._control.data_rows,
+            train_seconds=self._train_seconds,
             tokens_dropped=self._tokens_dropped,
             recent_rewards=self._rewards[-self._config.run.stop_window :],
         )
@@ -420,6 +426,9 @@ class Master:
         self.policy_version = begun.policy_version
         self._groups_trained = begun.groups_trained
         self._tokens_dropped = begun.tokens_dropped
+        self._seconds_before = begun.train_seconds
+        self._rejected_seqs = list(begun.rejected_seqs())
+        self._former.reject(self._rejected_seqs)
         self._rewards = list(begun.recent_rewards)
         for seq in begun.trained_seqs():
             self._trained_seqs.add(seq)
@@ -435,11 +444,9 @@ class Master:
             await self._executor.load_data(metas)
 
     async def _follow_rejections(self) -> None:
-        known = 0
         while True:
-            rejected = await self._client.rejections(known)
+            rejected = await self._client.rejections(len(self._rejected_seqs))
             if rejected:
-                known += len(rejected)
                 self._rejected_seqs += rejected
                 self._former.reject(rejected)
                 await self._buffer.wake()

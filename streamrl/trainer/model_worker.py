@@ -42,6 +42,7 @@ from streamrl.trainer.calls import (
     Publish,
     Published,
     Save,
+    SettleSave,
     Spec,
     Stored,
     StoreOpened,
@@ -230,7 +231,7 @@ class ModelWorker:
                 return StoreOpened(host=host, port=self._store.port)
             case Initialize():
                 return await self._in_compute(self._initialize, call)
-            case Inference() | Function() | TrainStep() | Save():
+            case Inference() | Function() | TrainStep() | Save() | SettleSave():
                 return await self._in_compute(self._ready.carry_out, call)
             case Publish():
                 return await self._publish(call)

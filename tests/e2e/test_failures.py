@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -67,25 +68,32 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     wait_until_gone(run_dir, seconds=10)
 
 
-def test_a_run_goes_on_after_everything_was_killed(tmp_path):
+def kill_everything(process, run_dir):
+    """As the end of a machine would."""
+    for victim in [process, *processes_of(run_dir)]:
+        victim.send_signal(signal.SIGKILL)
+    process.wait(10)
+    wait_until_gone(run_dir, seconds=10)
+
+
+def test_a_run_goes_on_after_everything_was_killed_with_another_number_of_workers(tmp_path):
     run_dir = tmp_path / "resumed"
     settings = overrides(
         tmp_path,
         "resumed",
-        **(LONG | {"run__total_train_steps": 30, "trainer__save_every_steps": 4, "trainer__data_parallel": 2}),
+        **(LONG | {"run__total_train_steps": 30, "trainer__save_every_steps": 4}),
         staleness__over_age="wait",  # trains in admission order, so a lost group would be a gap
     )
     process = start(COPY_SCRATCH, settings)
-    reader, output = collected(process)
+    reader, _ = collected(process)
     wait_for_steps(run_dir, 11)
-    for victim in [process, *processes_of(run_dir)]:
-        victim.send_signal(signal.SIGKILL)
-    process.wait(10)
+    kill_everything(process, run_dir)
     reader.join(10)
-    wait_until_gone(run_dir, seconds=10)
     before = steps(run_dir)
+    stopped = time.time()
+    (run_dir / "checkpoints" / "step-000099.unfinished").mkdir()
 
-    said = run(COPY_SCRATCH, [*settings, "--resume"])
+    said = run(COPY_SCRATCH, [*settings, "trainer.data_parallel=2", "trainer.shard=true", "--resume"])
     assert "goes on from" in said
     assert_exactly_once(run_dir)
     after = steps(run_dir)
@@ -98,12 +106,54 @@ def test_a_run_goes_on_after_everything_was_killed(tmp_path):
     assert trained == list(range(len(trained)))
     left = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert left == {f"step-{len(kept):06d}", "step-000024", "step-000028"}
+    began = kept[0]["time"] - kept[0]["metrics"]["step_seconds"]
+    down = after[len(kept)]["spans"][0][1] - stopped
+    assert down > 0
+    assert summary(run_dir)["train_seconds"] < after[-1]["time"] - began - down
 
     done = start(COPY_SCRATCH, [*settings, "run.total_train_steps=28", "--resume"])
     reader, output = collected(done)
     assert done.wait(60) == 2
     reader.join(10)
     assert "is done: it made 28 steps" in "".join(output).replace("\n", " ")
+
+
+FIGURES = ("loss", "grad_norm", "lr", "entropy", "kl", "kl_coef", "logprob_diff_max", "reward_mean", "tokens_trained")
+
+
+def test_a_killed_and_resumed_run_gives_the_losses_of_one_that_was_not_bit_for_bit(tmp_path):
+    """Synchronous, with one deterministic gserver; two rollout workers race each other, and the KL is steered."""
+    exact = LONG | {
+        "run__total_train_steps": 8,
+        "trainer__save_every_steps": 2,
+        "trainer__keep_checkpoints": 1000,
+        "trainer__batch_groups": 6,
+        "rollout__group_size": 4,
+        "staleness__max_staleness": 0,
+        "gserver__deterministic": "true",
+        "algorithm__kl_coef": 0.01,
+        "algorithm__kl_target": 0.001,
+        "algorithm__minibatches": 2,
+    }
+    whole, killed = (
+        start(COPY_SCRATCH, overrides(tmp_path, name, **(exact | more)))
+        for name, more in (("whole", {}), ("killed", {"run__total_train_steps": 200}))
+    )
+    outputs = [collected(process) for process in (whole, killed)]
+    wait_for_steps(tmp_path / "killed", 5)
+    kill_everything(killed, tmp_path / "killed")
+    for folder in (tmp_path / "killed" / "checkpoints").glob("step-*"):
+        if folder.name > "step-000004":  # the machine was quick: as if it had been killed earlier
+            shutil.rmtree(folder)
+    run(COPY_SCRATCH, [*overrides(tmp_path, "killed", **exact), "--resume"])
+    assert whole.wait(120) == 0, "".join(outputs[0][1])[-4000:]
+
+    expected, found = steps(tmp_path / "whole"), steps(tmp_path / "killed")
+    assert [step["step"] for step in found] == list(range(1, 9))
+    for want, got in zip(expected, found, strict=True):
+        assert got["seqs"] == want["seqs"]
+        assert {name: got["metrics"][name] for name in FIGURES} == {name: want["metrics"][name] for name in FIGURES}
+    assert len({step["metrics"]["loss"] for step in expected}) == 8
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):

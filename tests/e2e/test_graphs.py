@@ -92,7 +92,7 @@ def reward_model(folder, run_settings):
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.5)
     folder.mkdir()
-    export(folder, model.named_parameters(), source=base, scalar_head=True, write=True)
+    export(folder, model.named_parameters(), source=base, scalar_head=True)
     return folder
 
 

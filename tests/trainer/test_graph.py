@@ -59,7 +59,10 @@ def test_the_synchronous_graph_of_ppo_has_all_calls():
 def test_a_reward_model_takes_the_place_of_the_verifiers():
     model = {"reward_model": {"path": "judge"}}
     graph = graph_of(configured(**model))
-    assert [(m.name, m.role, m.reads) for m in graph.mfcs][0] == ("rew_inf", "reward", "arrivals")
+    first = graph.mfcs[0]
+    assert (first.name, first.role, first.reads, first.groups) == ("rew_inf", "reward", "arrivals", None)
+    alone = graph_of(configured(gserver={"deterministic": True}, **model)).mfcs
+    assert [(m.name, m.groups) for m in alone] == [("rew_inf", 1), ("actor_train", None)]
     assert graph.stream_keys == GENERATED_KEYS
     assert graph.arrival_keys == STREAM_KEYS
     synchronous = graph_of(configured(trainer={"graph": "synchronous"}, staleness={"max_staleness": 0}, **model))

@@ -2,5 +2,6 @@
 
 `architecture` reads the shape from config.json, `parameters` holds the weights, `cache` the keys
 and values, `model` computes with them, `sampler` draws tokens, `scheduler` decides what is
-computed in a step, and `engine` runs the steps in a thread of its own.
+computed in a step (`apart`: each request for itself, so that results can be repeated), and
+`engine` runs the steps in a thread of its own.
 """

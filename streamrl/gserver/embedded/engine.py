@@ -24,6 +24,7 @@ import torch
 from streamrl.checksum import WeightsChecksum
 from streamrl.device import compute_with
 from streamrl.errors import ModelError
+from streamrl.gserver.embedded.apart import ScheduleApart
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.cache import KVCache
 from streamrl.gserver.embedded.model import Model
@@ -65,6 +66,7 @@ class EmbeddedEngine:
         seed: int,
         version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
+        deterministic: bool = False,
     ) -> None:
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
@@ -84,8 +86,9 @@ class EmbeddedEngine:
         self._live = Parameters(architecture, dtype=dtype, device=device)
         self._standby: Parameters | None = None
         cache = KVCache(architecture, max_slots=max_running, max_length=self.max_context, dtype=dtype, device=device)
-        self._scheduler = Scheduler(
-            model=Model(self._live, cache, max_length=self.max_context),
+        schedule = ScheduleApart if deterministic else Scheduler
+        self._scheduler: Scheduler = schedule(
+            model=Model(self._live, cache, max_length=self.max_context, copies_cache=deterministic),
             cache=cache,
             max_running=max_running,
             version=version,

@@ -42,12 +42,15 @@ class _Run(msgspec.Struct, frozen=True):
 class Model:
     """Computes with `parameters` (of one shape, dtype and device; may be exchanged) on `cache`."""
 
-    def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int) -> None:
+    def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int, copies_cache: bool = False) -> None:
+        """`copies_cache`: one-slot extensions attend to a copy of the cache that is laid out the same whatever the
+        slot, because rounding may depend on where rows begin in memory."""
         self.parameters = parameters
         self.cache = cache
         self._a: Architecture = parameters.architecture
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
+        self._copies_cache = copies_cache
         self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
         self._own_norm = self._device.type == "cpu" and parameters.dtype == torch.float32
         self._eps = torch.tensor(self._a.rms_norm_eps, device=self._device)
@@ -148,6 +151,8 @@ class Model:
         else:
             kept = self.cache.layers[layer]
             held = kept[run.slots[0], None, :, :, :total] if count == 1 else kept[run.slots, :, :, :total]
+            if self._copies_cache:
+                held = held.clone(memory_format=torch.contiguous_format)
         mask = None
         if run.cached and new > 1:
             mask = torch.ones(new, total, dtype=torch.bool, device=self._device).tril(run.cached)

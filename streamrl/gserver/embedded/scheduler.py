@@ -130,7 +130,8 @@ class Scheduler:
             self._prefill(batch)
         except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
             log.exception("prefill of %d requests failed", len(batch))
-            self._fail(batch, f"the prompt could not be computed: {type(error).__name__}: {error}")
+            unfinished = [request for request in batch if request.finish_reason is None]
+            self._fail(unfinished, f"the prompt could not be computed: {type(error).__name__}: {error}")
 
     def _next_batch(self) -> list[Request]:
         batch: list[Request] = []
@@ -238,13 +239,18 @@ class Scheduler:
         if not requests:
             return
         try:
-            positions = [len(request.tokens) - 1 for request in requests]
-            self._cache.reserve(slots=len(requests), length=max(positions) + 1)
-            logits = self._model.decode([request.tokens[-1] for request in requests], positions)
-            self._sample_for(range(len(requests)), logits)
+            self._cache.reserve(slots=len(requests), length=max(len(request.tokens) for request in requests))
+            self._decode_running(requests)
         except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
             log.exception("a decode step of %d requests failed", len(requests))
-            self._fail(requests, f"a token could not be computed: {type(error).__name__}: {error}")
+            unfinished = [request for request in requests if request.finish_reason is None]
+            self._fail(unfinished, f"a token could not be computed: {type(error).__name__}: {error}")
+
+    def _decode_running(self, requests: Sequence[Request]) -> None:
+        """A token for each of `requests`, of which request i sits in slot i."""
+        positions = [len(request.tokens) - 1 for request in requests]
+        logits = self._model.decode([request.tokens[-1] for request in requests], positions)
+        self._sample_for(range(len(requests)), logits)
 
     def _sample_for(self, slots: Sequence[int], logits: Tensor) -> None:
         """Give the requests in `slots` a token each, drawn from their rows of `logits`."""

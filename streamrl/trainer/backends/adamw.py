@@ -1,7 +1,7 @@
 """AdamW over named local tensors, with its learning-rate schedule, its files, and a place of its own to compute.
 
 Files: `optimizer.safetensors` with `exp_avg/NAME` and `exp_avg_sq/NAME` as whole tensors under the
-weights' Hugging Face names and `step`, and `updates.json`. So another layout, or another backend, can go on.
+weights' Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.base import ModelSpec
-from streamrl.trainer.backends.files import TensorFiles, write_tensors
+from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.schedule import learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP = "step"
-STEM = "optimizer"
+OPTIMIZER = "optimizer"
+"""The name of the tensors' files, without `.safetensors`."""
 UPDATES = "updates.json"
 
 
@@ -100,16 +100,11 @@ class AdamW:
             self._masters = dict(weights)
             self._moments = {k: {n: t.to(device) for n, t in found.items()} for k, found in self._moments.items()}
 
-    def save(self, folder: Path, spread: Spread) -> None:
-        """Collective; rank 0, which gets whole tensors, writes."""
-
-        def everything() -> Iterator[tuple[str, Tensor]]:
-            for key in MOMENTS:
-                for name, tensor in spread.gather(self._moments[key]):
-                    yield f"{key}/{name}", tensor
-            yield STEP, torch.tensor(float(self.updates))
-
-        save_moments(folder, everything(), updates=self.updates)
+    def state(self, spread: Spread) -> Iterator[tuple[str, Tensor]]:
+        """See `ParallelModel.optimizer_state`. Collective."""
+        for key in MOMENTS:
+            for name, tensor in spread.gather(self._moments[key]):
+                yield f"{key}/{name}", tensor
 
     def load(self, folder: Path, spread: Spread) -> None:
         """Raises `ModelError` when `folder` holds no state, or that of another model."""
@@ -126,14 +121,9 @@ class _Updates(msgspec.Struct, frozen=True):
     updates: int
 
 
-def save_moments(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, updates: int) -> None:
-    """Write `tensors` (named `MOMENT/WEIGHT`) and how many updates there were; without whole tensors, nothing."""
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        for _ in tensors:
-            pass
-        return
-    write_tensors(folder, STEM, tensors)
-    (folder / UPDATES).write_bytes(msgspec.json.encode(_Updates(updates)))
+def updates_file(updates: int) -> dict[str, bytes]:
+    """The file that says how many optimizer steps there were: its name and content."""
+    return {UPDATES: msgspec.json.encode(_Updates(updates))}
 
 
 def load_updates(folder: Path) -> int:
@@ -146,7 +136,7 @@ def load_updates(folder: Path) -> int:
 
 def read_moments(folder: Path, key: str) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors of one moment, by the weights' names."""
-    files = TensorFiles(folder, STEM)
+    files = TensorFiles(folder, OPTIMIZER)
     for name in files.names():
         moment, _, weight = name.partition("/")
         if moment == key:

@@ -122,14 +122,21 @@ class ParallelModel(Protocol):
         unknown, missing or of another shape."""
         ...
 
-    def save_state(self, folder: Path) -> None:
-        """Write optimizer and schedule into `folder`, which exists. Collective."""
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far, over all runs that this one goes on from; the schedule's position."""
+        ...
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's tensors, whole on rank 0 and empty elsewhere, one after another: `exp_avg/WEIGHT`, then
+        `exp_avg_sq/WEIGHT`. Collective: all ranks iterate to the end."""
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Take over what `save_state` wrote, under this or another layout. Collective.
+        """Take over `updates` and `optimizer_state` from files, which may come from another layout. Collective.
 
-        Raises `ModelError` when it is of another model. The weights are not in it.
+        `backends/adamw.py` names the files. Raises `ModelError` when they are of another model. The weights
+        are not among them.
         """
         ...
 

@@ -81,17 +81,17 @@ class TensorFiles:
         return tensor
 
 
-def export(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool, write: bool
-) -> None:
-    """Write whole `weights` into `folder` as a Hugging Face checkpoint like `source`, tokenizer included.
+def copies(tensors: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """Copies in host memory, by name; ranks that only take part in the gathering say `keep=False`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if keep:
+            found[name] = tensor.detach().to("cpu", copy=True)
+    return found
 
-    Ranks that only take part in the gathering of the weights say `write=False`.
-    """
-    if not write:
-        for _ in weights:
-            pass
-        return
+
+def export(folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool) -> None:
+    """Write whole `weights` into `folder` as a Hugging Face checkpoint like `source`, tokenizer included."""
     copy_settings(source, folder, scalar_head=scalar_head)
     write_tensors(folder, "model", weights)
 

@@ -120,8 +120,12 @@ class TorchModel:
         if self._optimizer is not None:
             self._optimizer.weights_changed()
 
-    def save_state(self, folder: Path) -> None:
-        self._trained.save(folder, self._shards)
+    @property
+    def updates(self) -> int:
+        return self._trained.updates
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        return self._trained.state(self._shards)
 
     def load_state(self, folder: Path) -> None:
         self._trained.load(folder, self._shards)
@@ -193,7 +197,7 @@ class TorchModel:
 
     def _check_here(self) -> None:
         if self._away:
-            raise ModelError("this model is offloaded: call onload before computing with it")
+            raise TrainingError("this model is offloaded: call onload before computing with it")
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device, non_blocking=True)

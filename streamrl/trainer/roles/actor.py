@@ -17,11 +17,13 @@ from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.errors import ModelError
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import Output, ParallelModel
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.credit import Credit, assign_credit
 from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem, at_targets, needed, unpack
+from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 
 KL_FILE = "kl.json"
@@ -88,14 +90,13 @@ class Actor:
             self._adapt_kl(statistics)
         return statistics
 
-    def save_state(self, folder: Path) -> None:
-        """Optimizer and KL coefficient. Collective; rank 0 writes."""
-        self.model.save_state(folder)
-        if self._ranks.rank == 0:
-            (folder / KL_FILE).write_bytes(msgspec.json.encode(self._kl.value))
+    def state(self) -> RoleState:
+        """Optimizer and KL coefficient."""
+        files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.value)}
+        return RoleState(self.model.optimizer_state(), files)
 
     def load_state(self, folder: Path) -> None:
-        """What `save_state` wrote; raises `ModelError` when it is of another model. Collective."""
+        """Take over a `state` that was written; raises `ModelError` when it is of another model. Collective."""
         self.model.load_state(folder)
         try:
             self._kl.value = msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float)

@@ -15,11 +15,13 @@ from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.losses import clipped_value_loss
+from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import Output, ParallelModel
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.credit import Credit, assign_credit
 from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem, at_targets, needed, unpack
+from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 
 
@@ -72,12 +74,12 @@ class Critic:
         statistics.maxima |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
         return statistics
 
-    def save_state(self, folder: Path) -> None:
-        """The optimizer's. Collective; rank 0 writes."""
-        self.model.save_state(folder)
+    def state(self) -> RoleState:
+        """The optimizer's."""
+        return RoleState(self.model.optimizer_state(), updates_file(self.model.updates))
 
     def load_state(self, folder: Path) -> None:
-        """What `save_state` wrote. Collective."""
+        """Take over a `state` that was written. Collective."""
         self.model.load_state(folder)
 
     def _loss(

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
+from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 from tests.trainer.backends.reference import (
     OPTIMIZER,
@@ -112,8 +114,10 @@ class Checks:
         last = min(self._layout.data, len(groups)) - 1  # of the ranks that have something
         poison = math.nan if self._data == last else 1.0
         model.accumulate(micros, lambda _, output: output.values.sum() * poison)
+        called: list[bool] = []
         with pytest.raises(TrainingError, match="nan"):
-            model.update(lambda: None)
+            model.update(lambda: called.append(True))
+        assert not called
         self._weights_equal(model, reference, tolerance=0.0)
         groups = make_groups(1)
         norm, _ = reference.step(groups)
@@ -196,8 +200,7 @@ class Checks:
             reference.step(make_groups(step))
             self.step(first, make_groups(step))
         weights = self._broadcast_weights(first, reference)
-        first.save_state(self._scratch)
-        self._barrier()
+        self._save_state(first)
         there = Checks(
             self._make,
             models=self._models,
@@ -225,6 +228,12 @@ class Checks:
             other.load_state(self._scratch)
         for model in (other, second, first):
             model.close()
+
+    def _save_state(self, model: ParallelModel) -> None:
+        state = RoleState(model.optimizer_state(), updates_file(model.updates)).copied(keep=self._rank == 0)
+        if self._rank == 0:
+            state.write(self._scratch)
+        self._barrier()
 
     def _broadcast_weights(self, model: ParallelModel, reference: Reference) -> dict[str, Tensor]:
         """The whole weights of `model`, on all ranks, through a file."""
@@ -273,7 +282,8 @@ class Checks:
         names = []
         for name, weight in model.gather_weights():
             names.append(name)
-            if self._rank and weight.numel() == 0:
+            if self._rank:
+                assert weight.numel() == 0
                 continue
             assert weight.dtype == torch.float32
             assert float((weight - wanted[name]).abs().max()) <= tolerance, name
@@ -282,8 +292,7 @@ class Checks:
     def _gradients_equal(self, model: ParallelModel, wanted: dict[str, Tensor], norm: float) -> None:
         """After the first step AdamW's first moment is the clipped gradient, times 1 - beta."""
         folder = self._scratch
-        model.save_state(folder)
-        self._barrier()
+        self._save_state(model)
         if self._rank == 0:
             found = load_file(folder / "optimizer.safetensors")
             scale = min(1.0, OPTIMIZER.grad_clip / (norm + 1e-6)) * (1 - OPTIMIZER.betas[0])
@@ -292,6 +301,7 @@ class Checks:
                 difference = (found[f"exp_avg/{name}"] / scale - gradient).abs().max()
                 assert float(difference) < 1e-6 * largest, (name, float(difference), largest)
             assert len(found) == 2 * len(wanted)
+            assert model.updates == 1
         self._barrier()
 
     def _weights_gathered_beside_accumulation(self, model: ParallelModel) -> None:

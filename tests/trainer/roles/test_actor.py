@@ -18,7 +18,7 @@ from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec
-from streamrl.trainer.backends.files import export
+from streamrl.trainer.backends.files import copies, export
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.ranks import Ranks
@@ -37,6 +37,7 @@ class Policy:
 
     def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
         self.folder = folder
+        self.rank = options.get("rank", 0)
         algorithm = algorithm or AlgorithmConfig()
         dtype, world, rank = options.get("dtype", torch.float32), options.get("world", 1), options.get("rank", 0)
         cpu = torch.device("cpu")
@@ -82,9 +83,12 @@ class Policy:
     def save(self, folder):
         """As a worker does: weights, and beside them the state."""
         state = folder / "state"
-        state.mkdir(parents=True)
-        export(folder, self.model.gather_weights(), source=self.folder, scalar_head=False, write=True)
-        self.actor.save_state(state)
+        weights = copies(self.model.gather_weights(), keep=self.rank == 0)
+        optimizer = self.actor.state().copied(keep=self.rank == 0)
+        if self.rank == 0:
+            state.mkdir(parents=True)
+            export(folder, weights.items(), source=self.folder, scalar_head=False)
+            optimizer.write(state)
 
     def load_state(self, folder):
         self.actor.load_state(folder / "state")

@@ -65,7 +65,7 @@ def save_critic(folder, *, seed=3):
     base = save_model(folder.with_name(folder.name + "-base"), "qwen3", seed=seed)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.1)
-    export(folder, model.named_parameters(), source=base, scalar_head=True, write=True)
+    export(folder, model.named_parameters(), source=base, scalar_head=True)
     return folder
 
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_without_a_scalar_head_starts_at_zero_and_is_saved_with_one
     folder = save_model(tmp_path / "model", "llama_tied")
     _, critic = roles(folder, folder, AlgorithmConfig(advantage="gae"), CriticConfig())
     assert not any(values.any() for values in critic.inference(make_groups(2)))
-    export(tmp_path / "saved", critic.model.gather_weights(), source=folder, scalar_head=True, write=True)
+    export(tmp_path / "saved", critic.model.gather_weights(), source=folder, scalar_head=True)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert loaded.score.weight.shape == (1, 32)
     assert type(loaded).__name__ == "LlamaForSequenceClassification"
@@ -195,7 +195,7 @@ def test_a_critic_without_gae_says_what_to_set(tmp_path):
     _, critic = roles(folder, folder, AlgorithmConfig(), CriticConfig())
     item = make_item(make_groups(1)[0])
     item.values = np.zeros(item.group.tokens, np.float32)
-    with pytest.raises(TrainingError, match="algorithm.advantage"):
+    with pytest.raises(TrainingError, match=r"algorithm\.advantage"):
         critic.train_step([item], Minibatch(5, 4), before_update=lambda: None)
 
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.backends.adamw import MOMENTS, STEM, load_updates, save_moments
+from streamrl.trainer.backends.adamw import MOMENTS, OPTIMIZER, load_updates
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.megatron.groups import layout_groups
@@ -127,26 +127,26 @@ class MegatronModel:
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
 
-    def save_state(self, folder: Path) -> None:
+    @property
+    def updates(self) -> int:
+        return self._trained().updates
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         trainable = self._trained()
         self._check_onloaded()
+        for key in MOMENTS:
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for key in MOMENTS:
+            def piece(number: int, key: str = key) -> Tensor:
+                return trainable.state(self._parameters[number])[key].flatten()
 
-                def piece(number: int, key: str = key) -> Tensor:
-                    return trainable.state(self._parameters[number])[key].flatten()
-
-                for name, tensor in self._whole.gather(piece):
-                    yield f"{key}/{name}", tensor
-
-        save_moments(folder, tensors(), updates=trainable.updates)
+            for name, tensor in self._whole.gather(piece):
+                yield f"{key}/{name}", tensor
 
     def load_state(self, folder: Path) -> None:
         trainable = self._trained()
         self._check_onloaded()
         updates = load_updates(folder)
-        files = TensorFiles(folder, STEM)
+        files = TensorFiles(folder, OPTIMIZER)
         expected = {f"{key}/{name}" for key in MOMENTS for name in self._whole.shapes}
         if differing := expected.symmetric_difference(files.names()):
             raise ModelError(f"{folder}: the optimizer's state is of another model: {min(differing)} is in one only")
@@ -156,7 +156,7 @@ class MegatronModel:
         for parameter in self._parameters:
             state = trainable.state(parameter)
             if state:
-                state["step"].fill_(updates)
+                state["step"].fill_(float(updates))
         trainable.updates = updates
 
     def offload(self) -> None:

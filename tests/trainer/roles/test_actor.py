@@ -440,7 +440,8 @@ def _rank(folder, rank, port, results):
     for kind, shard in product(SPREAD, (False, True)):
         backend = make_backend(folder, algorithm=SPREAD[kind], world=2, rank=rank, shard=shard)
         coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
-        weights = {name: w.numpy() for name, w in backend.named_weights()}
+        whole = backend.named_weights() if shard else [(n, p.detach()) for n, p in backend.model._parameters.items()]
+        weights = {name: w.numpy() for name, w in whole}
         results.put(((kind, shard, rank), (weights, coefficient)))
         backend.model.close()
     dist.destroy_process_group()

@@ -19,6 +19,9 @@ from streamrl.progress import Progress
 from streamrl.trainer.hooks import Hook
 from streamrl.types import SampleMeta
 
+PUBLICATION_STEPS = 6
+"""Waits of `weights.timeout_seconds` in one attempt of `Publish`."""
+
 
 class Spec(msgspec.Struct, frozen=True, tag=True):
     """Say what you are and what you have counted."""

@@ -22,34 +22,20 @@ from streamrl.errors import StreamRLError
 from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter
-from streamrl.stream_dataset import SeqSet
-from streamrl.trainer.assembly import ROLES
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
-from streamrl.trainer.calls import (
-    ClearDataCache,
-    Done,
-    Initialize,
-    ModelConfig,
-    ModelFacts,
-    OpenStore,
-    Publish,
-    Published,
-    Spec,
-    Stored,
-    StoreOpened,
-    WorkerSpec,
-)
+from streamrl.trainer.calls import Stored, WorkerSpec
 from streamrl.trainer.evaluations import EvaluationDesk
 from streamrl.trainer.executor import FunctionExecutor, StepResult
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.history import History
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.save_desk import SaveDesk
 from streamrl.trainer.settlement import Settlement
 from streamrl.trainer.span import Span
-from streamrl.trainer_config import role_config
+from streamrl.trainer.workforce import Workforce
 from streamrl.transport.control import ControlClient, FinishRun, StepReport
 from streamrl.transport.directing import name_on_channel
 from streamrl.transport.membership import Membership
@@ -57,11 +43,6 @@ from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
-
-PUBLICATION_STEPS = 6
-"""Waits of `weights.timeout_seconds` in one attempt of an update."""
-SPEC_SECONDS = 30.0
-"""For an answer to what a worker is."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
@@ -133,22 +114,19 @@ class Master:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
+        self._workforce = Workforce(config, channel=self._channel)
         self._saves = SaveDesk(config, channel=self._channel)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
-        self._workers = range(config.trainer.workers)
         self._publication: asyncio.Task[None] | None = None
-        self._rewards: list[float] = []
-        self._groups_trained = 0
-        self._tokens_dropped = 0
-        self._began = time.time()
-        self._seconds_before = 0.0
         self._counted: list[WorkerSpec] = []
-        self.policy_version = 0
-        self._trained_seqs = SeqSet()
-        self._rejected_seqs: list[int] = []
-        begun = progress.of_run(config)
-        if begun is not None:
-            self._go_on(begun)
+        self._history = History(config)
+        self._former.reject(self._history.rejected)
+        self._former.trained(seq for first, end in self._history.trained for seq in range(first, end))
+
+    @property
+    def policy_version(self) -> int:
+        """Completed training steps."""
+        return self._history.policy_version
 
     @property
     def endpoint(self) -> str:
@@ -159,7 +137,7 @@ class Master:
         return {
             "policy_version": self.policy_version,
             "groups_held": len(self._buffer),
-            "groups_trained_total": self._groups_trained,
+            "groups_trained_total": self._history.groups_trained,
         }
 
     async def run(self) -> str:
@@ -187,10 +165,10 @@ class Master:
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._saves.save_final(self._progress())
+            await self._saves.save_final(self._history.reached(data_rows=self._control.data_rows))
         unwritten = await self._saves.settle()
         self.membership.waiting_for = ""
-        self._counted = await self._specs()
+        self._counted = await self._workforce.specs()
         if not at_end:
             return unwritten
         self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
@@ -206,14 +184,14 @@ class Master:
         final = {
             "status": status,
             "policy_version": self.policy_version,
-            "train_seconds": self._train_seconds,
-            "groups_trained": self._groups_trained,
+            "train_seconds": self._history.train_seconds,
+            "groups_trained": self._history.groups_trained,
             "groups_held": len(self._buffer),
             "groups_duplicated": sum(c.duplicated for c in self._counted),
             "groups_refused": sum(c.refused for c in self._counted),
             "max_staleness": self._config.staleness.max_staleness,
             "over_age": self._config.staleness.over_age,
-            "tokens_dropped": self._tokens_dropped,
+            "tokens_dropped": self._history.tokens_dropped,
         }
         folder = self._config.run_dir
         folder.mkdir(parents=True, exist_ok=True)
@@ -227,38 +205,12 @@ class Master:
         self._metrics.close()
 
     async def _initialize(self) -> None:
-        patience = self._config.manager.join_timeout_seconds
         self.membership.waiting_for = "model workers to connect"
-        await self._channel.wait_for(set(self._workers), patience=patience)
+        await self._workforce.connected()
         self.membership.waiting_for = "model workers to load the models"
-        store = StoreOpened(host="", port=0)
-        if len(self._workers) > 1 or self._needs_world():
-            store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
-        initialize = dict.fromkeys(self._workers, Initialize(store_host=store.host, store_port=store.port))
-        await self._channel.request(initialize, Done, timeout=patience)
-        for role, layout in (await self._specs())[0].roles.items():
-            facts = await self._channel.call(0, ModelConfig(role), ModelFacts, timeout=patience)
-            log.info("%s: %.1f million parameters, %s", role, facts.parameters / 1e6, layout)
+        await self._workforce.initialize()
         self.membership.waiting_for = ""
-        self._began = time.time()
-
-    def _needs_world(self) -> bool:
-        """Megatron wants a process group even for one process."""
-        return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
-
-    async def _specs(self) -> list[WorkerSpec]:
-        calls = (self._channel.call(worker, Spec(), WorkerSpec, timeout=SPEC_SECONDS) for worker in self._workers)
-        return list(await asyncio.gather(*calls))
-
-    @property
-    def _train_seconds(self) -> float:
-        """Since the first step, without the time between a run's end and its being resumed."""
-        return self._seconds_before + time.time() - self._began
-
-    @property
-    def _groups_settled(self) -> int:
-        """Trained on, or given up for good."""
-        return self._groups_trained + len(self._rejected_seqs)
+        self._history.begin()
 
     async def _begin_counting(self) -> None:
         """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
@@ -270,13 +222,13 @@ class Master:
             self._config,
             data_rows=rows,
             step=self.policy_version,
-            settled=self._groups_settled,
+            settled=self._history.settled,
             now=time.monotonic(),
         )
 
     def _end(self) -> str | None:
         """Why the run is over, if it is."""
-        return self._control.end(step=self.policy_version, settled=self._groups_settled, rewards=self._rewards)
+        return self._control.end(step=self.policy_version, settled=self._history.settled, rewards=self._history.rewards)
 
     async def _steps(self) -> str:
         await self._begin_counting()
@@ -307,23 +259,21 @@ class Master:
         seqs = [meta.seq for meta in batch]
         await self._clear(seqs, come_again=False)
         self._former.trained(seqs)
-        for seq in seqs:
-            self._trained_seqs.add(seq)
-        self.policy_version = version + 1
-        self._groups_trained += len(batch)
         end = time.time()
         if self._publication is not None:
             await self._publication
-        report = self._report(batch, result, begin=begin, formed=formed, end=end)
+        figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
+        self._history.add_step(batch, reward=figures["reward_mean"])
+        report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate = self._control.evaluation_is_due(
-            step=self.policy_version, settled=self._groups_settled, now=time.monotonic()
+            step=self.policy_version, settled=self._history.settled, now=time.monotonic()
         )
         self._publication = asyncio.create_task(
             self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
-        if self._control.save_is_due(step=self.policy_version, settled=self._groups_settled, now=time.monotonic()):
+        if self._control.save_is_due(step=self.policy_version, settled=self._history.settled, now=time.monotonic()):
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
-            await self._saves.save(self._progress())
+            await self._saves.save(self._history.reached(data_rows=self._control.data_rows))
             self.membership.waiting_for = ""
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
@@ -353,33 +303,36 @@ class Master:
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]
-        self._tokens_dropped += sum(meta.sampled_tokens for meta in metas)
+        self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
         await self._clear(seqs, come_again=True)
         self._settlement.dropped(seqs)
 
     async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
         """Let go of groups, here and on all workers."""
         await self._buffer.discard(seqs)
-        calls = {worker: ClearDataCache(held, come_again) for worker, held in self._holdings.discard(seqs).items()}
-        await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
+        await self._workforce.clear(self._holdings.discard(seqs), come_again=come_again)
 
     def _report(
-        self, batch: Sequence[SampleMeta], result: StepResult, *, begin: float, formed: float, end: float
+        self,
+        batch: Sequence[SampleMeta],
+        result: StepResult,
+        figures: dict[str, float],
+        *,
+        begin: float,
+        formed: float,
+        end: float,
     ) -> StepReport:
-        """The figures of the step that has just ended."""
-        metrics = batch_metrics(batch, self._former, policy_version=self.policy_version - 1)
-        metrics |= train_metrics(result.trained)
-        self._rewards.append(metrics["reward_mean"])
+        """The step that has just ended, with `figures` and where its time went."""
         computing = sum(span.compute_seconds for span in result.spans)
-        metrics |= {
-            "run_seconds": self._train_seconds,
+        metrics = figures | {
+            "run_seconds": self._history.train_seconds,
             "step_seconds": end - begin,
             "wait_seconds": formed - begin,
             "train_seconds": computing,
             "overhead_seconds": max(0.0, end - formed - computing),
-            "tokens_per_second": metrics["tokens_trained"] / (end - begin),
+            "tokens_per_second": figures["tokens_trained"] / (end - begin),
             "save_seconds": self._saves.take_seconds(),
-            "epoch": self._control.epochs(self._groups_settled),
+            "epoch": self._control.epochs(self._history.settled),
         }
         spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
         return StepReport(
@@ -394,11 +347,8 @@ class Master:
     async def _publish(self, report: StepReport, *, evaluate: bool) -> None:
         """Bring the step's weights to the gservers, then report the step, and have it evaluated if that is due."""
         begin = time.time()
-        weights = self._config.weights
         try:
-            limit = weights.attempts * PUBLICATION_STEPS * weights.timeout_seconds
-            calls = dict.fromkeys(self._workers, Publish(report.step))
-            published = (await self._channel.request(calls, Published, timeout=limit))[0]
+            published = await self._workforce.publish(report.step)
         finally:
             await self._buffer.wake()
         report.metrics["publish_seconds"] = published.seconds
@@ -408,31 +358,6 @@ class Master:
         await self._client.report(report)
         if evaluate:
             await self._evaluations.ask(report.step)
-
-    def _progress(self) -> progress.Progress:
-        return progress.Progress(
-            policy_version=self.policy_version,
-            trained=self._trained_seqs.ranges(),
-            rejected=progress.ranges(self._rejected_seqs),
-            prompts=progress.prompts_digest(self._config),
-            data_rows=self._control.data_rows,
-            train_seconds=self._train_seconds,
-            tokens_dropped=self._tokens_dropped,
-            recent_rewards=self._rewards[-self._config.run.stop_window :],
-        )
-
-    def _go_on(self, begun: progress.Progress) -> None:
-        """Be where the run was when the checkpoint was written."""
-        self.policy_version = begun.policy_version
-        self._groups_trained = begun.groups_trained
-        self._tokens_dropped = begun.tokens_dropped
-        self._seconds_before = begun.train_seconds
-        self._rejected_seqs = list(begun.rejected_seqs())
-        self._former.reject(self._rejected_seqs)
-        self._rewards = list(begun.recent_rewards)
-        for seq in begun.trained_seqs():
-            self._trained_seqs.add(seq)
-        self._former.trained(begun.trained_seqs())
 
     def _on_stored(self, worker: int, notice: Stored) -> None:
         self._inbox.put_nowait(notice.metas)
@@ -445,8 +370,8 @@ class Master:
 
     async def _follow_rejections(self) -> None:
         while True:
-            rejected = await self._client.rejections(len(self._rejected_seqs))
+            rejected = await self._client.rejections(len(self._history.rejected))
             if rejected:
-                self._rejected_seqs += rejected
+                self._history.add_rejected(rejected)
                 self._former.reject(rejected)
                 await self._buffer.wake()

@@ -30,6 +30,7 @@ from streamrl.errors import TrainingError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.assembly import Assembly, layout_of, resume
 from streamrl.trainer.calls import (
+    PUBLICATION_STEPS,
     Call,
     ClearDataCache,
     Done,
@@ -62,9 +63,6 @@ from streamrl.transport.request_reply import ReplyChannel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
-
-PUBLICATION_STEPS = 6
-"""Waits of `weights.timeout_seconds` in one attempt of an update."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:

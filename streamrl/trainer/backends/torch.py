@@ -280,6 +280,7 @@ def _load(spec: ModelSpec) -> Any:
         logging.set_verbosity(verbosity)
     if spec.head == "scalar" and "score.weight" not in TensorFiles(spec.folder, "model"):
         nn.init.zeros_(model.score.weight)
+    model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
     if spec.gradient_checkpointing and spec.lr is not None:
         model.gradient_checkpointing_enable()
     return model.to(spec.device)

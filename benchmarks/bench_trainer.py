@@ -41,16 +41,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from common import write_results
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from training_batch import (
-    GROUPS,
     LONGEST,
     MEAN,
     MICRO_TOKENS,
     PROMPT,
-    SEQUENCES,
     SIBLINGS,
     SIGMA,
     Found,
@@ -77,22 +74,33 @@ orders."""
 TRL_SEQUENCES = (2, 4, 8, 16)
 """Sizes of TRL's micro-batches that are tried."""
 SCRATCH = {"hidden_size": 256, "layers": 5, "heads": 4, "kv_heads": 2, "head_dim": 64}
-MODELS: dict[str, dict[str, Any]] = {
-    "scratch-4.9M": {"path": "scratch", "scratch": SCRATCH},
-    "SmolLM2-135M": {"path": "smollm2-135m-instruct"},
-}
 
 
-def measure(name: str, model: dict[str, Any], *, rounds: int, console: Console) -> list[dict[str, Any]]:
+class Case(NamedTuple):
+    """A model, and how much is trained on at once."""
+
+    name: str
+    model: dict[str, Any]
+    """The section [model]."""
+    groups: int
+
+
+CASES = (
+    Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 2),
+    Case("SmolLM2-135M", {"path": "smollm2-135m-instruct"}, 1),
+)
+
+
+def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]]:
     """Rows of one model."""
-    folder = ensure_checkpoint(from_dict({"model": model}))
+    folder = ensure_checkpoint(from_dict({"model": case.model}))
     vocabulary = trainable_tokens(folder)
     with ExitStack() as stack:
-        contenders, notes = make_contenders(folder, vocabulary, stack, console)
+        contenders, notes = make_contenders(folder, make_groups(vocabulary, count=case.groups, seed=0), stack, console)
         rates: dict[str, list[float]] = {contender: [] for contender in contenders}
         cpu_rates: dict[str, list[float]] = {contender: [] for contender in contenders}
         for round_ in range(rounds + 1):
-            groups = make_groups(vocabulary, seed=round_)
+            groups = make_groups(vocabulary, count=case.groups, seed=round_)
             answers = {}
             for contender, step in contenders.items():
                 answers[contender], spent = timed(step, groups)
@@ -100,10 +108,11 @@ def measure(name: str, model: dict[str, Any], *, rounds: int, console: Console) 
                     rates[contender].append(sampled(groups) / spent.seconds)
                     cpu_rates[contender].append(sampled(groups) / spent.cpu_seconds)
             check(answers)
-            console.print(f"{name}: round {round_} of {rounds} done", style="dim")
+            console.print(f"{case.name}: round {round_} of {rounds} done", style="dim")
     return [
         {
-            "model": name,
+            "model": case.name,
+            "groups": case.groups,
             "contender": contender,
             "tokens_per_second": round(median(rates[contender]), 1),
             "ratio_to_padded": ratio(rates[contender], rates["padded"]),
@@ -122,7 +131,7 @@ def ratio(rates: list[float], others: list[float]) -> float:
 
 
 def make_contenders(
-    folder: Path, vocabulary: NDArray[np.int64], stack: ExitStack, console: Console
+    folder: Path, trial: list[TrajectoryGroup], stack: ExitStack, console: Console
 ) -> tuple[dict[str, Step], dict[str, str]]:
     """The contenders that can run here, and what a reader of their figures should know."""
     model = torch_model(folder)
@@ -142,7 +151,7 @@ def make_contenders(
         from training_trl import TRLStep
 
         trl = TRLStep(folder)
-        trl.sequences = fastest(trl, vocabulary, console)
+        trl.sequences = fastest(trl, trial, console)
         contenders["TRL"] = trl
         notes["TRL"] = (
             f"{version('trl')}; padded to the longest of the batch, micro-batches of {trl.sequences} sequences"
@@ -150,13 +159,12 @@ def make_contenders(
     return contenders, notes
 
 
-def fastest(trl: TRLStep, vocabulary: NDArray[np.int64], console: Console) -> int:
-    """The number of sequences in a micro-batch with which `trl` is fastest."""
-    groups = make_groups(vocabulary, seed=0)
+def fastest(trl: TRLStep, groups: list[TrajectoryGroup], console: Console) -> int:
+    """The number of sequences in a micro-batch with which `trl` is fastest on `groups`."""
     on_cpu = resolve_device("auto").type == "cpu"
     trl(groups)  # warms up
     seconds = {}
-    for sequences in TRL_SEQUENCES:
+    for sequences in (number for number in TRL_SEQUENCES if number <= len(groups) * SIBLINGS):
         trl.sequences = sequences
         _, spent = timed(trl, groups)
         seconds[sequences] = spent.cpu_seconds if on_cpu else spent.seconds
@@ -205,8 +213,8 @@ def main() -> None:
     console = Console()
     rounds = 2 if options.quick else 3
     rows: list[dict[str, Any]] = []
-    for name in list(MODELS)[: 1 if options.quick else None]:
-        rows += measure(name, MODELS[name], rounds=rounds, console=console)
+    for case in CASES[: 1 if options.quick else None]:
+        rows += measure(case, rounds=rounds, console=console)
     table = Table(title="sampled tokens trained on per second")
     for column in ("model", "contender", "tokens/s", "ratio to padded", "by CPU time"):
         table.add_column(column, justify="left" if column in ("model", "contender") else "right")
@@ -220,9 +228,7 @@ def main() -> None:
     settings = {
         "threads": options.threads,
         "rounds": rounds,
-        "groups": GROUPS,
         "siblings": SIBLINGS,
-        "sequences": SEQUENCES,
         "prompt_tokens": PROMPT,
         "response_tokens": {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST},
         "microbatch_tokens": MICRO_TOKENS,

@@ -17,8 +17,7 @@ from transformers import AutoConfig
 
 from streamrl.types import TrajectoryGroup
 
-GROUPS, SIBLINGS, PROMPT = 2, 8, 64
-SEQUENCES = GROUPS * SIBLINGS
+SIBLINGS, PROMPT = 8, 64
 MEAN, SIGMA, LONGEST = 64, 0.8, 256
 """Of the log-normal response lengths, in tokens."""
 MICRO_TOKENS = 4096
@@ -47,15 +46,15 @@ def trainable_tokens(folder: Path) -> NDArray[np.int64]:
     transformers keeps the embedding of the padding token from having a gradient, Megatron Core does not.
     """
     config = AutoConfig.from_pretrained(folder)
-    tokens = np.arange(config.vocab_size)
-    return tokens[tokens != config.pad_token_id]
+    kept = [token for token in range(config.vocab_size) if token != config.pad_token_id]
+    return np.array(kept, dtype=np.int64)
 
 
-def make_groups(vocabulary: NDArray[np.int64], *, seed: int) -> list[TrajectoryGroup]:
+def make_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) -> list[TrajectoryGroup]:
     """Random prompts and responses; log-probabilities near those of a uniform policy, so that ratios are near 1."""
     random = np.random.default_rng(seed)
     groups = []
-    for seq in range(GROUPS):
+    for seq in range(count):
         prompt = random.choice(vocabulary, PROMPT)
         drawn = random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, SIBLINGS)
         lengths = np.clip(drawn.round(), 1, LONGEST).astype(int)

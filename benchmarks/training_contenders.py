@@ -20,7 +20,7 @@ from training_batch import (
     LONGEST,
     LR,
     MICRO_TOKENS,
-    SEQUENCES,
+    SIBLINGS,
     Found,
     Step,
     sampled,
@@ -89,7 +89,7 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
             )
             for group in groups
         ]
-        minibatch = Minibatch(loss_tokens=sampled(groups), sequences=SEQUENCES)
+        minibatch = Minibatch(loss_tokens=sampled(groups), sequences=len(groups) * SIBLINGS)
         found = actor.train_step(items, minibatch, before_update=lambda: None)
         return Found(found.sums["loss"], found.maxima["grad_norm"])
 

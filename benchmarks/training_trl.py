@@ -23,7 +23,6 @@ from training_batch import (
     LONGEST,
     LR,
     PROMPT,
-    SEQUENCES,
     SIBLINGS,
     Found,
     sampled,
@@ -47,11 +46,11 @@ class TRLStep:
     """One trainer, whose micro-batches have `sequences` sequences; that may change between steps."""
 
     def __init__(self, folder: Path) -> None:
-        self.sequences = SEQUENCES
+        self.sequences = SIBLINGS
         self._scratch = tempfile.TemporaryDirectory()
         arguments = GRPOConfig(
             output_dir=self._scratch.name,
-            per_device_train_batch_size=SEQUENCES,
+            per_device_train_batch_size=SIBLINGS,
             num_generations=SIBLINGS,
             max_completion_length=LONGEST,
             loss_type="dapo",  # the mean over the tokens of the whole batch
@@ -81,7 +80,7 @@ class TRLStep:
     def __call__(self, groups: list[TrajectoryGroup]) -> Found:
         """One optimizer step, as the loop of transformers' `Trainer` makes it."""
         trainer, device = self._trainer, self._trainer.accelerator.device
-        micros = SEQUENCES // self.sequences
+        micros = len(groups) * SIBLINGS // self.sequences
         trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = micros
         batch = {name: tensor.to(device) for name, tensor in _generation_batch(groups).items()}
         total = 0.0

@@ -31,7 +31,7 @@ from streamrl.config import Config, load
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2_addition.toml"
 TARGET, WINDOW = 0.9, 5
-MOST_STEPS, QUICK_STEPS = 60, 3
+MOST_STEPS, QUICK_STEPS = 60, 2
 COLUMNS = ("system", "seed", "seconds_to_target", "reached", "steps", "overhead_share")
 
 

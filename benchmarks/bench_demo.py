@@ -1,6 +1,6 @@
 """The demo against a plain loop: who reaches a mean reward of 0.9 first on the same two cores?
 
-    python benchmarks/bench_demo.py [--repeats N]
+    python benchmarks/bench_demo.py [--quick] [--repeats N]
 
 The plain loop is what one would write first: one process, both cores for everything, generate a
 batch, score it, one padded forward and backward pass, update, again. It decodes with streamrl's own
@@ -31,13 +31,16 @@ from streamrl.config import Config, load
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smollm2_addition.toml"
 TARGET, WINDOW = 0.9, 5
-MOST_STEPS = 60
+MOST_STEPS, QUICK_STEPS = 60, 2
+COLUMNS = ("system", "seed", "seconds_to_target", "reached", "steps", "overhead_share")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turn, with different seeds")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps of each, far from the target")
     options = parser.parse_args()
+    most = QUICK_STEPS if options.quick else MOST_STEPS
     console = Console()
     rows: list[dict[str, Any]] = []
     for seed in range(options.repeats):
@@ -46,32 +49,30 @@ def main() -> None:
             ("streamrl demo, 1 + 1 threads", demo),
         ):
             console.print(f"{name}, seed {seed} …")
-            rows.append({"system": name, "seed": seed, **measure(seed)})
+            rows.append({"system": name, "seed": seed, **measure(seed, most)})
             console.print(rows[-1])
     plain, ours = (
         median(row["seconds_to_target"] for row in rows if row["system"].startswith(kind))
         for kind in ("plain", "streamrl")
     )
     table = Table(title=f"seconds of training until the mean reward of {WINDOW} steps is {TARGET}")
-    for column in ("system", "seed", "seconds_to_target", "steps", "overhead_share"):
+    for column in COLUMNS:
         table.add_column(column.replace("_", " "))
     for row in rows:
-        table.add_row(
-            *(str(row.get(c, "–")) for c in ("system", "seed", "seconds_to_target", "steps", "overhead_share"))
-        )
+        table.add_row(*(str(row.get(column, "–")) for column in COLUMNS))
     console.print(table, f"streamrl / plain: {ours / plain:.2f} (medians)")
-    settings = {"example": EXAMPLE.name, "target": TARGET, "window": WINDOW, "ratio": ours / plain}
+    settings = {"example": EXAMPLE.name, "target": TARGET, "window": WINDOW, "most_steps": most, "ratio": ours / plain}
     console.print(f"written: {write_results('bench_demo', settings, rows)}")
 
 
-def demo(seed: int) -> dict[str, Any]:
-    """The example as it is, stopped at the target."""
+def demo(seed: int, most: int) -> dict[str, Any]:
+    """The example as it is, stopped at the target, or after `most` steps."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "run.dir": folder,
             "run.name": "demo",
             "run.seed": seed,
-            "run.total_train_steps": MOST_STEPS,
+            "run.total_train_steps": most,
             "run.stop_at_reward": TARGET,
             "run.stop_window": WINDOW,
             "trainer.save_at_end": "false",
@@ -84,16 +85,17 @@ def demo(seed: int) -> dict[str, Any]:
         summary = json.loads((Path(folder) / "demo" / "summary.json").read_text())
     return {
         "seconds_to_target": round(summary["train_seconds"], 1),
+        "reached": summary["steps"] < most,
         "steps": summary["steps"],
         "overhead_share": summary["overhead_share"],
     }
 
 
-def plain_loop(seed: int) -> dict[str, Any]:
+def plain_loop(seed: int, most: int) -> dict[str, Any]:
     """`_plain_loop` in a fresh process, so that thread settings and memory are its own."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_plain_loop, args=(seed, sending))
+    process = context.Process(target=_plain_loop, args=(seed, most, sending))
     process.start()
     sending.close()
     result: dict[str, Any] = receiving.recv()
@@ -101,7 +103,7 @@ def plain_loop(seed: int) -> dict[str, Any]:
     return result
 
 
-def _plain_loop(seed: int, answer: Any) -> None:
+def _plain_loop(seed: int, most: int, answer: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -123,8 +125,8 @@ def _plain_loop(seed: int, answer: Any) -> None:
     )
     groups, siblings = config.trainer.batch_groups, config.rollout.group_size
     recent: deque[float] = deque(maxlen=WINDOW)
-    began = time.monotonic()
-    for step in range(MOST_STEPS):
+    began, reached = time.monotonic(), False
+    for step in range(most):
         rows = [addition(step * groups + i, seed) for i in range(groups)]
         prompts = []
         for row in rows:
@@ -166,8 +168,10 @@ def _plain_loop(seed: int, answer: Any) -> None:
             optimizer.step()
         recent.append(float(rewards.mean()))
         if len(recent) == WINDOW and sum(recent) / WINDOW >= TARGET:
+            reached = True
             break
-    answer.send({"seconds_to_target": round(time.monotonic() - began, 1), "steps": step + 1})
+    seconds = round(time.monotonic() - began, 1)
+    answer.send({"seconds_to_target": seconds, "reached": reached, "steps": step + 1})
 
 
 class _Sampler:

@@ -1,0 +1,198 @@
+"""The contenders of `bench_trainer.py` that need nothing but streamrl's own dependencies, and Megatron Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from training_batch import (
+    ADVANTAGE_EPS,
+    BETAS,
+    CLIP_HIGH,
+    CLIP_LOW,
+    GRAD_CLIP,
+    LONGEST,
+    LR,
+    MICRO_TOKENS,
+    SIBLINGS,
+    Found,
+    Step,
+    sampled,
+)
+from transformers import AutoModelForCausalLM
+
+from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from streamrl.device import resolve_device
+from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.backends.base import ModelSpec, ParallelModel
+from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.ranks import Ranks
+from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.transport.collective import join_world, open_store
+from streamrl.types import TrajectoryGroup
+
+OPTIMIZER = OptimizerConfig(betas=BETAS, weight_decay=0.0, grad_clip=GRAD_CLIP)
+TIMEOUT_SECONDS = 600.0
+
+
+def model_spec(folder: Path) -> ModelSpec:
+    """A policy in float32."""
+    return ModelSpec(
+        folder=folder,
+        head="tokens",
+        device=resolve_device("auto"),
+        dtype=torch.float32,
+        lr=LR,
+        optimizer=OPTIMIZER,
+        total_updates=1000,
+    )
+
+
+def torch_model(folder: Path) -> ParallelModel:
+    return TorchModel(model_spec(folder))
+
+
+def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
+    """streamrl's policy over `model`, which several steps may share."""
+    device = resolve_device("auto")
+    actor = Actor(
+        model,
+        ranks=Ranks(Layout(), 0, device=device),
+        trainer=TrainerConfig(
+            dtype="float32",
+            lr=LR,
+            optimizer=OPTIMIZER,
+            max_tokens_per_microbatch=MICRO_TOKENS,
+            share_prefix=share_prefix,
+        ),
+        algorithm=AlgorithmConfig(proximal="behavior", clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
+        kl=KLCoefficient(0.0, target=None, horizon=1),
+        longest=LONGEST,
+        device=device,
+    )
+
+    def step(groups: list[TrajectoryGroup]) -> Found:
+        items = [
+            TrainItem(
+                group=group,
+                trainable=group.packed_loss_mask,
+                age=-group.packed_policy_versions,
+                fresh=group.packed_loss_mask,
+            )
+            for group in groups
+        ]
+        minibatch = Minibatch(loss_tokens=sampled(groups), sequences=len(groups) * SIBLINGS)
+        found = actor.train_step(items, minibatch, before_update=lambda: None)
+        return Found(found.sums["loss"], found.maxima["grad_norm"])
+
+    return step
+
+
+@contextmanager
+def megatron_model(folder: Path) -> Iterator[ParallelModel]:
+    """Megatron Core in a world of one rank, while the context lasts."""
+    from streamrl.trainer.backends.megatron.model import MegatronModel
+
+    store = open_store("127.0.0.1")
+    backend = "nccl" if resolve_device("auto").type == "cuda" else "gloo"
+    join_world(
+        address="127.0.0.1",
+        port=store.port,
+        rank=0,
+        world_size=1,
+        backend=backend,
+        timeout=TIMEOUT_SECONDS,
+        store=store,
+    )
+    try:
+        model = MegatronModel(model_spec(folder), layout=Layout(), rank=0, timeout_seconds=TIMEOUT_SECONDS)
+        yield model
+        model.close()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Sequence(NamedTuple):
+    """One response with its prompt; arrays of the shape `[tokens]`."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    behavior_logprobs: Tensor
+    advantage: Tensor
+
+
+class PlainLoop:
+    """What one writes first with transformers; the loss is PPO's clipped objective with GRPO's advantages."""
+
+    def __init__(self, folder: Path) -> None:
+        self._device = resolve_device("auto")
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self._device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def padded(self, groups: list[TrajectoryGroup]) -> Found:
+        """Micro-batches of sequences in the order of their arrival, padded to the longest of each."""
+        sequences = _sequences(groups)
+        size = max(1, MICRO_TOKENS // max(len(sequence.input_ids) for sequence in sequences))
+        return self._step([sequences[i : i + size] for i in range(0, len(sequences), size)], sampled(groups))
+
+    def unpadded(self, groups: list[TrajectoryGroup]) -> Found:
+        """One sequence after another."""
+        return self._step([[sequence] for sequence in _sequences(groups)], sampled(groups))
+
+    def _step(self, batches: list[list[_Sequence]], tokens: int) -> Found:
+        total = 0.0
+        self._optimizer.zero_grad()
+        for batch in batches:
+            loss = self._loss(batch) / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRAD_CLIP)
+        self._optimizer.step()
+        return Found(total, float(norm))
+
+    def _loss(self, batch: list[_Sequence]) -> Tensor:
+        """Summed over tokens."""
+        shape = (len(batch), max(len(sequence.input_ids) for sequence in batch))
+        ids, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        mask, old = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+        for row, sequence in enumerate(batch):
+            n = len(sequence.input_ids)
+            ids[row, :n], attention[row, :n] = sequence.input_ids, 1
+            mask[row, :n], old[row, :n] = sequence.loss_mask, sequence.behavior_logprobs
+        ids, attention, mask, old = (t.to(self._device) for t in (ids, attention, mask, old))
+        hidden = self._model.model(ids, attention_mask=attention, use_cache=False).last_hidden_state
+        keep = mask[:, 1:]
+        logits = self._model.lm_head(hidden[:, :-1][keep])
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:][keep][:, None])[:, 0]
+        advantages = torch.stack([s.advantage for s in batch]).to(self._device)[:, None].expand_as(keep)[keep]
+        ratio = (logprobs - old[:, 1:][keep]).exp()
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        summed: Tensor = -torch.min(ratio * advantages, clipped * advantages).sum()
+        return summed
+
+
+def _sequences(groups: list[TrajectoryGroup]) -> list[_Sequence]:
+    found = []
+    for group in groups:
+        rewards = torch.from_numpy(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + ADVANTAGE_EPS)
+        ends = np.cumsum(group.seqlens)
+        for end, length, advantage in zip(ends, group.seqlens, advantages, strict=True):
+            span = slice(end - length, end)
+            found.append(
+                _Sequence(
+                    torch.from_numpy(group.packed_input_ids[span].astype(np.int64)),
+                    torch.from_numpy(group.packed_loss_mask[span]),
+                    torch.from_numpy(group.packed_behavior_logprobs[span]),
+                    advantage,
+                )
+            )
+    return found

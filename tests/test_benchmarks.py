@@ -1,0 +1,50 @@
+"""The benchmarks import, and the contenders of the trainer's compute the same loss and gradient."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+NEEDS = {"training_trl": "trl"}
+TINY = {"path": "scratch", "scratch": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}}
+
+
+@pytest.fixture(autouse=True)
+def _as_scripts_see_it(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    known = set(sys.modules)
+    yield
+    for path in BENCHMARKS.glob("*.py"):
+        if path.stem not in known:
+            sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "__init__"))
+def test_module_imports(name):
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    importlib.import_module(name)
+
+
+def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path):
+    bench = importlib.import_module("bench_trainer")
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(bench, "importable", lambda module: False)  # neither TRL nor a process group here
+    rows = bench.measure(bench.Case("tiny", TINY, 2), rounds=1, console=Console(quiet=True))
+    assert [row["contender"] for row in rows] == ["streamrl", "streamrl, separate", "padded", "unpadded"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("other", [(0.501, 2.0), (0.5, 2.01), (float("nan"), 2.0), (0.5, float("nan"))])
+def test_contenders_that_disagree_are_refused(other):
+    bench = importlib.import_module("bench_trainer")
+    found = importlib.import_module("training_batch").Found
+    bench.check({"a": found(0.5, 2.0), "b": found(0.50001, 2.0001)})
+    with pytest.raises(SystemExit, match="do not compute the same"):
+        bench.check({"a": found(0.5, 2.0), "b": found(*other)})

@@ -7,19 +7,23 @@ from pathlib import Path
 from rich.text import Text
 from rich.tree import Tree
 
-from streamrl.trainer.graph import MFC, STREAM_KEYS, Graph
+from streamrl.trainer.graph import MFC, ROLLOUT, STREAM_KEYS, Graph
 
 SOURCE = "StreamDataset"
-SOURCE_NOTE = "actor_gen and rew_inf, by rollout workers"
+SOURCE_NOTE = "what rollout workers generate by themselves"
 NOTES = {"arrivals": "as groups arrive", "batch": "on each batch"}
+NAMED_KEYS = 3
+"""More keys on one arrow are counted only."""
 
 
 def graph_text(graph: Graph) -> Tree:
     """The MFCs in the order in which they run, each with its keys and who gives them."""
-    tree = Tree(Text.assemble((SOURCE, "bold"), f"  {SOURCE_NOTE}"))
-    tree.add(f"gives {', '.join(sorted(STREAM_KEYS))}")
+    tree = Tree(Text("model function calls"))
+    if given := _given(graph):
+        branch = tree.add(Text.assemble((SOURCE, "bold"), f"  {SOURCE_NOTE}"))
+        branch.add(f"gives {', '.join(sorted(given))}")
     for mfc in graph.mfcs:
-        branch = tree.add(Text.assemble((mfc.name, "bold"), f"  {NOTES[mfc.reads]}"))
+        branch = tree.add(Text.assemble((mfc.name, "bold"), f"  {_note(mfc)}"))
         for giver, keys in sorted(_inputs(graph, mfc).items()):
             branch.add(f"needs {', '.join(keys)}  from {giver}")
         if mfc.outputs:
@@ -40,7 +44,7 @@ def write_svg(graph: Graph, file: Path) -> None:
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(rows - 0.4, -0.8)
     axes.axis("off")
-    notes = {SOURCE: SOURCE_NOTE.replace(", ", ",\n"), **{mfc.name: NOTES[mfc.reads] for mfc in graph.mfcs}}
+    notes = {SOURCE: SOURCE_NOTE.replace("workers ", "workers\n"), **{mfc.name: _note(mfc) for mfc in graph.mfcs}}
     for name, (column, row) in places.items():
         axes.text(
             column,
@@ -63,11 +67,21 @@ def write_svg(graph: Graph, file: Path) -> None:
                 "connectionstyle": f"arc3,rad={-0.28 * skipped:.2f}",
             }
             axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
-            label = ",\n".join(keys) if giver != SOURCE else f"{len(keys)} keys"
+            label = ",\n".join(keys) if len(keys) <= NAMED_KEYS else f"{len(keys)} keys"
             middle = (begin[1] + end[1]) / 2 - 0.62 * skipped
             axes.text((begin[0] + end[0]) / 2, middle, label, ha="center", va="bottom", fontsize=7)
     figure.savefig(file, format="svg", bbox_inches="tight")
     plt.close(figure)
+
+
+def _note(mfc: MFC) -> str:
+    """Who computes it, and on what."""
+    return "rollout workers, when told" if mfc.role == ROLLOUT else f"{mfc.role}, {NOTES[mfc.reads]}"
+
+
+def _given(graph: Graph) -> frozenset[str]:
+    """Keys that come with the stream without the master's asking."""
+    return (STREAM_KEYS & graph.stream_keys).difference(*(mfc.outputs for mfc in graph.of_rollout))
 
 
 def _inputs(graph: Graph, mfc: MFC) -> dict[str, list[str]]:
@@ -81,9 +95,9 @@ def _inputs(graph: Graph, mfc: MFC) -> dict[str, list[str]]:
 
 def _places(graph: Graph) -> dict[str, tuple[int, int]]:
     """Column and row of each box; a column holds what could run at the same time."""
-    columns = {SOURCE: 0}
+    columns = {SOURCE: 0} if _given(graph) else {}
     for mfc in graph.mfcs:  # in an order in which givers come first
-        columns[mfc.name] = 1 + max((columns[giver] for giver in _inputs(graph, mfc)), default=0)
+        columns[mfc.name] = 1 + max((columns[giver] for giver in _inputs(graph, mfc)), default=-1)
     rows: dict[int, int] = {}
     places = {}
     for name, column in columns.items():

@@ -70,10 +70,10 @@ def write_svg(graph: Graph, file: Path) -> None:
             }
             axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
             label = ",\n".join(keys) if len(keys) <= NAMED_KEYS else f"{len(keys)} keys"
-            column = begin[0] + LABEL_PLACE * (end[0] - begin[0])
-            row = begin[1] + LABEL_PLACE * (end[1] - begin[1]) - 0.5 * skipped
+            label_x = begin[0] + LABEL_PLACE * (end[0] - begin[0])
+            label_y = begin[1] + LABEL_PLACE * (end[1] - begin[1]) - 0.5 * skipped
             white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.text(column, row, label, ha="center", va="center", fontsize=7, bbox=white)
+            axes.text(label_x, label_y, label, ha="center", va="center", fontsize=7, bbox=white)
     figure.savefig(file, format="svg", bbox_inches="tight")
     plt.close(figure)
 

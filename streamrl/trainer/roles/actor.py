@@ -19,10 +19,18 @@ from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import Output, ParallelModel
-from streamrl.trainer.packing import MicroBatch, pack
+from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.credit import Credit, assign_credit
-from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem, at_targets, needed, unpack
+from streamrl.trainer.roles.items import (
+    Minibatch,
+    StepStatistics,
+    TrainItem,
+    at_targets,
+    infer_packed,
+    needed,
+    pack_for,
+)
 from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 
@@ -56,9 +64,7 @@ class Actor:
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the model
         gives no output. Collective."""
-        micros = self._pack(groups)
-        outputs = self.model.infer(micros)
-        return None if outputs is None else unpack(micros, outputs, groups)
+        return infer_packed(self.model, groups, self._trainer)
 
     def train_step(
         self, items: Sequence[TrainItem], minibatch: Minibatch, *, before_update: Callable[[], None]
@@ -76,7 +82,7 @@ class Actor:
         teaching, credits = self._teaching(items, credits)
         groups = [item.group for item in teaching]
         trained = [item.trainable for item in teaching]
-        micros = [micro for micro in self._pack(groups) if at_targets(micro, trained).any()]
+        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
         def loss(number: int, output: Output) -> Tensor:
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
@@ -171,11 +177,3 @@ class Actor:
         kl, tokens = self._ranks.add_up(torch.tensor([sums["kl"], sums["tokens"]], dtype=torch.float64)).tolist()
         if tokens:
             self._kl.update(kl / tokens)
-
-    def _pack(self, groups: Sequence[TrajectoryGroup]) -> list[MicroBatch]:
-        return pack(
-            groups,
-            max_tokens=self._trainer.max_tokens_per_microbatch,
-            share_prefix=self._trainer.share_prefix,
-            hidden_size=self.model.hidden_size,
-        )

@@ -17,10 +17,18 @@ from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.losses import clipped_value_loss
 from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import Output, ParallelModel
-from streamrl.trainer.packing import MicroBatch, pack
+from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.credit import Credit, assign_credit
-from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem, at_targets, needed, unpack
+from streamrl.trainer.roles.items import (
+    Minibatch,
+    StepStatistics,
+    TrainItem,
+    at_targets,
+    infer_packed,
+    needed,
+    pack_for,
+)
 from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 
@@ -50,9 +58,7 @@ class Critic:
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each group;
         None where the model gives no output. Collective."""
-        micros = self._pack(groups)
-        outputs = self.model.infer(micros)
-        return None if outputs is None else unpack(micros, outputs, groups)
+        return infer_packed(self.model, groups, self._trainer)
 
     def train_step(
         self, items: Sequence[TrainItem], minibatch: Minibatch, *, before_update: Callable[[], None]
@@ -64,7 +70,8 @@ class Critic:
             items, self._algorithm, kl_coef=self._kl.value, penalised=penalised, add_up=self._ranks.add_up
         )
         trained = [item.trainable for item in items]
-        micros = [micro for micro in self._pack([item.group for item in items]) if at_targets(micro, trained).any()]
+        groups = [item.group for item in items]
+        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
         def loss(number: int, output: Output) -> Tensor:
             return self._loss(micros[number], output, items, credits, minibatch.loss_tokens, statistics)
@@ -111,14 +118,6 @@ class Critic:
         sums["critic/residual"] += float((returns - before).sum())
         sums["critic/residual_squares"] += float(((returns - before) ** 2).sum())
         return loss
-
-    def _pack(self, groups: Sequence[TrajectoryGroup]) -> list[MicroBatch]:
-        return pack(
-            groups,
-            max_tokens=self._trainer.max_tokens_per_microbatch,
-            share_prefix=self._trainer.share_prefix,
-            hidden_size=self.model.hidden_size,
-        )
 
 
 def _returns(credit: Credit) -> Tensor:

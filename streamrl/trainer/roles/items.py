@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainer.backends.base import Output
-from streamrl.trainer.packing import MicroBatch
+from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
 
 
@@ -64,6 +65,36 @@ def at_targets(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any
     offsets = np.concatenate(([0], np.cumsum([len(a) for a in arrays])))[:-1]
     values: NDArray[Any] = np.concatenate(arrays)[offsets[micro.group_index] + micro.target_index]
     return values
+
+
+def pack_for(
+    model: ParallelModel,
+    groups: Sequence[TrajectoryGroup],
+    trainer: TrainerConfig,
+    *,
+    positions: Positions = "sampled",
+) -> list[MicroBatch]:
+    """`groups` in micro-batches of the size that is configured."""
+    return pack(
+        groups,
+        max_tokens=trainer.max_tokens_per_microbatch,
+        share_prefix=trainer.share_prefix,
+        hidden_size=model.hidden_size,
+        positions=positions,
+    )
+
+
+def infer_packed(
+    model: ParallelModel,
+    groups: Sequence[TrajectoryGroup],
+    trainer: TrainerConfig,
+    *,
+    positions: Positions = "sampled",
+) -> list[NDArray[np.float32]] | None:
+    """The model's output at `positions` (0 elsewhere), packed like each group; None where it gives none. Collective."""
+    micros = pack_for(model, groups, trainer, positions=positions)
+    outputs = model.infer(micros)
+    return None if outputs is None else unpack(micros, outputs, groups)
 
 
 def unpack(

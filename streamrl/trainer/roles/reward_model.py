@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import TrainerConfig
 from streamrl.trainer.backends.base import ParallelModel
-from streamrl.trainer.packing import pack
-from streamrl.trainer.roles.items import unpack
+from streamrl.trainer.roles.items import infer_packed
 from streamrl.types import TrajectoryGroup
 
 
@@ -23,15 +22,7 @@ class RewardModel:
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """`[siblings]` scores of each group; None where the model gives no output. Collective."""
-        micros = pack(
-            groups,
-            max_tokens=self._trainer.max_tokens_per_microbatch,
-            share_prefix=self._trainer.share_prefix,
-            hidden_size=self.model.hidden_size,
-            positions="ends",
-        )
-        outputs = self.model.infer(micros)
-        if outputs is None:
+        packed = infer_packed(self.model, groups, self._trainer, positions="ends")
+        if packed is None:
             return None
-        packed = unpack(micros, outputs, groups)
         return [values[np.cumsum(group.seqlens) - 1] for values, group in zip(packed, groups, strict=True)]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         assert before[0] == before[1]
 
         generating = asyncio.create_task(client.generate(urls[0], long_request()))
-        published = await publisher.publish(1, list(scaled(initial, 2.0).items()))
+        published = await publisher.publish(1, Weights(scaled(initial, 2.0)))
         assert published.attempts == 1
         assert 0 < published.pause_seconds < 1
         after = [await client.checksum(url) for url in urls]
@@ -111,7 +111,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         assert (spans[0].start, spans[-1].end) == (0, reply.meta_info.completion_tokens)
 
         control.victim = processes[1]
-        published = await publisher.publish(2, list(scaled(initial, 3.0).items()))
+        published = await publisher.publish(2, Weights(scaled(initial, 3.0)))
         assert published.attempts == 2
         status = await run.client.status()
         assert status.ledger.policy_version == 2
@@ -119,12 +119,28 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         assert (await client.model_info(urls[0])).weight_version == "2"
         third = await client.checksum(urls[0])
 
-        await publisher.publish(3, list(initial.items()))
+        await publisher.publish(3, Weights(initial))
         assert await client.checksum(urls[0]) == before[0]
         assert third not in (before[0], after[0])
         publisher.close()
         await control.close()
         await client.close()
+
+
+class Weights:
+    """What a `WeightSource` is to the publisher, of tensors that are there."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        yield from self._tensors.items()
+
+    def end(self) -> None:
+        pass
 
 
 def scaled(weights: dict[str, Any], factor: float) -> dict[str, Any]:

@@ -19,7 +19,6 @@ PauseMode = Literal["in_place", "retract", "abort"]
 
 INITIAL_WEIGHT_VERSION = "default"
 """What a server calls the weights that it was started with, unless told otherwise."""
-"""What a gserver calls the weights that it was started with: policy version 0."""
 
 Reply = TypeVar("Reply")
 
@@ -149,9 +148,9 @@ class WeightsChecker(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Answer of every call that changes something."""
+    """Answer of every call that changes something; SGLang answers some of them without `success`, or with nothing."""
 
-    success: bool
+    success: bool = True
     message: str = ""
 
 

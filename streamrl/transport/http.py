@@ -35,7 +35,7 @@ async def call(
     timeout: float,
     peer: str,
 ) -> Reply:
-    """Send `body` as JSON and decode the answer as `reply`.
+    """Send `body` as JSON and decode the answer as `reply`; an empty answer counts as an empty object.
 
     `peer` names the other side in errors. Raises `PeerError` for an answer of 400 or above,
     `PeerLost` when the peer cannot be reached, `DeadlineExceeded` after `timeout` seconds,
@@ -57,7 +57,7 @@ async def call(
         refusal.status = status
         raise refusal
     try:
-        return msgspec.json.decode(content, type=reply)
+        return msgspec.json.decode(content or b"{}", type=reply)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(
             f"{peer} answered {method} {url} with something else than a {reply.__name__}: "

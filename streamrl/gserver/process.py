@@ -85,6 +85,8 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
             dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
             seed=_seed(config, index),
             weight_version=_initial_version(config),
+            # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
+            prompt_cache=config.weights.pause_mode != "in_place",
         ) as server:
             yield server, server.url
     else:

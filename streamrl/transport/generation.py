@@ -19,7 +19,6 @@ PauseMode = Literal["in_place", "retract", "abort"]
 
 INITIAL_WEIGHT_VERSION = "default"
 """What a server calls the weights that it was started with, unless told otherwise."""
-"""What a gserver calls the weights that it was started with: policy version 0."""
 
 Reply = TypeVar("Reply")
 
@@ -149,9 +148,9 @@ class WeightsChecker(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Answer of every call that changes something."""
+    """Answer of every call that changes something; SGLang answers some of them without `success`, or with nothing."""
 
-    success: bool
+    success: bool = True
     message: str = ""
 
 
@@ -211,7 +210,7 @@ class GenerationClient:
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> Outcome:
         """A call that changes the gserver, for example `/pause_generation`."""
-        return await self.post(url, path, body or Empty(), Outcome, timeout=timeout)
+        return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
     async def model_info(self, url: str) -> ModelInfo:
         return await self.get(url, "/model_info", ModelInfo)
@@ -239,6 +238,8 @@ class GenerationClient:
         body: msgspec.Struct | None,
         reply: type[Reply],
         timeout: float | None,
+        *,
+        if_empty: Reply | None = None,
     ) -> Reply:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
@@ -251,4 +252,5 @@ class GenerationClient:
             reply,
             timeout=timeout or self._timeout,
             peer=f"gserver {url}",
+            if_empty=if_empty,
         )

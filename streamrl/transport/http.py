@@ -34,8 +34,9 @@ async def call(
     *,
     timeout: float,
     peer: str,
+    if_empty: Reply | None = None,
 ) -> Reply:
-    """Send `body` as JSON and decode the answer as `reply`.
+    """Send `body` as JSON and decode the answer as `reply`; an empty answer stands for `if_empty`, if that is given.
 
     `peer` names the other side in errors. Raises `PeerError` for an answer of 400 or above,
     `PeerLost` when the peer cannot be reached, `DeadlineExceeded` after `timeout` seconds,
@@ -56,6 +57,8 @@ async def call(
         refusal = PeerError(f"{peer} answered {status} to {method} {url}: {_error_text(content)}")
         refusal.status = status
         raise refusal
+    if not content and if_empty is not None:
+        return if_empty
     try:
         return msgspec.json.decode(content, type=reply)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,0 +1,88 @@
+"""The command line and the environment of an SGLang server. Pure.
+
+streamrl's own flags come first and those of `gserver.sglang.args` after them, so that a flag given
+there replaces streamrl's: SGLang takes the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import GserverConfig
+from streamrl.gserver.sglang import entry
+
+LEAST_CACHE_TOKENS = 32768
+"""Of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
+
+CPU_FLAGS: Sequence[str] = (
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--grammar-backend=none",
+    "--disable-overlap-schedule",
+    "--disable-cuda-graph",
+)
+"""The parts of SGLang that do without CUDA operators."""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is started with besides its settings."""
+
+    model_dir: Path
+    port: int
+    device: str
+    """`cpu`, or `cuda:N` with N among the devices that this process sees."""
+    dtype: str
+    seed: int
+    weight_version: str
+    prompt_cache: bool
+    """Whether prompts are kept for later requests; only if a weight update flushes them."""
+
+
+def command(settings: GserverConfig, launch: Launch) -> list[str]:
+    """Interpreter, entry and flags."""
+    kind, _, number = launch.device.partition(":")
+    flags = [
+        f"--model-path={launch.model_dir}",
+        f"--host={settings.host}",
+        f"--port={launch.port}",
+        f"--device={kind}",
+        f"--dtype={launch.dtype}",
+        f"--random-seed={launch.seed}",
+        f"--weight-version={launch.weight_version}",
+        f"--context-length={settings.max_context}",
+        f"--max-running-requests={settings.max_running}",
+        f"--max-queued-requests={settings.max_queued}",
+        "--skip-server-warmup",
+        "--sleep-on-idle",
+        "--enable-metrics",
+        "--log-level-http=warning",
+    ]
+    if not launch.prompt_cache:
+        flags.append("--disable-radix-cache")
+    if kind == "cpu":
+        cache = max(LEAST_CACHE_TOKENS, 2 * settings.max_context)
+        flags += [*CPU_FLAGS, f"--max-total-tokens={cache}"]
+    else:
+        flags += [f"--base-gpu-id={number or 0}"]
+    python = settings.sglang.python or sys.executable
+    # -P: SGLang must not find the modules beside the entry.
+    return [python, "-P", str(Path(entry.__file__).resolve()), *flags, *settings.sglang.args]
+
+
+def environment(*, device: str, threads: int, index: int) -> Mapping[str, str]:
+    """Variables for server `index`; on a CPU each has `threads` cores, its own as long as there are enough."""
+    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if device != "cpu":
+        return variables
+    first = index % max((os.cpu_count() or 1) // threads, 1) * threads
+    return variables | {
+        entry.ON_CPU: "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": str(first) if threads == 1 else f"{first}-{first + threads - 1}",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }

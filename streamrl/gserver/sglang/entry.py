@@ -1,0 +1,93 @@
+"""What runs in SGLang's interpreter: the lifeline, support for machines without a GPU, then SGLang itself.
+
+Run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; so
+it imports nothing of streamrl. SGLang's own processes import it again as they are spawned, and so
+have the same support. Its arguments are those of SGLang's server.
+
+Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only
+writing end is the gserver's, and at end-of-file ends its whole process group.
+
+What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
+
+- SGLang imports `sgl_kernel` for its CUDA operators. Where it is not installed, a module takes its
+  place whose operators can be imported and raise when they are called: the torch backends do not.
+- The wheel of torchvision is built for CUDA and expects two operators that only its own library
+  defines; their schemas are declared, which is enough to import it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+LIFELINE = "STREAMRL_SGLANG_LIFELINE"
+"""Environment variable: file descriptor of the lifeline's reading end."""
+ON_CPU = "SGLANG_USE_CPU_ENGINE"
+"""SGLang's own variable for machines without a GPU."""
+KERNELS = "sgl_kernel"
+KERNELS_VERSION = "0.4.10"
+DETECTION_OPERATORS = ("nms", "qnms")
+
+
+def hold_lifeline(descriptor: int) -> None:
+    """End this process group as soon as the other end of the pipe is closed."""
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def support_cpu() -> None:
+    """Let SGLang be imported and serve without CUDA operators."""
+    if importlib.util.find_spec(KERNELS) is None:
+        sys.modules[KERNELS] = Kernels(KERNELS)
+    declare_detection_operators()
+
+
+class Kernels(types.ModuleType):
+    """Stands for `sgl_kernel`: every operator is there, and none can be called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__version__ = KERNELS_VERSION
+        self.__spec__ = ModuleSpec(name, loader=None)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(
+                f"{KERNELS}.{name} needs CUDA; on this machine choose an SGLang backend that does without it"
+            )
+
+        setattr(self, name, operator)
+        return operator
+
+
+def declare_detection_operators() -> None:
+    """Declare what torchvision expects of its CUDA library, unless it is there."""
+    import torch
+
+    for name in DETECTION_OPERATORS:
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
+    support_cpu()
+
+if __name__ == "__main__":
+    hold_lifeline(int(os.environ.pop(LIFELINE)))
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -1,0 +1,152 @@
+"""A real SGLang server behind the entry of a gserver: started, awaited, watched, ended.
+
+Role: SGLang speaks for itself. The run's other processes call its own HTTP API at the address that is
+registered, so no token passes through this process; it only reports SGLang's figures in heartbeats.
+Owns the child process. Invariant: an address is told only once the server answers there.
+
+Weight updates are SGLang's own too: it joins the weight group and writes buckets straight into its
+weights, so generation pauses for the whole transfer (`gserver/weight_update.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from streamrl.config import GserverConfig
+from streamrl.errors import DeadlineExceeded
+from streamrl.gserver.sglang.child import SglangProcess
+from streamrl.gserver.sglang.command import Launch, command, environment
+from streamrl.gserver.sglang.figures import Figures
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 0.5
+"""Between two questions whether the server is ready: SGLang gives no other sign."""
+PROGRESS_SECONDS = 15.0
+ANSWER_SECONDS = 5.0
+FIGURES_SECONDS = 2.0
+"""Between two questions for figures; each costs SGLang some milliseconds."""
+
+
+class SglangServer:
+    """One running server."""
+
+    name = "sglang"
+
+    def __init__(self, process: SglangProcess, *, url: str) -> None:
+        self.url = url
+        self.process = process
+        self._figures = Figures()
+
+    def stats(self) -> dict[str, float]:
+        """As of the last time that SGLang was asked."""
+        return self._figures.stats()
+
+    async def failed(self) -> None:
+        """Wait for the server's end, and raise `ProcessDied`."""
+        await self.process.died()
+
+    async def until_ready(self, session: aiohttp.ClientSession, *, timeout: float) -> None:
+        """Wait until the server answers; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
+        ready = asyncio.create_task(self._ask_until_ready(session))
+        died = asyncio.create_task(self.process.died())
+        try:
+            await asyncio.wait({ready, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                died.result()
+            if not ready.done():
+                raise DeadlineExceeded(
+                    f"SGLang was not ready within {timeout:g} s (gserver.sglang.start_timeout_seconds); "
+                    f"its last line: {self.process.last_line}"
+                )
+        finally:
+            for task in (ready, died):
+                task.cancel()
+            await asyncio.gather(ready, died, return_exceptions=True)
+
+    async def keep_figures(self, session: aiohttp.ClientSession) -> None:
+        """Ask for figures again and again; a server that does not answer keeps its last ones."""
+        while True:
+            try:
+                async with session.get(f"{self.url}/metrics") as response:
+                    if response.status == 200:
+                        self._figures.update(await response.text(), now=time.monotonic())
+            except (aiohttp.ClientError, TimeoutError) as error:
+                log.debug("no figures from SGLang: %s", error)
+            await asyncio.sleep(FIGURES_SECONDS)
+
+    async def _ask_until_ready(self, session: aiohttp.ClientSession) -> None:
+        began = told = time.monotonic()
+        while not await self._is_ready(session):
+            await asyncio.sleep(ASK_SECONDS)
+            now = time.monotonic()
+            if now - told >= PROGRESS_SECONDS:
+                told = now
+                log.info("waiting for SGLang to start for %.0f s; its last line: %s", now - began, self._last_words())
+
+    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _last_words(self) -> str:
+        return self.process.last_line[:200]
+
+
+@asynccontextmanager
+async def sglang_server(
+    settings: GserverConfig,
+    *,
+    index: int,
+    model_dir: Path,
+    device: str,
+    dtype: str,
+    seed: int,
+    weight_version: str,
+    prompt_cache: bool,
+) -> AsyncIterator[SglangServer]:
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`."""
+    launch = Launch(
+        model_dir=model_dir,
+        port=free_port(settings.host),
+        device=device,
+        dtype=dtype,
+        seed=seed % 2**31,
+        weight_version=weight_version,
+        prompt_cache=prompt_cache,
+    )
+    words = command(settings, launch)
+    log.info("starting SGLang: %s", " ".join(words))
+    process = await SglangProcess.start(words, environment(device=device, threads=settings.threads, index=index))
+    try:
+        server = SglangServer(process, url=f"http://{settings.host}:{launch.port}")
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            began = time.monotonic()
+            await server.until_ready(session, timeout=settings.sglang.start_timeout_seconds)
+            log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
+            figures = asyncio.create_task(server.keep_figures(session), name="figures of SGLang")
+            try:
+                yield server
+            finally:
+                figures.cancel()
+                await asyncio.gather(figures, return_exceptions=True)
+    finally:
+        await asyncio.shield(process.stop())
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server((host, 0)) as found:
+        port: int = found.getsockname()[1]
+        return port

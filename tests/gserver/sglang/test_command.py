@@ -1,0 +1,93 @@
+"""Flags, environment and figures: what needs no process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config import GserverConfig, from_dict
+from streamrl.errors import ConfigError
+from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
+from streamrl.gserver.sglang.figures import Figures
+
+ON_CPU = Launch(
+    model_dir=Path("model"),
+    port=31000,
+    device="cpu",
+    dtype="float32",
+    seed=7,
+    weight_version="default",
+    prompt_cache=True,
+)
+
+
+def settings(**sglang: Any) -> GserverConfig:
+    return from_dict({"gserver": {"engine": "sglang", "sglang": sglang, "max_running": 5}}).gserver
+
+
+def test_flags_on_a_cpu() -> None:
+    words = command(settings(), ON_CPU)
+    assert words[0] == sys.executable
+    assert set(CPU_FLAGS) < set(words)
+    assert {"--model-path=model", "--port=31000", "--device=cpu", "--dtype=float32"} < set(words)
+    assert {"--max-running-requests=5", "--random-seed=7", "--host=127.0.0.1"} < set(words)
+    assert not any("radix" in word or "gpu" in word for word in words)
+
+
+def test_flags_on_a_gpu() -> None:
+    launch = msgspec.structs.replace(ON_CPU, device="cuda:3", prompt_cache=False)
+    words = command(settings(python="other/python", args=["--mem-fraction-static=0.6"]), launch)
+    assert words[0] == "other/python"
+    assert {"--device=cuda", "--base-gpu-id=3", "--disable-radix-cache"} < set(words)
+    assert words[-1] == "--mem-fraction-static=0.6"
+    assert not set(CPU_FLAGS) & set(words)
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0)
+
+
+def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    bound = [environment(device="cpu", threads=2, index=index)["SGLANG_CPU_OMP_THREADS_BIND"] for index in range(3)]
+    assert bound == ["0-1", "2-3", "0-1"]
+    assert environment(device="cpu", threads=1, index=6)["SGLANG_CPU_OMP_THREADS_BIND"] == "1"
+    assert environment(device="cpu", threads=8, index=1)["SGLANG_CPU_OMP_THREADS_BIND"] == "0-7"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--port=30000", "any free port"),
+        ("--weight-version", "the policy version"),
+        ("--tp=2", "gserver.count"),
+        ("--trust-remote-code", "no remote code"),
+    ],
+)
+def test_flags_that_streamrl_decides_are_refused(flag: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}.*{said}"):
+        settings(args=[flag])
+
+
+def test_figures_are_summed_over_labels_and_time() -> None:
+    figures = Figures()
+    assert set(figures.stats().values()) == {0.0}
+    text = "\n".join(
+        [
+            "# TYPE sglang:num_running_reqs gauge",
+            'sglang:num_running_reqs{rank="0"} 2.0',
+            'sglang:num_running_reqs{rank="1"} 1.0',
+            "# TYPE sglang:generation_tokens counter",
+            'sglang:generation_tokens_total{rank="0"} 40.0',
+            "# TYPE sglang:unknown gauge",
+            "sglang:unknown 5.0",
+            "",
+        ]
+    )
+    figures.update(text, now=10.0)
+    figures.update(text, now=12.0)
+    figures.update("", now=13.0)
+    stats = figures.stats()
+    assert stats["running"] == 0.0
+    assert (stats["busy_seconds_total"], stats["slot_seconds_total"]) == (2.0, 6.0)

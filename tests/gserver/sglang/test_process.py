@@ -1,0 +1,114 @@
+"""How an SGLang server is started, watched and ended, with a small program in the place of SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from streamrl.config import Config
+from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
+from streamrl.gserver.process import running
+from tests.gserver.serving import config_of
+from tests.gserver.tiny import make_model, save
+
+PRETENDED = Path(__file__).parent / "pretended"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PRETENDED), *sys.path]))
+
+
+def sglang_config(*, args: tuple[str, ...] = (), **sglang: Any) -> Config:
+    return config_of(engine="sglang", sglang={"args": list(args), "start_timeout_seconds": 60.0, **sglang})
+
+
+def started(config: Config, folder: Path) -> AbstractAsyncContextManager[Any]:
+    return running(config, index=0, model_dir=folder)
+
+
+async def ask(url: str) -> Any:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return await response.json(content_type=None)
+
+
+async def until_gone(pids: list[int]) -> None:
+    """Wait for processes that are not ours to be told of."""
+    async with asyncio.timeout(20):
+        while any(psutil.pid_exists(pid) and not is_zombie(pid) for pid in pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
+    async with started(sglang_config(args=("--chunked-prefill-size=64",)), folder) as (served, url):
+        told = await ask(url)
+        async with asyncio.timeout(20):
+            while served.stats()["running"] == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        stats = served.stats()
+    assert f"--model-path={folder}" in told["argv"]
+    assert told["argv"][-1] == "--chunked-prefill-size=64"
+    assert told["kernels"]
+    assert (served.name, stats["running"], stats["tokens_generated_total"]) == ("sglang", 3, 40)
+    await until_gone(told["pids"])
+
+
+async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:
+    async with started(sglang_config(), folder) as (served, url):
+        pids = (await ask(url))["pids"]
+        failing = asyncio.create_task(served.failed())
+        with pytest.raises(aiohttp.ClientError):
+            await ask(f"{url}/die")
+        with pytest.raises(ProcessDied, match=r"(?s)exit code 7.*the last words"):
+            await asyncio.wait_for(failing, 20)
+        await until_gone(pids)
+
+
+async def test_a_server_that_cannot_start(folder: Path) -> None:
+    with pytest.raises(ProcessDied, match=r"(?s)exit code 1.*not good enough"):
+        async with started(sglang_config(args=("--fail",)), folder):
+            pass
+    with pytest.raises(ModelError, match=r"gserver\.sglang\.python"):
+        async with started(sglang_config(python="/no/such/python"), folder):
+            pass
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="start_timeout_seconds"):
+        async with started(sglang_config(args=("--hang",), start_timeout_seconds=1.0), folder):
+            pass
+    assert time.monotonic() - began < 15
+
+
+async def test_it_ends_with_a_gserver_that_is_killed(folder: Path) -> None:
+    gserver = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.gserver.sglang.gserver", str(folder)), stdout=asyncio.subprocess.PIPE
+    )
+    assert gserver.stdout is not None
+    url = (await asyncio.wait_for(gserver.stdout.readline(), 120)).decode().strip()
+    try:
+        pids = (await ask(url))["pids"]
+    finally:
+        gserver.send_signal(signal.SIGKILL)
+        await gserver.wait()
+    await until_gone(pids)

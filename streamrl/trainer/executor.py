@@ -22,7 +22,7 @@ from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Tr
 from streamrl.trainer.generation import Generation
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.holdings import Holdings, Shares
-from streamrl.trainer.hooks import DataTransfer, Hook, ParamRealloc
+from streamrl.trainer.hooks import DataTransfer, Hook, MasterHook, ParamRealloc
 from streamrl.trainer.redistributor import Plan, concerning
 from streamrl.trainer.span import Span
 from streamrl.transport.request_reply import RequestChannel
@@ -197,10 +197,11 @@ class FunctionExecutor:
             await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
 
 
-def _due(hooks: Iterable[Hook], policy_version: int | None) -> list[Hook]:
-    """Those that are due after the step from `policy_version` on; None: after any call."""
+def _due(hooks: Iterable[Hook | MasterHook], policy_version: int | None) -> list[Hook]:
+    """The workers' hooks that are due after the step from `policy_version` on; None: after any call."""
     return [
         hook
         for hook in hooks
-        if not isinstance(hook, ParamRealloc) or policy_version is None or (policy_version + 1) % hook.every == 0
+        if not isinstance(hook, MasterHook)
+        and (not isinstance(hook, ParamRealloc) or policy_version is None or (policy_version + 1) % hook.every == 0)
     ]

@@ -21,7 +21,7 @@ import msgspec
 from streamrl import trainer_config
 from streamrl.config import AlgorithmConfig, Config
 from streamrl.errors import ConfigError
-from streamrl.trainer.hooks import Hook, Offload, ParamRealloc
+from streamrl.trainer.hooks import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
 
 Interface = Literal["generate", "inference", "train_step", "function"]
 """What is called: sampling by rollout workers, a pass without and one with gradients, or the user's function."""
@@ -53,8 +53,8 @@ class MFC(msgspec.Struct, frozen=True):
     function: str = ""
     """`module:function` of the interface `function` (docs/trainer.md)."""
     pre_hooks: tuple[Hook, ...] = ()
-    post_hooks: tuple[Hook, ...] = ()
-    """What the workers do before and after, within the same request."""
+    post_hooks: tuple[Hook | MasterHook, ...] = ()
+    """What is done before and after."""
 
 
 class Graph(msgspec.Struct, frozen=True):
@@ -77,6 +77,11 @@ class Graph(msgspec.Struct, frozen=True):
     def roles(self) -> frozenset[str]:
         """The models that model workers hold."""
         return frozenset(mfc.role for mfc in self.mfcs if mfc.role != ROLLOUT)
+
+    def due(self, kind: type[MasterHook], *, policy_version: int) -> bool:
+        """Whether an MFC has a hook of `kind` for the step that made `policy_version`."""
+        hooks = [hook for mfc in self.mfcs for hook in mfc.post_hooks if isinstance(hook, kind)]
+        return any(policy_version % hook.every == 0 for hook in hooks)
 
     @property
     def arrival_keys(self) -> frozenset[str]:
@@ -160,7 +165,7 @@ def downstream(config: Config) -> list[MFC]:
     if algorithm.advantage == "gae":
         inference("critic_inf", "critic", "values", "batch")
         mfcs.append(MFC("critic_train", "critic", "train_step", frozenset(needs), frozenset()))
-    post: tuple[Hook, ...] = ()
+    post: tuple[Hook | MasterHook, ...] = ()
     if algorithm.kl_coef > 0 and algorithm.ref_update_every:
         post = (ParamRealloc("actor", "ref", every=algorithm.ref_update_every, share=algorithm.ref_update_share),)
     mfcs.append(MFC("actor_train", "actor", "train_step", frozenset(needs), frozenset(), post_hooks=post))
@@ -220,4 +225,6 @@ def _users(name: str, config: Config) -> list[MFC]:
     for mfc in found:
         if mfc.role == ROLLOUT:
             raise ConfigError(f"{name}: {mfc.name} is for rollout workers, which only the synchronous graph directs")
+        if any(isinstance(hook, EvaluateHook) for hook in mfc.post_hooks) and not config.evaluation.enabled:
+            raise ConfigError(f"{name}: {mfc.name} has an EvaluateHook, but no frequency is set in [evaluation]")
     return found

@@ -1,6 +1,7 @@
-"""What model workers do before or after a model function call, inside the same request.
+"""What is done before or after a model function call.
 
-Because a request reaches all its workers in the order that they share, hooks may communicate.
+Workers' hooks are carried out inside the call's request. Because a request reaches all its workers in
+the order that they share, hooks may communicate. The master's follow the step that the call belongs to.
 """
 
 from __future__ import annotations
@@ -33,4 +34,20 @@ class Offload(msgspec.Struct, frozen=True, tag=True):
     role: str
 
 
+class SaveHook(msgspec.Struct, frozen=True, tag=True):
+    """Write a checkpoint, besides those that the configuration asks for."""
+
+    every: int = 1
+    """After each so many policy versions."""
+
+
+class EvaluateHook(msgspec.Struct, frozen=True, tag=True):
+    """Try the policy on held-out prompts, besides when the configuration says so; needs the section [evaluation]."""
+
+    every: int = 1
+    """After each so many policy versions."""
+
+
 Hook = DataTransfer | ParamRealloc | Offload
+"""Of workers."""
+MasterHook = SaveHook | EvaluateHook

@@ -30,6 +30,7 @@ from streamrl.trainer.executor import FunctionExecutor, StepResult
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.history import History
 from streamrl.trainer.holdings import Holdings
+from streamrl.trainer.hooks import EvaluateHook, SaveHook
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.save_desk import SaveDesk
@@ -265,16 +266,24 @@ class Master:
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
         self._history.add_step(batch, reward=figures["reward_mean"])
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
-        evaluate = self._control.evaluation_is_due(
-            step=self.policy_version, settled=self._history.settled, now=time.monotonic()
-        )
+        evaluate, save = self._is_due(self.policy_version)
         self._publication = asyncio.create_task(
             self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
-        if self._control.save_is_due(step=self.policy_version, settled=self._history.settled, now=time.monotonic()):
+        if save:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
             await self._saves.save(self._history.reached(data_rows=self._control.data_rows))
             self.membership.waiting_for = ""
+
+    def _is_due(self, version: int) -> tuple[bool, bool]:
+        """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
+        settled, now = self._history.settled, time.monotonic()
+        evaluate = self._control.evaluation_is_due(step=version, settled=settled, now=now)
+        save = self._control.save_is_due(step=version, settled=settled, now=now)
+        return (
+            evaluate or self._graph.due(EvaluateHook, policy_version=version),
+            save or self._graph.due(SaveHook, policy_version=version),
+        )
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
         """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.trainer.graph import GENERATED_KEYS, MFC, SEQUENCE_KEYS, STREAM_KEYS, build_graph, downstream, graph_of
-from streamrl.trainer.hooks import Offload, ParamRealloc
+from streamrl.trainer.hooks import EvaluateHook, Offload, ParamRealloc, SaveHook
 
 
 def mfc(name, inputs=(), outputs=(), reads="batch", **settings):
@@ -117,7 +118,23 @@ def users_graph(config: Config) -> list[MFC]:
         function="tests.trainer.test_computation:penalise_length",
     )
     *others, last = downstream(config)
-    return [own, *others, MFC(last.name, last.role, last.interface, last.inputs | {"advantages"}, last.outputs)]
+    inputs = last.inputs | {"advantages"}
+    return [own, *others, MFC(last.name, last.role, last.interface, inputs, last.outputs, post_hooks=(SaveHook(2),))]
+
+
+def saving_graph(config: Config) -> list[MFC]:
+    """The configured one, with a checkpoint after every second step and an evaluation after every third."""
+    *others, last = downstream(config)
+    return [*others, msgspec.structs.replace(last, post_hooks=(SaveHook(2), EvaluateHook(3)))]
+
+
+def test_the_masters_hooks_are_due_after_their_versions():
+    settings = {"trainer": {"graph": "tests.trainer.test_graph:saving_graph"}}
+    graph = graph_of(configured(evaluation={"every_steps": 100}, **settings))
+    assert [v for v in range(1, 8) if graph.due(SaveHook, policy_version=v)] == [2, 4, 6]
+    assert [v for v in range(1, 8) if graph.due(EvaluateHook, policy_version=v)] == [3, 6]
+    with pytest.raises(ConfigError, match="actor_train has an EvaluateHook, but no frequency is set"):
+        graph_of(configured(**settings))
 
 
 def not_a_graph(config: Config) -> str:

@@ -8,7 +8,7 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TEST_PROCESSES := 2
+TEST_PROCESSES := 3
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
@@ -19,7 +19,8 @@ SGLANG_VENV := .venv-sglang
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml
 
-# One thread for each test process: more of them would only wait for each other.
+# One thread for each test process: more of them would only wait for each other. One process more than two cores:
+# whole runs wait for their own processes to start.
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal

@@ -102,8 +102,10 @@ def test_a_reward_model_scores_and_a_users_function_gives_advantages(tmp_path):
     run(COPY_SCRATCH, [*settings, f"reward_model.path={judge}"])
     assert_exactly_once(tmp_path / "judged")
     assert (tmp_path / "judged" / "checkpoints" / "step-000002" / "model.safetensors").is_file()  # the graph's hook
-    for step in steps(tmp_path / "judged"):
-        assert {"rew_inf", "length_penalty", "actor_train"} <= {name for name, _, _ in step["spans"]}
+    made = steps(tmp_path / "judged")
+    assert sum(name == "rew_inf" for step in made for name, _, _ in step["spans"]) >= 1  # ahead of its batch, at times
+    for step in made:
+        assert {"length_penalty", "actor_train"} <= {name for name, _, _ in step["spans"]}
         assert step["metrics"]["reward_std"] > 0  # no verifier ran: these are the model's
         assert step["metrics"]["reward_mean"] not in (0.0, 1.0)
         assert step["metrics"]["grad_norm"] > 0

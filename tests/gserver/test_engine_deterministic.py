@@ -52,13 +52,15 @@ async def test_alone_among_others_in_any_order_and_after_retraction(tmp_path: Pa
         assert engine.stats()["running"] == 14
         assert bits(await generate(engine, wanted())) == bits(alone)
         assert bits((await generate(engine, wanted()[::-1]))[::-1]) == bits(alone)
-        first = engine.submit(job("streamed", prompt(10), stream=True, params=vars_of(wanted()[0])))
-        await grown(first, 7)
-        await engine.pause("retract")
-        await engine.resume()
-        again = await first.result()
-        assert again.num_retractions == 1
-        assert bits([again]) == bits(alone[:1])
+        retractions = 0
+        while not retractions:  # it may end before it is retracted, on a machine that does much else
+            first = engine.submit(job("streamed", prompt(10), stream=True, params=vars_of(wanted()[0])))
+            await grown(first, 3)
+            await engine.pause("retract")
+            await engine.resume()
+            again = await first.result()
+            assert bits([again]) == bits(alone[:1])
+            retractions = again.num_retractions
         for other in others:
             await other.result()
 

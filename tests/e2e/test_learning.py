@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
@@ -11,11 +13,7 @@ SEEDS = (0, 1, 2)
 trained; so a run that ends below the target may be tried again with another seed."""
 
 
-CASES = [
-    ("mask", 0, "torch"),
-    *((over_age, 4, "torch") for over_age in ("mask", "wait", "drop")),
-    ("mask", 4, "megatron"),
-]
+CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",)), ("mask", 4, "megatron")]
 
 
 @pytest.mark.timeout(1200)
@@ -44,22 +42,6 @@ def test_copy_is_learned(tmp_path, over_age, max_staleness, backend):
         if reached[-1] >= 0.95:
             break
     assert reached[-1] >= 0.95, reached
-
-
-@pytest.mark.parametrize("over_age", ["wait", "drop"])
-def test_without_staleness_the_other_policies_are_on_policy_too(tmp_path, over_age):
-    settings = overrides(
-        tmp_path,
-        "on-policy",
-        staleness__max_staleness=0,
-        staleness__over_age=over_age,
-        run__total_train_steps=40,
-        trainer__save_at_end="false",
-    )
-    run(COPY_SCRATCH, settings)
-    check_bounds(tmp_path / "on-policy", 0, over_age)
-    rewards = [step["metrics"]["reward_mean"] for step in steps(tmp_path / "on-policy")]
-    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
 
 
 def check_bounds(run_dir, max_staleness, over_age):

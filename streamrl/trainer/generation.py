@@ -50,12 +50,13 @@ class Generation:
         return spans
 
     async def _round(self, groups: int, spans: list[Span]) -> int:
-        """Ask all rollout workers for their share; answers how many groups are stored."""
-        count = len(self._workers)
+        """Ask all living rollout workers for their share; answers how many groups are stored."""
+        living = await self._channel.living(self._workers, patience=self._timeout)
+        count = len(living)
         shares = [groups * (i + 1) // count - groups * i // count for i in range(count)]
         begin = time.time()
         generated = await self._ask(
-            {worker: Generate(share) for worker, share in zip(self._workers, shares, strict=True) if share}, Generated
+            {worker: Generate(share) for worker, share in zip(living, shares, strict=True) if share}, Generated
         )
         middle = time.time()
         scored = await self._ask({worker: Score(reply.seqs) for worker, reply in generated.items()}, Scored)

@@ -7,20 +7,22 @@ circle. A request to several workers begins only when each of them has acknowled
 none starts to communicate with a worker that is gone; the master's `syn` then sets all off.
 
 Besides replies a worker sends *notices* (something happened there) and beats; a worker that stays
-silent fails every request that waits for it, with its name.
+silent, or was started anew, fails every request that waits for it, with its name.
 
 Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
 `S` syn. From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice, `H`
-heartbeat, which is also the first word of a worker.
+heartbeat (body: what tells this start of the worker from others), which is also a worker's first word.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -85,6 +87,8 @@ class RequestChannel(Generic[Notice]):
         self._collected: deque[_Request] = deque()
         self._some = asyncio.Event()
         self._heard: dict[int, float] = {}
+        self._starts: dict[int, bytes] = {}
+        """Which start of each worker was heard last."""
         self._joined = asyncio.Condition()
         self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch, self._flush)]
 
@@ -99,6 +103,18 @@ class RequestChannel(Generic[Notice]):
                 f"{missing} did not connect to the master within {patience:.0f} s; look at the logs there"
             ) from error
 
+    async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:
+        """Those of `workers` that have spoken lately, as soon as there is one."""
+        try:
+            async with asyncio.timeout(patience), self._joined:
+                await self._joined.wait_for(lambda: any(map(self._lives, workers)))
+        except TimeoutError as error:
+            names = ", ".join(map(self._name_of, workers))
+            raise DeadlineExceeded(
+                f"{names} have been silent, and none came back within {patience:.0f} s; look at the logs there"
+            ) from error
+        return [worker for worker in workers if self._lives(worker)]
+
     async def call(self, worker: int, call: Any, reply: type[Reply], *, timeout: float) -> Reply:
         """Have one worker carry out `call`; raises as `request` does."""
         return (await self.request({worker: call}, reply, timeout=timeout))[worker]
@@ -107,7 +123,7 @@ class RequestChannel(Generic[Notice]):
         """Have several workers carry out one call each, together; answers their replies by worker.
 
         Raises `PeerError` with the traceback of the first worker that fails, `PeerLost` when one
-        falls silent, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
+        falls silent or is started anew, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
         """
         what = type(next(iter(calls.values()))).__name__
         encoded = {worker: self._encoder.encode(call) for worker, call in calls.items()}
@@ -157,16 +173,21 @@ class RequestChannel(Generic[Notice]):
                 log.warning("the master received a message that is none: %s", error)
 
     async def _handle(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
-        first = worker not in self._heard
+        lived = self._lives(worker)
         self._heard[worker] = time.monotonic()
-        if first:
+        if not lived:
             async with self._joined:
                 self._joined.notify_all()
+        if kind == b"H":
+            if self._starts.setdefault(worker, body) != body:
+                self._starts[worker] = body
+                self._lose(worker, "was started anew")
+            return
         if kind == b"N":
             self._on_notice(worker, self._notices.decode(body))
             return
         request = self._pending.get(number)
-        if kind == b"H" or request is None or worker not in request.answers:
+        if request is None or worker not in request.answers:
             return
         future = request.answers[worker]
         if kind == b"A":
@@ -184,12 +205,19 @@ class RequestChannel(Generic[Notice]):
         """Fail the requests of workers that fell silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now = time.monotonic()
-            for request in list(self._pending.values()):
-                for worker, future in request.answers.items():
-                    silent = now - self._heard.get(worker, now)
-                    if silent > SILENCE_SECONDS and not future.done():
-                        request.fail(PeerLost(f"{self._name_of(worker)} has been silent for {silent:.0f} s"))
+            for worker, heard in self._heard.items():
+                if not self._lives(worker):
+                    self._lose(worker, f"has been silent for {time.monotonic() - heard:.0f} s")
+
+    def _lives(self, worker: int) -> bool:
+        return time.monotonic() - self._heard.get(worker, -math.inf) <= SILENCE_SECONDS
+
+    def _lose(self, worker: int, how: str) -> None:
+        """Fail the requests that wait for `worker`."""
+        for request in list(self._pending.values()):
+            future = request.answers.get(worker)
+            if future is not None and not future.done():
+                request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
     async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
         await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(8, "big"), body])
@@ -207,6 +235,7 @@ class ReplyChannel(Generic[Call]):
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
         self._waiting: dict[int, asyncio.Event] = {}
+        self._start = uuid.uuid4().bytes
         self._beating = asyncio.create_task(self._beat())
 
     async def receive(self) -> tuple[int, Call]:
@@ -252,7 +281,7 @@ class ReplyChannel(Generic[Call]):
 
     async def _beat(self) -> None:
         while True:
-            await self._send(b"H", 0, b"")
+            await self._send(b"H", 0, self._start)
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _send(self, kind: bytes, call_id: int, body: bytes) -> None:

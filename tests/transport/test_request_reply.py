@@ -139,6 +139,35 @@ async def test_a_silent_worker_fails_its_calls(monkeypatch):
             await m.call(0, Double(1), Answer, timeout=5)
 
 
+async def test_a_worker_that_is_started_anew_fails_the_calls_of_its_predecessor():
+    async with master() as m:
+        async with worker(m, 0):
+            await m.wait_for({0}, patience=5)
+            hanging = asyncio.create_task(m.call(0, Hang(), Answer, timeout=30))
+            assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
+        async with worker(m, 0):
+            with pytest.raises(PeerLost, match="model_worker/0 was started anew"):
+                await hanging
+            assert (await m.call(0, Double(2), Answer, timeout=5)).value == 4
+
+
+async def test_the_living_are_those_that_spoke_lately(monkeypatch):
+    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    async with master() as m, worker(m, 2):
+        async with worker(m, 1):
+            await m.wait_for({1, 2}, patience=5)
+            assert await m.living([0, 1, 2], patience=5) == [1, 2]
+        await asyncio.sleep(0.7)
+        assert await m.living([0, 1, 2], patience=5) == [2]
+        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 have been silent, and none came"):
+            await m.living([0, 1], patience=0.2)
+        returning = asyncio.create_task(m.living([0, 1], patience=10))
+        await asyncio.sleep(0)
+        async with worker(m, 1):
+            assert await returning == [1]
+
+
 async def test_a_worker_that_never_comes_is_named():
     async with master() as m, worker(m, 1):
         with pytest.raises(DeadlineExceeded, match="model_worker/0 did not connect"):

@@ -111,7 +111,7 @@ class RequestChannel(Generic[Notice]):
         except TimeoutError as error:
             names = ", ".join(map(self._name_of, workers))
             raise DeadlineExceeded(
-                f"{names} have been silent, and none came back within {patience:.0f} s; look at the logs there"
+                f"no word from {names}, nor within another {patience:.0f} s; look at the logs there"
             ) from error
         return [worker for worker in workers if self._lives(worker)]
 

@@ -68,6 +68,22 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     wait_until_gone(run_dir, seconds=10)
 
 
+def test_a_rollout_worker_killed_in_a_synchronous_graph_is_made_up_for(tmp_path):
+    run_dir = tmp_path / "sync"
+    small = {"run__total_train_steps": 12, "trainer__batch_groups": 8, "rollout__group_size": 4}
+    settings = overrides(tmp_path, "sync", **(LONG | small), trainer__graph="synchronous", staleness__max_staleness=0)
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 2)
+    process_of(run_dir, "rollout").send_signal(signal.SIGKILL)
+    assert process.wait(180) == 0, "".join(output)[-4000:]
+    reader.join(10)
+    assert_exactly_once(run_dir)
+    trained = sorted(seq for step in steps(run_dir) for seq in step["seqs"])
+    assert trained == list(range(12 * 8))
+    wait_until_gone(run_dir, seconds=10)
+
+
 def kill_everything(process, run_dir):
     """As the end of a machine would."""
     for victim in [process, *processes_of(run_dir)]:

@@ -198,6 +198,8 @@ class SglangConfig(Section, frozen=True):
     """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
     args: list[str] = []
     """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    addresses: list[str] = []
+    """URLs of servers that run already, one for each gserver: they are joined, and none is started."""
     start_timeout_seconds: PositiveFloat = 300.0
     """How long a server may take until it answers."""
 

@@ -17,6 +17,7 @@ from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.engine import Engine, Served
 from streamrl.gserver.server import Server
+from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.gserver.text import Text
@@ -75,7 +76,19 @@ async def _until_over(membership: Membership, engine: Served) -> None:
 @asynccontextmanager
 async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Served, str]]:
     """What answers requests, and the URL at which it does."""
-    if config.gserver.engine == "sglang":
+    # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
+    prompt_cache = config.weights.pause_mode != "in_place"
+    if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
+        async with joined_server(
+            config.gserver.sglang.addresses[index].rstrip("/"),
+            model_dir=model_dir,
+            weight_version=_initial_version(config),
+            max_context=config.gserver.max_context,
+            prompt_cache=prompt_cache,
+            load_seconds=config.gserver.sglang.start_timeout_seconds,
+        ) as joined:
+            yield joined, joined.url
+    elif config.gserver.engine == "sglang":
         device = resolve_device(config.run.device, index=index)
         async with sglang_server(
             config.gserver,
@@ -85,8 +98,7 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
             dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
             seed=_seed(config, index),
             weight_version=_initial_version(config),
-            # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
-            prompt_cache=config.weights.pause_mode != "in_place",
+            prompt_cache=prompt_cache,
         ) as server:
             yield server, server.url
     else:

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -58,6 +59,7 @@ class WeightUpdates:
         self._on_version = on_version
         self._on_record = on_record
         self._group: WeightGroup | None = None
+        self._run_name = uuid.uuid4().hex[:8]  # a server that several runs join after another still has their groups
         self._group_numbers = itertools.count(1)
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
@@ -187,7 +189,7 @@ class WeightUpdates:
                 return old
             if not old.broken:
                 self._destroy(old)
-        self._group = WeightGroup(f"weights-{next(self._group_numbers)}", tuple(members))
+        self._group = WeightGroup(f"weights-{self._run_name}-{next(self._group_numbers)}", tuple(members))
         return self._group
 
     def _destroy(self, group: WeightGroup) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher
 from streamrl.transport.control import ControlClient
@@ -110,10 +111,38 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
     return [entry[0] for entry in reply.meta_info.output_token_logprobs or () if entry[0] is not None]
 
 
+class RunningSglang:
+    """An SGLang server that runs join, one after another; started when the first wants it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = AsyncExitStack()
+        self._url = ""
+
+    async def url(self) -> str:
+        if not self._url:
+            config = contract_config("sglang", self._folder, "retract")
+            server = sglang_server(
+                config.gserver,
+                index=0,
+                model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
+                device="cpu",
+                dtype="float32",
+                seed=1,
+                weight_version="of nobody",
+                prompt_cache=True,
+            )
+            self._url = (await self._stack.enter_async_context(server)).url
+        return self._url
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
 @asynccontextmanager
-async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> AsyncIterator[Contract]:
-    """A run with one gserver of `engine`, which serves."""
-    config = contract_config(engine, folder, pause_mode)
+async def contract(engine: str, folder: Path, *, pause_mode: PauseMode, joins: str = "") -> AsyncIterator[Contract]:
+    """A run with one gserver of `engine`, which serves; `joins`: URL of the SGLang server that it joins."""
+    config = contract_config(engine, folder, pause_mode, joins=joins)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, gserver_process(run, folder, model_dir) as process:
@@ -165,7 +194,7 @@ async def gserver_process(run: Run, folder: Path, model_dir: Path) -> AsyncItera
             await process.wait()
 
 
-def contract_config(engine: str, folder: Path, pause_mode: PauseMode) -> Config:
+def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: str = "") -> Config:
     return small_config(
         folder,
         model={
@@ -180,7 +209,11 @@ def contract_config(engine: str, folder: Path, pause_mode: PauseMode) -> Config:
             "max_context": 512,
             "max_running": 8,
             "dtype": "float32",
-            "sglang": {"python": sglang_python() or "", "start_timeout_seconds": START_SECONDS},
+            "sglang": {
+                "python": sglang_python() or "",
+                "start_timeout_seconds": START_SECONDS,
+                "addresses": [joins] if joins else [],
+            },
         },
         weights={"timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
         manager={"heartbeat_seconds": 0.2},

@@ -1,6 +1,7 @@
 """What the rest of streamrl relies on, against a gserver with the embedded engine and one with real SGLang.
 
-One gserver for each engine serves all tests of this file, which publish one version after another.
+One gserver for each engine and mode serves all tests of this file, which publish one version after another.
+Under `in_place` it starts SGLang itself; under the other two modes it joins a server that runs already.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest_asyncio
 from streamrl.errors import PeerError
 from streamrl.rollout.replies import check_reply, token_versions
 from streamrl.transport.generation import AbortRequest, PauseGeneration, PauseMode
-from tests.gserver.contract.fixture import START_SECONDS, Contract, contract, output_logprobs, request
+from tests.gserver.contract.fixture import START_SECONDS, Contract, RunningSglang, contract, output_logprobs, request
 from tests.gserver.contract.installed import sglang_python
 
 pytestmark = [
@@ -37,10 +38,20 @@ TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_sglang(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningSglang]:
+    server = RunningSglang(tmp_path_factory.mktemp("running"))
+    yield server
+    await server.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVED)
-async def gserver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Contract]:
+async def gserver(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, running_sglang: RunningSglang
+) -> AsyncIterator[Contract]:
     engine, mode = request.param
-    async with contract(engine, tmp_path_factory.mktemp(engine), pause_mode=mode) as found:
+    joins = await running_sglang.url() if engine == "sglang" and mode != "in_place" else ""
+    async with contract(engine, tmp_path_factory.mktemp(engine), pause_mode=mode, joins=joins) as found:
         yield found
 
 

@@ -80,8 +80,9 @@ TokenLogprob = tuple[float | None, int, str | None]
 class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    """SGLang leaves it and the next one out when it aborts a request that has not run yet."""
+    completion_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str = INITIAL_WEIGHT_VERSION
     weight_versions: list[VersionSpan] | None = None

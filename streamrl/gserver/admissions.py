@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from streamrl.gserver.routing import Fleet, Gserver
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Admission
+from streamrl.transport.control.groups import Admission
 
 log = logging.getLogger(__name__)
 

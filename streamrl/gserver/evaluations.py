@@ -13,8 +13,7 @@ from streamrl.gserver.registry import Member
 from streamrl.gserver.rerouting import Rerouting
 from streamrl.gserver.routing import Fleet
 from streamrl.gserver.wakeup import Wakeup
-from streamrl.transport.control import (
-    Done,
+from streamrl.transport.control.evaluations import (
     Evaluate,
     EvaluationReports,
     EvaluationResult,
@@ -22,8 +21,9 @@ from streamrl.transport.control import (
     EvaluationStatus,
     NextEvaluation,
     NextEvaluationReply,
-    RouteReply,
 )
+from streamrl.transport.control.groups import RouteReply
+from streamrl.transport.control.members import Done
 
 
 class Evaluations:

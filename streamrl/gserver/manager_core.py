@@ -1,7 +1,7 @@
 """What the gserver manager decides: membership, admission, routing, versions, the end of the run.
 
 Wires the registry, the ledger, the fleet of gservers and the weight updates together; one method
-for each call of `transport/control.py`. State changes happen between two awaits of one event loop,
+for each call of `transport/control/`. State changes happen between two awaits of one event loop,
 and every change that somebody may wait for ends in `_changed.notify()`.
 
 Invariants: a group is admitted only into the ledger's room and only together with a gserver that
@@ -30,32 +30,31 @@ from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import UpdateRecord
 from streamrl.gserver.weights import WeightUpdates
 from streamrl.ledger import Ledger
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
+from streamrl.metrics import StepReport
+from streamrl.transport.control import LONG_POLL_SECONDS
+from streamrl.transport.control.groups import (
     Admit,
     AdmitReply,
     DataFacts,
+    Reject,
+    Rejections,
+    Route,
+    RouteReply,
+    Settle,
+)
+from streamrl.transport.control.members import (
     Done,
     FinishRun,
     Heartbeat,
     HeartbeatReply,
     Peer,
-    PublishBegin,
-    PublishBeginReply,
-    PublishCommit,
-    PublishReply,
     Register,
     RegisterReply,
-    Reject,
-    Rejections,
     Role,
-    Route,
-    RouteReply,
-    Settle,
-    Status,
-    StepReport,
     Topology,
 )
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
+from streamrl.transport.control.status import Status
 from streamrl.transport.generation import GenerationClient
 
 log = logging.getLogger(__name__)

@@ -20,24 +20,12 @@ from aiohttp import web
 from streamrl.errors import StreamRLError, WireError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.manager_metrics import render
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
-    Admit,
-    Evaluate,
-    EvaluationResult,
-    EvaluationRoute,
-    FinishRun,
-    Heartbeat,
-    NextEvaluation,
-    PublishBegin,
-    PublishCommit,
-    Register,
-    Reject,
-    Role,
-    Route,
-    Settle,
-    StepReport,
-)
+from streamrl.metrics import StepReport
+from streamrl.transport.control import LONG_POLL_SECONDS
+from streamrl.transport.control.evaluations import Evaluate, EvaluationResult, EvaluationRoute, NextEvaluation
+from streamrl.transport.control.groups import Admit, Reject, Route, Settle
+from streamrl.transport.control.members import FinishRun, Heartbeat, Register, Role
+from streamrl.transport.control.publication import PublishBegin, PublishCommit
 from streamrl.transport.http import ErrorDetail, ErrorReply
 
 log = logging.getLogger(__name__)
@@ -50,7 +38,7 @@ MAX_BODY_BYTES = 64 * 2**20
 
 
 def application(manager: Manager) -> web.Application:
-    """All calls of `transport/control.py`."""
+    """All calls of `transport/control/`."""
     app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [

@@ -9,7 +9,10 @@ from streamrl.config import Config
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.routing import Fleet, Standing
 from streamrl.ledger import Ledger
-from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.evaluations import EvaluationStatus
+from streamrl.transport.control.members import Role
+from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
 
 
 @dataclass(slots=True)

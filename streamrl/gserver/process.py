@@ -20,7 +20,7 @@ from streamrl.gserver.server import Server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.gserver.text import Text
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.membership import Membership
 

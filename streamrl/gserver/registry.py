@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamrl.transport.control import Register, Role
+from streamrl.transport.control.members import Register, Role
 
 
 @dataclass(eq=False, slots=True)

@@ -25,7 +25,7 @@ from streamrl.gserver.routing import Fleet, Gserver
 from streamrl.gserver.wakeup import Wakeup
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import Stage, UpdateRecord, WeightGroup, WeightUpdate
-from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,9 @@ from streamrl.config import Config
 from streamrl.evaluation import in_words
 from streamrl.launch.history import History
 from streamrl.launch.plan import ProcessPlan
-from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.evaluations import EvaluationStatus
+from streamrl.transport.control.status import ProcessStatus, Status
 
 LINES_BESIDE_PROCESSES = 23
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""

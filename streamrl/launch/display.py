@@ -24,8 +24,9 @@ from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
 from streamrl.launch.dashboard import dashboard, duration, step_line
 from streamrl.launch.history import History
 from streamrl.launch.tail import Tail, Warnings
-from streamrl.metrics import METRICS_FILE
-from streamrl.transport.control import ControlClient, Status, StepReport
+from streamrl.metrics import METRICS_FILE, StepReport
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.status import Status
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from streamrl.launch.plan import (
 )
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from streamrl.launch.plan import (
     visible_gpus,
 )
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 
 log = logging.getLogger(__name__)
 

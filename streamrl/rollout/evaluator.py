@@ -16,15 +16,14 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, PeerError, StreamRLError
-from streamrl.evaluation import in_words
+from streamrl.evaluation import EvaluationReport, in_words
 from streamrl.evaluation_config import as_evaluated
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
 from streamrl.rollout.tally import Tally
-from streamrl.transport.control import (
-    ControlClient,
-    EvaluationReport,
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.evaluations import (
     EvaluationResult,
     EvaluationRoute,
     EvaluationTask,

@@ -21,8 +21,8 @@ from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.rollout.replies import check_reply, token_versions
 from streamrl.rollout.siblings import SiblingRequests
-from streamrl.transport.control import ControlClient
-from streamrl.transport.control import Route as RouteMessage
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.groups import Route as RouteMessage
 from streamrl.transport.generation import (
     GenerateReply,
     GenerateRequest,

@@ -22,7 +22,8 @@ from streamrl.rollout.groups import GroupMaker, first_error
 from streamrl.rollout.partial import Generator
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow
-from streamrl.transport.control import ControlClient, Role
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.members import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.membership import Membership
 

@@ -20,7 +20,7 @@ from streamrl.rollout.groups import GroupMaker, first_error
 from streamrl.rollout.partial import GroupRoute
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
 from streamrl.trainer_config import SYNCHRONOUS
-from streamrl.transport.control import Admission, Admit, Reject
+from streamrl.transport.control.groups import Admission, Admit, Reject
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)

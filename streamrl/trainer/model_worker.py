@@ -57,7 +57,7 @@ from streamrl.trainer.publisher import Publisher
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.transport.collective import join_world, open_store
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.types import SampleMeta

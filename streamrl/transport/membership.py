@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from streamrl.errors import PeerLost, StreamRLError
 from streamrl.metrics import finite
-from streamrl.transport.control import ControlClient, Heartbeat, Register, Role
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.members import Heartbeat, Register, Role
 
 log = logging.getLogger(__name__)
 

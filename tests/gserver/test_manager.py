@@ -15,7 +15,8 @@ import pytest
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.timeline import Timeline
-from streamrl.transport.control import Admit, Reject, Route, Settle, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.groups import Admit, Reject, Route, Settle
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, live_gservers, managed, publish, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted

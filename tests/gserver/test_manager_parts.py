@@ -13,7 +13,7 @@ from streamrl.gserver.blame import Seen, culprits
 from streamrl.gserver.registry import Registry
 from streamrl.gserver.routing import Fleet, Standing, serves
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Register
+from streamrl.transport.control.members import Register
 
 FINE, LATE, REFUSED, LOST = Seen.FINE, Seen.LATE, Seen.REFUSED, Seen.LOST
 

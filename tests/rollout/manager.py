@@ -9,21 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control import (
-    Admission,
-    Admit,
-    AdmitReply,
-    Done,
-    Heartbeat,
-    HeartbeatReply,
-    Peer,
-    Register,
-    RegisterReply,
-    Reject,
-    Route,
-    RouteReply,
-    Topology,
-)
+from streamrl.transport.control.groups import Admission, Admit, AdmitReply, Reject, Route, RouteReply
+from streamrl.transport.control.members import Done, Heartbeat, HeartbeatReply, Peer, Register, RegisterReply, Topology
 
 
 class Manager:

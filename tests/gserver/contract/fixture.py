@@ -20,7 +20,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
 from tests.gserver.harness import Run, live_gservers, managed, small_config

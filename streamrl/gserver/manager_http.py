@@ -42,14 +42,14 @@ def application(manager: Manager) -> web.Application:
     app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
-            _post("/register", Register, manager.register),
-            _post("/heartbeat", Heartbeat, manager.heartbeat),
-            _post("/admit", Admit, manager.admit),
-            _post("/route", Route, manager.route),
-            _post("/reject", Reject, manager.reject),
-            _post("/settle", Settle, manager.settle),
-            _post("/publish/begin", PublishBegin, manager.publish_begin),
-            _post("/publish/commit", PublishCommit, manager.publish_commit),
+            _post("/register", Register, manager.members.register),
+            _post("/heartbeat", Heartbeat, manager.members.heartbeat),
+            _post("/admit", Admit, manager.groups.admit),
+            _post("/route", Route, manager.groups.route),
+            _post("/reject", Reject, manager.groups.reject),
+            _post("/settle", Settle, manager.groups.settle),
+            _post("/publish/begin", PublishBegin, manager.weights.begin),
+            _post("/publish/commit", PublishCommit, manager.weights.commit),
             _post("/evaluate", Evaluate, manager.evaluations.ask),
             _post("/evaluation/next", NextEvaluation, manager.evaluations.next),
             _post("/evaluation/route", EvaluationRoute, manager.evaluations.route),
@@ -105,14 +105,14 @@ def _topology(manager: Manager) -> Handler:
             raise WireError(f"/topology?role={role}: role is one of {', '.join(get_args(Role))}")
         count = _number(request, "count", 1)
         wait = _number(request, "wait", LONG_POLL_SECONDS)
-        return _json(await manager.topology(role, int(count), wait=wait))  # type: ignore[arg-type]
+        return _json(await manager.members.topology(role, int(count), wait=wait))  # type: ignore[arg-type]
 
     return handle
 
 
 def _rejections(manager: Manager) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        return _json(await manager.rejections(int(_number(request, "after", 0))))
+        return _json(await manager.groups.rejections(int(_number(request, "after", 0))))
 
     return handle
 
@@ -126,7 +126,7 @@ def _evaluations(manager: Manager) -> Handler:
 
 def _data(manager: Manager) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        return _json(await manager.data())
+        return _json(await manager.groups.data())
 
     return handle
 

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamrl.config import Config
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.routing import Fleet, Standing
+from streamrl.gserver.run_state import RunState
 from streamrl.ledger import Ledger
 from streamrl.metrics import StepReport
 from streamrl.transport.control.evaluations import EvaluationStatus
 from streamrl.transport.control.members import Role
 from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
-
-
-@dataclass(slots=True)
-class RunState:
-    """Where the run stands as a whole."""
-
-    name: Literal["joining", "running", "finished", "failed"] = "joining"
-    message: str = ""
-    """Why it ended."""
-
-    @property
-    def over(self) -> bool:
-        return self.name in ("finished", "failed")
-
-    def end(self, name: Literal["finished", "failed"], message: str) -> None:
-        self.name = name
-        self.message = message
 
 
 def waits_for_members(registry: Registry, config: Config) -> str:

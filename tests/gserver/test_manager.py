@@ -103,8 +103,8 @@ async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path)
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
     manager = Manager(config, client=client, timeline=timeline, long_poll_seconds=0.05)
     run = Run(config, "http://unused", asyncio.create_task(manager.watch()))
-    await manager.register(run.registration("rollout"))
-    reply = await manager.admit(Admit(worker=0, count=1))
+    await manager.members.register(run.registration("rollout"))
+    reply = await manager.groups.admit(Admit(worker=0, count=1))
     assert reply.admissions == []
     assert not reply.stop
     run.serving.cancel()

@@ -238,6 +238,8 @@ class ManagerConfig(Section, frozen=True):
     heartbeat_seconds: PositiveFloat = 1.0
     join_timeout_seconds: PositiveFloat = 300.0
     """How long a run waits for its processes to register."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the manager must show; empty: none."""
 
 
 class StalenessConfig(Section, frozen=True):

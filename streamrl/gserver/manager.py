@@ -16,9 +16,10 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager_core import Manager
-from streamrl.gserver.manager_http import application
+from streamrl.gserver.manager_http import server
 from streamrl.gserver.timeline import Timeline
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.keys import is_loopback, read_key
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,24 @@ LINGER_SECONDS = 1.0
 async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str], None] | None = None) -> None:
     """Manage a run until it is over and everyone was told, or until cancelled.
 
-    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had.
+    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, `ConfigError`
+    when the key that the configuration asks for is not set.
     """
+    key = read_key(config.manager.api_key_env, setting="manager.api_key_env")
+    if not key and not is_loopback(host):
+        log.warning(
+            "the manager listens at %s without a key: whoever reaches it can steer the run; "
+            "set manager.api_key_env to the name of an environment variable that holds one",
+            host,
+        )
     async with AsyncExitStack() as stack:
         client = GenerationClient(timeout=config.weights.timeout_seconds)
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
         manager = Manager(config, client=client, timeline=timeline)
-        # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
-        runner = web.AppRunner(application(manager), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        answering = server(manager, key=key, key_variable=config.manager.api_key_env)
+        runner = web.ServerRunner(answering, shutdown_timeout=1.0)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         stack.push_async_callback(manager.close)
@@ -55,7 +64,7 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
             watching.cancel()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+async def _listen(runner: web.ServerRunner, host: str, port: int) -> str:
     site = web.TCPSite(runner, host, port)
     try:
         await site.start()

@@ -2,7 +2,7 @@
 
 Each part answers its own calls of `transport/control/`; here is what follows in one part from a change in
 another. State changes happen between two awaits of one event loop, and every change that somebody may wait
-for ends in `_changed.notify()`.
+for is signalled (`run_state.Signals`).
 
 Invariant: a run that is over admits nothing and says so to everyone.
 """
@@ -22,9 +22,8 @@ from streamrl.gserver.manager_status import build_status, waits_for_members
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.rerouting import Rerouting
 from streamrl.gserver.routing import Fleet, Standing
-from streamrl.gserver.run_state import RunState
+from streamrl.gserver.run_state import RunState, Signals
 from streamrl.gserver.timeline import Timeline
-from streamrl.gserver.wakeup import Wakeup
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import UpdateRecord
 from streamrl.gserver.weights import WeightUpdates
@@ -58,9 +57,8 @@ class Manager:
         lease = config.manager.lease_seconds
         self._config = config
         self._timeline = timeline
-        self._changed = Wakeup()
-        self._deadline_moved_closer = Wakeup()
-        self._state = RunState(self._changed)
+        self._signals = signals = Signals()
+        self._state = RunState(signals)
         self._registry = Registry(
             patience={
                 "gserver": lease,
@@ -75,8 +73,8 @@ class Manager:
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
         )
-        self._fleet = Fleet()
-        self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet)
+        self._fleet = Fleet(on_place=signals.place)
+        self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
         calls = WeightCalls(client, timeout=config.weights.timeout_seconds)
         self._checks = GserverChecks(
             calls=calls,
@@ -86,7 +84,7 @@ class Manager:
         self.weights = WeightUpdates(
             config=config.weights,
             fleet=self._fleet,
-            changed=self._changed,
+            changed=signals.gservers,
             calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
@@ -96,8 +94,7 @@ class Manager:
             registry=self._registry,
             state=self._state,
             timeline=timeline,
-            changed=self._changed,
-            deadline_moved=self._deadline_moved_closer,
+            signals=signals,
             policy_version=lambda: self._ledger.policy_version,
             on_joined=self._joined,
             on_heard=self._heard,
@@ -107,8 +104,7 @@ class Manager:
         rerouting = Rerouting(
             fleet=self._fleet,
             checks=self._checks,
-            changed=self._changed,
-            over=lambda: self._state.over,
+            line=signals.routes,
             long_poll_seconds=long_poll_seconds,
         )
         self.groups = Groups(
@@ -118,16 +114,18 @@ class Manager:
             rerouting=rerouting,
             members=self.members,
             state=self._state,
-            changed=self._changed,
-            live_workers=lambda: sum(not m.silent for m in self._registry.of("rollout")),
+            signals=signals,
+            live_workers=lambda: self._registry.live("rollout"),
             long_poll_seconds=long_poll_seconds,
         )
         self.evaluations = Evaluations(
             fleet=self._fleet,
-            changed=self._changed,
+            samples=config.evaluation.samples,
+            changed=signals.evaluations,
             rerouting=rerouting,
             evaluator=lambda index: self.members.caller("evaluator", index),
             on_training_over=self.groups.stop,
+            on_told=self.members.tell_over,
             over=lambda: self._state.over,
             long_poll_seconds=long_poll_seconds,
         )
@@ -154,8 +152,8 @@ class Manager:
 
     async def wait_until_told(self, *, timeout: float) -> None:
         """Until the run is over and every live member knows, at most `timeout` seconds after its end."""
-        await self._changed.until(lambda: self._state.over, timeout=None)
-        if not await self._changed.until(lambda: not self._registry.untold(), timeout=timeout):
+        await self._signals.told.until(lambda: self._state.over, timeout=None)
+        if not await self._signals.told.until(lambda: not self._registry.untold(), timeout=timeout):
             names = ", ".join(m.name for m in self._registry.untold())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
 
@@ -178,14 +176,15 @@ class Manager:
         while True:
             now = time.monotonic()
             self.members.notice_silence(now=now)
-            self._admissions.expire(now=now)
+            if self._admissions.expire(now=now):
+                self._signals.rejected.notify()
+                self._signals.admissions.wake()
             if self._join_deadline is not None and now >= self._join_deadline:
                 self._joining_took_too_long()
-            self._changed.notify()
-            deadlines = (self._registry.next_silence(), self._admissions.next_expiry(), self._join_deadline)
+            deadlines = (self._registry.next_silence(), self._ledger.next_expiry(), self._join_deadline)
             known = [deadline for deadline in deadlines if deadline is not None]
             timeout = min(known) - time.monotonic() if known else None
-            await self._deadline_moved_closer.sleep(timeout)
+            await self._signals.deadlines.sleep(timeout)
 
     async def close(self) -> None:
         """Stop: who waits for an answer is told that the run is over, paused gservers are resumed."""
@@ -199,8 +198,11 @@ class Manager:
         if member.role == "gserver":
             self._checks.start(self._fleet.join(member.index, member.address))
             self._fleet.news += 1
+            self._signals.gservers.notify()
         elif member.role == "rollout":
             self._admissions.worker_replaced(member.name)
+            self._signals.rejected.notify()
+            self._signals.admissions.wake()
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
@@ -212,17 +214,20 @@ class Manager:
             self._ledger.renew(member.name, now=member.heard)
         elif member.role == "gserver" and (gserver := self._fleet.get(member.index)) is not None:
             self._fleet.news += 1
+            self._fleet.measured(gserver, member.stats, now=member.heard)
             if was_silent:
                 gserver.standing = Standing.UNCHECKED
             if gserver.standing is Standing.UNCHECKED:
                 self._checks.start(gserver)
+            self._signals.gservers.notify()
 
     def _fell_silent(self, member: Member) -> None:
+        self._signals.told.notify()
         if member.role == "gserver":
             gserver = self._fleet.get(member.index)
             if gserver is not None:
                 gserver.standing = Standing.SILENT
-            if not self._fleet.serving():
+            if not self._fleet.serving_count:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
@@ -230,9 +235,8 @@ class Manager:
             self._state.end("failed", f"{member.name} has been silent for {time.monotonic() - member.heard:.0f} s")
 
     def _gserver_checked(self) -> None:
-        if len(self._fleet.serving()) >= self._config.gserver.count:
+        if self._fleet.serving_count >= self._config.gserver.count:
             self.groups.start()
-        self._changed.notify()
 
     def _joining_took_too_long(self) -> None:
         self._join_deadline = None
@@ -248,4 +252,3 @@ class Manager:
     def _update_ended(self, record: UpdateRecord) -> None:
         self.pause_seconds_total += record.pause_seconds
         self._timeline.publication(record)
-        self._changed.notify()

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from streamrl import progress
 from streamrl.config import Config
 from streamrl.gserver.admissions import Admissions
+from streamrl.gserver.load import Work
 from streamrl.gserver.manager_members import Members
 from streamrl.gserver.registry import Member
 from streamrl.gserver.rerouting import Rerouting
-from streamrl.gserver.run_state import RunState
-from streamrl.gserver.wakeup import Wakeup
+from streamrl.gserver.run_state import RunState, Signals
 from streamrl.ledger import Ledger
 from streamrl.transport.control.groups import (
+    Admission,
     Admit,
     AdmitReply,
     DataFacts,
+    InFlight,
     Reject,
     Rejections,
     Route,
@@ -45,7 +47,7 @@ class Groups:
         rerouting: Rerouting,
         members: Members,
         state: RunState,
-        changed: Wakeup,
+        signals: Signals,
         live_workers: Callable[[], int],
         long_poll_seconds: float,
     ) -> None:
@@ -57,7 +59,7 @@ class Groups:
         self._rerouting = rerouting
         self._members = members
         self._state = state
-        self._changed = changed
+        self._signals = signals
         self._live_workers = live_workers
         self._long_poll = long_poll_seconds
         self._admitting = False
@@ -76,7 +78,7 @@ class Groups:
     def start(self) -> None:
         """Admit from now on, unless training is over."""
         self._admitting = not self._training_over
-        self._changed.notify()
+        self._signals.admissions.wake()
 
     def stop(self) -> None:
         """Training is over: no further group starts."""
@@ -87,60 +89,68 @@ class Groups:
         member = self._members.caller("rollout", message.worker)
         if message.data_rows:
             self._compare_data_rows(member, message.data_rows)
-        await self._changed.until(
-            lambda: (
-                self._state.over
-                or self._admissions.given(member.name, message.ticket) is not None
-                or (self._admitting and self._admissions.possible)
-            ),
-            timeout=self._long_poll,
-        )
-        admissions = []
-        if self._state.over:
-            self._members.tell_over(member)
-        elif self._admitting:
-            admissions = self._admissions.take(
+
+        def attempt() -> list[Admission] | None:
+            given = self._admissions.given(member.name, message.ticket)
+            if given is not None or not (self._admitting and self._admissions.possible):
+                return given
+            return self._admissions.take(
                 member.name,
                 message.count,
                 workers=self._live_workers(),
                 ticket=message.ticket,
                 now=time.monotonic(),
             )
-            self._changed.notify()
-        return AdmitReply(admissions=admissions, policy_version=self._ledger.policy_version, stop=self._state.over)
+
+        admissions = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
+        if self._state.over:
+            self._members.tell_over(member)
+            admissions = None
+        return AdmitReply(
+            admissions=admissions or [], policy_version=self._ledger.policy_version, stop=self._state.over
+        )
 
     async def route(self, message: Route) -> RouteReply:
         member = self._members.caller("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
         found = await self._rerouting.find(
-            lambda avoid: self._admissions.reroute(member.name, message.seq, avoid=avoid), failed=message.failed
+            lambda avoid: self._admissions.reroute(member.name, message.seq, avoid=avoid, now=time.monotonic()),
+            failed=message.failed,
         )
-        return RouteReply(gserver=found)
+        return RouteReply(gserver="" if self._state.over else found)
+
+    async def in_flight(self, message: InFlight) -> Done:
+        now = time.monotonic()
+        worker = self._members.caller("rollout", message.worker).name
+        for group in message.groups:
+            self._admissions.in_flight(worker, group.seq, Work(group.requests, group.tokens), now=now)
+        return Done()
 
     async def reject(self, message: Reject) -> Done:
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
-        self._changed.notify()
+        self._signals.rejected.notify()
+        self._signals.admissions.wake()
         return Done()
 
     async def settle(self, message: Settle) -> Done:
         self._admissions.settle(message.finished, message.dropped)
-        self._changed.notify()
+        self._signals.admissions.wake()
         return Done()
 
     async def rejections(self, after: int) -> Rejections:
         rejected = self._ledger.rejected
-        await self._changed.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
+        await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return Rejections(rejected=rejected[after:])
 
     async def data(self) -> DataFacts:
-        await self._changed.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
+        await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
         return DataFacts(rows=self.data_rows)
 
     def _compare_data_rows(self, member: Member, rows: int) -> None:
         if not self.data_rows:
             self._set_data_rows(rows)
-            self._changed.notify()
+            self._signals.data.notify()
         elif rows != self.data_rows:
             self._state.end(
                 "failed",

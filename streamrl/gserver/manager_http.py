@@ -3,6 +3,7 @@
 | status | when |
 |---|---|
 | 400 | the body or the query is not what the call takes |
+| 401 | the key is missing or wrong (`manager.api_key_env`) |
 | 404, 405 | there is no such call |
 | 409 | the call makes sense but is refused; the message says why |
 | 500 | a fault of the manager, logged with its traceback; it lives on |
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, get_args
@@ -21,9 +23,10 @@ from streamrl.errors import StreamRLError, WireError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.manager_metrics import render
 from streamrl.metrics import StepReport
+from streamrl.transport import keys
 from streamrl.transport.control import LONG_POLL_SECONDS
 from streamrl.transport.control.evaluations import Evaluate, EvaluationResult, EvaluationRoute, NextEvaluation
-from streamrl.transport.control.groups import Admit, Reject, Route, Settle
+from streamrl.transport.control.groups import Admit, InFlight, Reject, Route, Settle
 from streamrl.transport.control.members import FinishRun, Heartbeat, Register, Role
 from streamrl.transport.control.publication import PublishBegin, PublishCommit
 from streamrl.transport.http import ErrorDetail, ErrorReply
@@ -31,75 +34,117 @@ from streamrl.transport.http import ErrorDetail, ErrorReply
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+HEALTH = "/health"
+KEEPALIVE_SECONDS = 120.0
+"""A connection that nobody uses for so long is closed; longer than any pause between heartbeats."""
+
+_encoder = msgspec.json.Encoder()
+_JSON = {"Content-Type": "application/json"}
 
 MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
 
 
-def application(manager: Manager) -> web.Application:
-    """All calls of `transport/control/`."""
-    app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
-    app.add_routes(
-        [
-            _post("/register", Register, manager.members.register),
-            _post("/heartbeat", Heartbeat, manager.members.heartbeat),
-            _post("/admit", Admit, manager.groups.admit),
-            _post("/route", Route, manager.groups.route),
-            _post("/reject", Reject, manager.groups.reject),
-            _post("/settle", Settle, manager.groups.settle),
-            _post("/publish/begin", PublishBegin, manager.weights.begin),
-            _post("/publish/commit", PublishCommit, manager.weights.commit),
-            _post("/evaluate", Evaluate, manager.evaluations.ask),
-            _post("/evaluation/next", NextEvaluation, manager.evaluations.next),
-            _post("/evaluation/route", EvaluationRoute, manager.evaluations.route),
-            _post("/evaluation", EvaluationResult, manager.evaluations.result),
-            _post("/report", StepReport, manager.report),
-            _post("/finish_run", FinishRun, manager.finish_run),
-            web.get("/topology", _topology(manager)),
-            web.get("/rejections", _rejections(manager)),
-            web.get("/evaluations", _evaluations(manager)),
-            web.get("/data", _data(manager)),
-            web.get("/status", _status(manager)),
-            web.get("/metrics", _metrics(manager)),
-        ]
+def server(manager: Manager, *, key: str = "", key_variable: str = "") -> web.Server:
+    """Answers all calls of `transport/control/`; with a `key` only to callers that show it, but for /health.
+
+    `key_variable`: the environment variable with the key, for those who are refused.
+    """
+    calls = _calls(manager)
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            methods = calls.get(request.path)
+            if methods is None:
+                return _refuse(404, f"{request.method} {request.path}: the manager has no such call")
+            call = methods.get(request.method)
+            if call is None:
+                return _refuse(405, f"{request.method} {request.path}: use {' or '.join(methods)}")
+            if key and request.path != HEALTH and not keys.admits(key, request.headers.get(keys.HEADER)):
+                return _refuse(401, keys.refusal("manager.api_key_env", key_variable))
+            return await call(request)
+        except WireError as error:
+            return _refuse(400, str(error))
+        except StreamRLError as error:
+            return _refuse(409, str(error))
+        except web.HTTPException as error:
+            return _refuse(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # the tolerance point: one faulty call must not end the run
+            log.exception("%s %s failed", request.method, request.path)
+            return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
+
+    # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
+    return web.Server(
+        handle,
+        request_factory=_request,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_SECONDS,
     )
-    return app
 
 
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except WireError as error:
-        return _refuse(400, str(error))
-    except StreamRLError as error:
-        return _refuse(409, str(error))
-    except web.HTTPException as error:
-        return _refuse(error.status, f"{request.method} {request.path}: {error.reason}")
-    except Exception as error:  # the tolerance point: one faulty call must not end the run
-        log.exception("%s %s failed", request.method, request.path)
-        return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
+def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
+    """Path → method → call."""
+    members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
+    posts = {
+        "/register": _post(Register, members.register),
+        "/heartbeat": _post(Heartbeat, members.heartbeat),
+        "/admit": _post(Admit, groups.admit),
+        "/route": _post(Route, groups.route),
+        "/in_flight": _post(InFlight, groups.in_flight),
+        "/reject": _post(Reject, groups.reject),
+        "/settle": _post(Settle, groups.settle),
+        "/publish/begin": _post(PublishBegin, weights.begin),
+        "/publish/commit": _post(PublishCommit, weights.commit),
+        "/evaluate": _post(Evaluate, evaluations.ask),
+        "/evaluation/next": _post(NextEvaluation, evaluations.next),
+        "/evaluation/route": _post(EvaluationRoute, evaluations.route),
+        "/evaluation": _post(EvaluationResult, evaluations.result),
+        "/report": _post(StepReport, manager.report),
+        "/finish_run": _post(FinishRun, manager.finish_run),
+    }
+    gets = {
+        "/topology": _topology(manager),
+        "/rejections": _rejections(manager),
+        "/evaluations": _evaluations(manager),
+        "/data": _data(manager),
+        "/status": _status(manager),
+        "/metrics": _metrics(manager),
+        HEALTH: _health,
+    }
+    return {path: {"POST": call} for path, call in posts.items()} | {path: {"GET": call} for path, call in gets.items()}
 
 
-def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> web.RouteDef:
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
+    """As aiohttp makes requests, with our limit for bodies."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
+
+
+def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> Handler:
     decoder = msgspec.json.Decoder(body)
 
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         content = await request.read()
         try:
             message = decoder.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
-                f"POST {path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
+                f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
             ) from error
         return _json(await call(message))
 
-    return web.post(path, handle)
+    return handle
+
+
+async def _health(request: web.BaseRequest) -> web.Response:
+    return web.Response()
 
 
 def _topology(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         role = request.query.get("role", "")
         if role not in get_args(Role):
             raise WireError(f"/topology?role={role}: role is one of {', '.join(get_args(Role))}")
@@ -111,42 +156,42 @@ def _topology(manager: Manager) -> Handler:
 
 
 def _rejections(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         return _json(await manager.groups.rejections(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _evaluations(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _data(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         return _json(await manager.groups.data())
 
     return handle
 
 
 def _status(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         return _json(manager.status())
 
     return handle
 
 
 def _metrics(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.BaseRequest) -> web.Response:
         content = render(manager.status(), admitted=manager.admitted, pause_seconds_total=manager.pause_seconds_total)
         return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     return handle
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
+def _number(request: web.BaseRequest, name: str, default: float) -> float:
     text = request.query.get(name)
     if text is None:
         return default
@@ -164,4 +209,4 @@ def _refuse(status: int, message: str) -> web.Response:
 
 
 def _json(content: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
+    return web.Response(body=_encoder.encode(content), status=status, headers=_JSON)

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.registry import Member, Registry
-from streamrl.gserver.run_state import RunState
+from streamrl.gserver.run_state import RunState, Signals
 from streamrl.gserver.timeline import HeartbeatEntry, Timeline
-from streamrl.gserver.wakeup import Wakeup
 from streamrl.transport.control.members import (
     Heartbeat,
     HeartbeatReply,
@@ -30,8 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Members:
-    """`on_heard` also hears whether the member had been silent; `deadline_moved` is notified when a silence
-    may have to be noticed earlier than was thought."""
+    """`on_heard` also hears whether the member had been silent; its `stats` are then those of this heartbeat."""
 
     def __init__(
         self,
@@ -40,8 +38,7 @@ class Members:
         registry: Registry,
         state: RunState,
         timeline: Timeline,
-        changed: Wakeup,
-        deadline_moved: Wakeup,
+        signals: Signals,
         policy_version: Callable[[], int],
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member, bool], None],
@@ -53,8 +50,7 @@ class Members:
         self._registry = registry
         self._state = state
         self._timeline = timeline
-        self._changed = changed
-        self._deadline_moved = deadline_moved
+        self._signals = signals
         self._policy_version = policy_version
         self._on_joined = on_joined
         self._on_heard = on_heard
@@ -78,8 +74,8 @@ class Members:
             if before is not None:
                 log.warning("%s: process %d on %s took the place of %d", who, member.pid, member.host, before.pid)
             self._on_joined(member)
-        self._deadline_moved.notify()
-        self._changed.notify()
+            self._signals.deadlines.notify()
+            self._signals.joined.notify()
         return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
@@ -87,10 +83,11 @@ class Members:
             self._state.end("failed", message.error)
         member = self._registry.get(message.role, message.index)
         if member is not None:
-            self._hear(member, now=time.monotonic())
             member.stats = message.stats
             member.waiting_for = message.waiting_for
-            member.told = self._state.over
+            self._hear(member, now=time.monotonic())
+            if self._state.over:
+                self.tell_over(member)
             if member.role in ("gserver", "rollout"):
                 self._timeline.heartbeat(
                     HeartbeatEntry(
@@ -101,14 +98,13 @@ class Members:
                         waiting_for=member.waiting_for,
                     )
                 )
-            self._changed.notify()
         return HeartbeatReply(stop=self._state.over, policy_version=self._policy_version(), known=member is not None)
 
     async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
         def complete() -> bool:
             return all(self._registry.get(role, index) is not None for index in range(count))
 
-        await self._changed.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
+        await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
         peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
         return Topology(complete=complete(), peers=peers)
 
@@ -123,7 +119,7 @@ class Members:
     def tell_over(self, member: Member) -> None:
         """`member` hears, in the answer that is under way, that the run is over."""
         member.told = True
-        self._changed.notify()
+        self._signals.told.notify()
 
     def notice_silence(self, *, now: float) -> None:
         """Those who said nothing for too long count as gone."""
@@ -135,5 +131,5 @@ class Members:
         was_silent = self._registry.hear(member, now=now)
         if was_silent:
             log.warning("%s is heard of again", member.name)
-            self._deadline_moved.notify()
+            self._signals.deadlines.notify()
         self._on_heard(member, was_silent)

@@ -75,7 +75,7 @@ def _waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet
     reasons = []
     if state.name == "joining":
         reasons.append(f"waits for {waits_for_members(registry, config)} to join")
-    elif not fleet.serving():
+    elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
     silent = [member.name for member in registry.everyone() if member.silent]
     if silent:

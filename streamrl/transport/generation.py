@@ -166,6 +166,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """`embedded` and `simulated` are streamrl's own."""
     staged_weight_update: bool = False
     """Whether tensors received between begin and end wait aside until /end_weight_update."""
+    max_running_requests: int | None = None
+    """Requests that it runs together; None: it does not say."""
+    max_total_num_tokens: int | None = None
+    """Tokens that its cache holds; None: it does not say."""
     stats: dict[str, float] = {}
 
 

@@ -9,6 +9,7 @@ One address, the manager's URL, is enough to join a run.
 | GET /topology | rollout, master | waits until the named processes are registered; their addresses |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
 | POST /route | rollout | another gserver for a group whose gserver failed |
+| POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |
 | POST /settle | master | groups stored (accepted) and groups dropped |
 | GET /rejections | master | waits for rejections after the n-th |

@@ -26,6 +26,7 @@ from streamrl.transport.control.groups import (
     Admit,
     AdmitReply,
     DataFacts,
+    InFlight,
     Reject,
     Rejections,
     Route,
@@ -115,6 +116,9 @@ class ControlClient:
 
     async def route(self, message: Route) -> RouteReply:
         return await self._post("/route", message, RouteReply)
+
+    async def in_flight(self, message: InFlight) -> None:
+        await self._post("/in_flight", message, Done)
 
     async def reject(self, message: Reject) -> None:
         await self._post("/reject", message, Done)

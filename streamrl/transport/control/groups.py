@@ -40,6 +40,21 @@ class RouteReply(msgspec.Struct, frozen=True):
     """Empty: none is live now; ask again."""
 
 
+class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
+    seq: int
+    requests: int
+    """That run or are still to begin."""
+    tokens: int
+    """Of the contexts of those that run."""
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """What of a worker's groups is in flight now, of those for which it has changed."""
+
+    worker: int
+    groups: list[GroupInFlight]
+
+
 class Reject(msgspec.Struct, frozen=True):
     worker: int
     seq: int

@@ -19,7 +19,7 @@ from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.manager_http import server
 from streamrl.gserver.timeline import Timeline
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.keys import is_loopback, read_key
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
     `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, `ConfigError`
     when the key that the configuration asks for is not set.
     """
-    key = read_key(config.manager.api_key_env, setting="manager.api_key_env")
+    key = manager_key(config)
     if not key and not is_loopback(host):
         log.warning(
             "the manager listens at %s without a key: whoever reaches it can steer the run; "
@@ -43,7 +43,7 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
             host,
         )
     async with AsyncExitStack() as stack:
-        client = GenerationClient(timeout=config.weights.timeout_seconds)
+        client = GenerationClient(timeout=config.weights.timeout_seconds, key=gserver_key(config))
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)

@@ -15,6 +15,7 @@ import time
 from streamrl.config import Config
 from streamrl.gserver.admissions import Admissions
 from streamrl.gserver.checks import GserverChecks
+from streamrl.gserver.draining import Draining
 from streamrl.gserver.evaluations import Evaluations
 from streamrl.gserver.manager_groups import Groups
 from streamrl.gserver.manager_members import Members
@@ -129,6 +130,15 @@ class Manager:
             over=lambda: self._state.over,
             long_poll_seconds=long_poll_seconds,
         )
+        self.draining = Draining(
+            config=config,
+            registry=self._registry,
+            fleet=self._fleet,
+            signals=signals,
+            calls=calls,
+            updating=lambda: self.weights.under_way,
+            on_left=self._left,
+        )
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
 
@@ -189,6 +199,7 @@ class Manager:
     async def close(self) -> None:
         """Stop: who waits for an answer is told that the run is over, paused gservers are resumed."""
         self._state.end("failed", "the manager was stopped")
+        await self.draining.close()
         await self.weights.close()
         await self._checks.close()
 
@@ -233,6 +244,12 @@ class Manager:
             self.evaluations.lost(member.name)
         elif member.role == "master":
             self._state.end("failed", f"{member.name} has been silent for {time.monotonic() - member.heard:.0f} s")
+
+    def _left(self, member: Member) -> None:
+        if member.role == "gserver":
+            self._fleet.remove(member.index)
+        self._signals.told.notify()
+        self._signals.deadlines.notify()
 
     def _gserver_checked(self) -> None:
         if self._fleet.serving_count >= self._config.gserver.count:

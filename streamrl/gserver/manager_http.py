@@ -27,7 +27,7 @@ from streamrl.transport import keys
 from streamrl.transport.control import LONG_POLL_SECONDS
 from streamrl.transport.control.evaluations import Evaluate, EvaluationResult, EvaluationRoute, NextEvaluation
 from streamrl.transport.control.groups import Admit, InFlight, Reject, Route, Settle
-from streamrl.transport.control.members import FinishRun, Heartbeat, Register, Role
+from streamrl.transport.control.members import AskPlace, Drain, FinishRun, Heartbeat, Leave, Register, Role
 from streamrl.transport.control.publication import PublishBegin, PublishCommit
 from streamrl.transport.http import ErrorDetail, ErrorReply
 
@@ -90,6 +90,9 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
     members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
     posts = {
         "/register": _post(Register, members.register),
+        "/place": _post(AskPlace, manager.draining.place),
+        "/drain": _post(Drain, manager.draining.drain),
+        "/leave": _post(Leave, manager.draining.left),
         "/heartbeat": _post(Heartbeat, members.heartbeat),
         "/admit": _post(Admit, groups.admit),
         "/route": _post(Route, groups.route),

@@ -98,7 +98,12 @@ class Members:
                         waiting_for=member.waiting_for,
                     )
                 )
-        return HeartbeatReply(stop=self._state.over, policy_version=self._policy_version(), known=member is not None)
+        return HeartbeatReply(
+            stop=self._state.over,
+            policy_version=self._policy_version(),
+            known=member is not None,
+            leave=member is not None and member.leaves,
+        )
 
     async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
         def complete() -> bool:

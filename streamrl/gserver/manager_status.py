@@ -24,12 +24,12 @@ def waits_for_members(registry: Registry, config: Config) -> str:
         "model_worker": config.trainer.workers,
         "master": 1,
     }
-    missing = [
-        f"{role}/{index}"
-        for role, count in wanted.items()
-        for index in range(count)
-        if registry.get(role, index) is None
-    ]
+    missing = []
+    for role, count in wanted.items():
+        absent = [f"{role}/{index}" for index in range(count) if registry.get(role, index) is None]
+        # gservers and rollout workers with other numbers do as well; the rest is known by its number
+        lacking = count - registry.count(role) if role in ("gserver", "rollout") else len(absent)
+        missing += absent[: max(0, lacking)]
     return ", ".join(missing)
 
 
@@ -97,9 +97,11 @@ def _process(member: Member, fleet: Fleet, *, now: float) -> ProcessStatus:
     )
 
 
-def _state(member: Member, fleet: Fleet) -> Literal["live", "silent", "evicted"]:
+def _state(member: Member, fleet: Fleet) -> Literal["live", "silent", "evicted", "draining"]:
     if member.silent:
         return "silent"
+    if member.draining:
+        return "draining"
     gserver = fleet.get(member.index) if member.role == "gserver" else None
     return "live" if gserver is None or gserver.standing is Standing.SERVING else "evicted"
 

@@ -29,6 +29,10 @@ class Member:
     silent: bool = False
     told: bool = False
     """Whether it has been told that the run is over."""
+    draining: bool = False
+    """It is asked to leave while the run goes on."""
+    leaves: bool = False
+    """It is to be told so at its next heartbeat."""
 
     @property
     def name(self) -> str:

@@ -20,6 +20,8 @@ Key = int | str
 """A group's sequence number, or the name of a prompt of an evaluation."""
 
 ONE_REQUEST = Work(1, 0)
+LEAST_SPEED = 1e-3
+"""Tokens in a second; so that one that stands still is the last choice, and no more."""
 
 
 class Standing(Enum):
@@ -184,10 +186,12 @@ class Fleet:
     def measured(self, gserver: Gserver, stats: dict[str, float], *, now: float) -> None:
         """A heartbeat of `gserver` told `stats`."""
         gserver.load.measure(stats, now=now)
+        first = gserver.load.speed is not None and not self._speeds
         if gserver.load.speed is not None:
             self._speed_sum += gserver.load.speed - self._speeds.get(gserver.index, 0.0)
             self._speeds[gserver.index] = gserver.load.speed
-        self._refresh(gserver)
+        for other in self.all() if first else [gserver]:  # those whose speed is not known count as average from now on
+            self._refresh(other)
 
     def assign(self, key: Key, work: Work = ONE_REQUEST, *, now: float, avoid: str = "") -> Gserver | None:
         """Route `key` to the gserver with the least to do, not at the address `avoid`; None: none has a place.
@@ -256,6 +260,6 @@ class Fleet:
 
     def _cost(self, gserver: Gserver) -> float:
         """Load for its speed; one whose speed is not known counts as average."""
-        mean = self._speed_sum / len(self._speeds) if self._speeds else 0.0
-        share = gserver.load.speed / mean if gserver.load.speed and mean > 0 else 1.0
-        return (gserver.load.size(self._tokens_each) + 1) / share
+        average = self._speed_sum / len(self._speeds) if self._speeds else 1.0
+        speed = max(gserver.load.speed or average, LEAST_SPEED)
+        return (gserver.load.size(self._tokens_each) + 1) / speed

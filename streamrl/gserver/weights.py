@@ -64,6 +64,11 @@ class WeightUpdates:
         self._beginning = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._running is not None and not self._running.done()
+
     def status(self) -> dict[str, Any]:
         """State of the update in progress, and figures of the last one."""
         now = self._update.status() if self._update else {"state": Stage.IDLE.value}

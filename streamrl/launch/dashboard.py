@@ -33,6 +33,7 @@ STATE_STYLE = {
     "live": "green",
     "silent": "yellow",
     "evicted": "red",
+    "draining": "yellow",
 }
 SPAN_STYLE = {
     "wait": "grey42",
@@ -330,7 +331,7 @@ def _processes(status: Status, rows: int) -> Panel:
 
 
 def _occupation(process: ProcessStatus) -> Text:
-    if process.state != "live":
+    if process.state in ("silent", "evicted"):
         return Text(f"silent for {process.silent_seconds:.0f} s", style="yellow")
     if process.waiting_for:
         return Text(f"waits for {process.waiting_for}", style="yellow")

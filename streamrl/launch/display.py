@@ -27,6 +27,7 @@ from streamrl.launch.tail import Tail, Warnings
 from streamrl.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.status import Status
+from streamrl.transport.keys import manager_key
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Display:
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""
-        client = ControlClient(manager_url, timeout=10.0)
+        client = ControlClient(manager_url, key=manager_key(self._config), timeout=10.0)
         try:
             while True:
                 try:
@@ -146,9 +147,9 @@ class LiveDisplay(Display):
         self._live.update(picture, refresh=True)
 
 
-async def picture_of(manager_url: str) -> RenderableType:
-    """The state of the run now, with rates from two looks at it."""
-    client = ControlClient(manager_url, timeout=10.0)
+async def picture_of(manager_url: str, *, key: str = "") -> RenderableType:
+    """The state of the run now, with rates from two looks at it; `key`: what the manager asks for, if it does."""
+    client = ControlClient(manager_url, key=key, timeout=10.0)
     history = History(started=time.monotonic())
     try:
         for look in range(2):

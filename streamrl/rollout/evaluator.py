@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from streamrl.config import Config
@@ -176,6 +177,9 @@ class PromptRoute:
         self._routes = routes
         self._prompt = prompt
         self._asking = asyncio.Lock()
+
+    def request(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()  # a prompt keeps its place on the gserver until its last sample is done
 
     async def replace(self, failed: str) -> None:
         async with self._asking:

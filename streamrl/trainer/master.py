@@ -40,6 +40,7 @@ from streamrl.trainer.workforce import Workforce
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.members import FinishRun
 from streamrl.transport.directing import name_on_channel
+from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Train until the run's last step or epoch, then end the run."""
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url)
+        client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
         master = Master(config, client=client)
         stack.push_async_callback(master.close)

@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.errors import WireError
 from streamrl.transport import http
+from streamrl.transport.keys import bearer
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -180,8 +181,10 @@ class Empty(msgspec.Struct, frozen=True):
 class GenerationClient:
     """Calls gservers over SGLang's API; one for each process, for any number of gservers."""
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, *, timeout: float, key: str = "") -> None:
+        """`key`: what the gservers ask for, if they do."""
         self._timeout = timeout
+        self._headers = bearer(key)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -247,7 +250,9 @@ class GenerationClient:
     ) -> Reply:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            )
         return await http.call(
             self._session,
             method,

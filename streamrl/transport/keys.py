@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import os
 
+from streamrl.config import Config
 from streamrl.errors import ConfigError
 
 HEADER = "Authorization"
@@ -31,6 +32,16 @@ def read_key(variable: str, *, setting: str) -> str:
             f'set it in every process of the run, for example export {variable}="$(openssl rand -hex 32)"'
         )
     return key
+
+
+def manager_key(config: Config) -> str:
+    """The key that callers of the manager show; empty if it asks for none. Raises `ConfigError` as `read_key`."""
+    return read_key(config.manager.api_key_env, setting="manager.api_key_env")
+
+
+def gserver_key(config: Config) -> str:
+    """The key that callers of the gservers show; empty if they ask for none. Raises `ConfigError` as `read_key`."""
+    return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
 
 
 def bearer(key: str) -> dict[str, str]:

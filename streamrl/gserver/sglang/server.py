@@ -25,6 +25,7 @@ from streamrl.errors import DeadlineExceeded
 from streamrl.gserver.sglang.child import SglangProcess
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.figures import Figures
+from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,9 @@ async def sglang_server(
     seed: int,
     weight_version: str,
     prompt_cache: bool,
+    key: str = "",
 ) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. Arguments as in `Launch`."""
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`; `key`: what callers must show."""
     launch = Launch(
         model_dir=model_dir,
         port=free_port(settings.host),
@@ -127,11 +129,13 @@ async def sglang_server(
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))
-    process = await SglangProcess.start(words, environment(device=device, threads=settings.threads, index=index))
+    process = await SglangProcess.start(
+        words, environment(device=device, threads=settings.threads, index=index, key=key)
+    )
     try:
         server = SglangServer(process, url=f"http://{settings.host}:{launch.port}")
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
             began = time.monotonic()
             await server.until_ready(session, timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)

@@ -5,6 +5,9 @@ One address, the manager's URL, is enough to join a run.
 | call | by | meaning |
 |---|---|---|
 | POST /register | all | a process joins; refused when its configuration differs |
+| POST /place | gserver, rollout | a number for a process that joins a running run |
+| POST /drain | anyone | a gserver or rollout worker finishes what it has and leaves |
+| POST /leave | gserver, rollout | it has left |
 | POST /heartbeat | all | it lives, and how it does; answers whether to stop |
 | GET /topology | rollout, master | waits until the named processes are registered; their addresses |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
@@ -23,6 +26,7 @@ One address, the manager's URL, is enough to join a run.
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
 | GET /status, /metrics | anyone | the run's state as JSON; figures for Prometheus |
+| GET /health | anyone | 200 while the manager lives |
 """
 
 LONG_POLL_SECONDS = 20.0

@@ -34,11 +34,15 @@ from streamrl.transport.control.groups import (
     Settle,
 )
 from streamrl.transport.control.members import (
+    AskPlace,
     Done,
+    Drain,
     FinishRun,
     Heartbeat,
     HeartbeatReply,
+    Leave,
     Peer,
+    Place,
     Register,
     RegisterReply,
     Role,
@@ -46,6 +50,7 @@ from streamrl.transport.control.members import (
 )
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
 from streamrl.transport.control.status import Status
+from streamrl.transport.keys import bearer
 
 Reply = TypeVar("Reply")
 
@@ -56,8 +61,10 @@ ADMIT_RETRY_SECONDS = (0.1, 0.5, 2.0)
 class ControlClient:
     """Calls the manager. One for each process; `close` it at the end."""
 
-    def __init__(self, url: str, *, timeout: float = 60.0) -> None:
+    def __init__(self, url: str, *, key: str = "", timeout: float = 60.0) -> None:
+        """`key`: what the manager asks for, if it does."""
         self.url = url.rstrip("/")
+        self._headers = bearer(key)
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
         self._ticket = ""
@@ -69,17 +76,21 @@ class ControlClient:
 
     async def register(self, message: Register, *, patience: float) -> RegisterReply:
         """Join the run; keeps trying for `patience` seconds while the manager is not there yet."""
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                return await self._post("/register", message, RegisterReply)
-            except PeerLost as error:
-                if time.monotonic() > deadline:
-                    raise PeerLost(f"{error}; is the manager running there? (waited {patience:.0f} s)") from error
-            await asyncio.sleep(0.2)
+        return await self._post_patiently("/register", message, RegisterReply, patience=patience)
 
-    async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        return await self._post("/heartbeat", message, HeartbeatReply)
+    async def place(self, message: AskPlace, *, patience: float) -> int:
+        """A number beyond the configured ones that nobody has; it is kept until the caller registers.
+
+        Keeps trying for `patience` seconds while the manager is not there yet.
+        """
+        return (await self._post_patiently("/place", message, Place, patience=patience)).index
+
+    async def drain(self, message: Drain) -> None:
+        """Have a gserver or a rollout worker finish what it has and leave."""
+        await self._post("/drain", message, Done)
+
+    async def leave(self, message: Leave) -> None:
+        await self._post("/leave", message, Done)
 
     async def topology(self, role: Role, count: int, *, patience: float) -> list[Peer]:
         """Addresses of the first `count` processes of `role`, once all have registered."""
@@ -170,6 +181,21 @@ class ControlClient:
     ) -> Reply:
         return await self._call("POST", path, body, reply, timeout or self._timeout)
 
+    async def _post_patiently(
+        self, path: str, message: msgspec.Struct, reply: type[Reply], *, patience: float
+    ) -> Reply:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return await self._post(path, message, reply)
+            except PeerLost as error:
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"{error}; is the manager running there? (waited {patience:.0f} s)") from error
+            await asyncio.sleep(0.2)
+
+    async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
+        return await self._post("/heartbeat", message, HeartbeatReply)
+
     async def _get(self, path: str, reply: type[Reply]) -> Reply:
         return await self._call("GET", path, None, reply, self._timeout)
 
@@ -178,5 +204,7 @@ class ControlClient:
     ) -> Reply:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            )
         return await http.call(self._session, method, self.url + path, body, reply, timeout=timeout, peer="the manager")

@@ -43,6 +43,34 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     policy_version: int
     known: bool
     """False: the manager does not know (any more) who calls; register again."""
+    leave: bool = False
+    """The run goes on without this process: finish what is at hand, and leave."""
+
+
+class AskPlace(msgspec.Struct, frozen=True):
+    """A process that joins a running run asks which number it may have."""
+
+    role: Role
+    config_digest: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    index: int
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """This process shall finish what it has, and leave; the run goes on."""
+
+    role: Role
+    index: int
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """This process has left."""
+
+    role: Role
+    index: int
+    pid: int
 
 
 class Peer(msgspec.Struct, frozen=True):

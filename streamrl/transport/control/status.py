@@ -21,7 +21,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """Since its last word."""
     stats: dict[str, float]
     waiting_for: str
-    state: Literal["live", "silent", "evicted"]
+    state: Literal["live", "silent", "evicted", "draining"]
 
 
 class LedgerStatus(msgspec.Struct, frozen=True):

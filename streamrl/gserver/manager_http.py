@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, get_args
 
 import msgspec
-from aiohttp import web
 
 from streamrl.errors import StreamRLError, WireError
 from streamrl.gserver.manager_core import Manager
@@ -30,59 +28,47 @@ from streamrl.transport.control.groups import Admit, InFlight, Reject, Route, Se
 from streamrl.transport.control.members import AskPlace, Drain, FinishRun, Heartbeat, Leave, Register, Role
 from streamrl.transport.control.publication import PublishBegin, PublishCommit
 from streamrl.transport.http import ErrorDetail, ErrorReply
+from streamrl.transport.http_server import Answer, Call, Handler, HttpServer
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 HEALTH = "/health"
-KEEPALIVE_SECONDS = 120.0
-"""A connection that nobody uses for so long is closed; longer than any pause between heartbeats."""
 
 _encoder = msgspec.json.Encoder()
-_JSON = {"Content-Type": "application/json"}
 
 MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
 
 
-def server(manager: Manager, *, key: str = "", key_variable: str = "") -> web.Server:
+def server(manager: Manager, *, key: str = "", key_variable: str = "") -> HttpServer:
     """Answers all calls of `transport/control/`; with a `key` only to callers that show it, but for /health.
 
     `key_variable`: the environment variable with the key, for those who are refused.
     """
     calls = _calls(manager)
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(call: Call) -> Answer:
         try:
-            methods = calls.get(request.path)
+            methods = calls.get(call.path)
             if methods is None:
-                return _refuse(404, f"{request.method} {request.path}: the manager has no such call")
-            call = methods.get(request.method)
-            if call is None:
-                return _refuse(405, f"{request.method} {request.path}: use {' or '.join(methods)}")
-            if key and request.path != HEALTH and not keys.admits(key, request.headers.get(keys.HEADER)):
+                return _refuse(404, f"{call.method} {call.path}: the manager has no such call")
+            answer = methods.get(call.method)
+            if answer is None:
+                return _refuse(405, f"{call.method} {call.path}: use {' or '.join(methods)}")
+            if key and call.path != HEALTH and not keys.admits(key, call.headers.get(keys.HEADER.lower())):
                 return _refuse(401, keys.refusal("manager.api_key_env", key_variable))
-            return await call(request)
+            return await answer(call)
         except WireError as error:
             return _refuse(400, str(error))
         except StreamRLError as error:
             return _refuse(409, str(error))
-        except web.HTTPException as error:
-            return _refuse(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:  # the tolerance point: one faulty call must not end the run
-            log.exception("%s %s failed", request.method, request.path)
+            log.exception("%s %s failed", call.method, call.path)
             return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
 
-    # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
-    return web.Server(
-        handle,
-        request_factory=_request,
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=KEEPALIVE_SECONDS,
-    )
+    return HttpServer(handle, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
 
 
 def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
@@ -120,34 +106,27 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
     return {path: {"POST": call} for path, call in posts.items()} | {path: {"GET": call} for path, call in gets.items()}
 
 
-def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
-    """As aiohttp makes requests, with our limit for bodies."""
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
-
-
 def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> Handler:
     decoder = msgspec.json.Decoder(body)
 
-    async def handle(request: web.BaseRequest) -> web.Response:
-        content = await request.read()
+    async def handle(request: Call) -> Answer:
         try:
-            message = decoder.decode(content)
+            message = decoder.decode(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
-                f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
+                f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {request.body[:200]!r}"
             ) from error
         return _json(await call(message))
 
     return handle
 
 
-async def _health(request: web.BaseRequest) -> web.Response:
-    return web.Response()
+async def _health(call: Call) -> Answer:
+    return Answer(b"")
 
 
 def _topology(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         role = request.query.get("role", "")
         if role not in get_args(Role):
             raise WireError(f"/topology?role={role}: role is one of {', '.join(get_args(Role))}")
@@ -159,42 +138,42 @@ def _topology(manager: Manager) -> Handler:
 
 
 def _rejections(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(await manager.groups.rejections(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _evaluations(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _data(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(await manager.groups.data())
 
     return handle
 
 
 def _status(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(manager.status())
 
     return handle
 
 
 def _metrics(manager: Manager) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Call) -> Answer:
         content = render(manager.status(), admitted=manager.admitted, pause_seconds_total=manager.pause_seconds_total)
-        return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return Answer(content, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle
 
 
-def _number(request: web.BaseRequest, name: str, default: float) -> float:
+def _number(request: Call, name: str, default: float) -> float:
     text = request.query.get(name)
     if text is None:
         return default
@@ -207,9 +186,9 @@ def _number(request: web.BaseRequest, name: str, default: float) -> float:
     return value
 
 
-def _refuse(status: int, message: str) -> web.Response:
+def _refuse(status: int, message: str) -> Answer:
     return _json(ErrorReply(ErrorDetail(message)), status=status)
 
 
-def _json(content: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=_encoder.encode(content), status=status, headers=_JSON)
+def _json(content: Any, *, status: int = 200) -> Answer:
+    return Answer(_encoder.encode(content), status=status)

@@ -201,13 +201,17 @@ class Fleet:
         avoided = self._serving.get(avoid)
         choice = self._with_place.best(but=avoided.index if avoided is not None else None)
         if choice is not None:
-            if not work.tokens:
-                work = Work(work.requests, round(work.requests * self._tokens_each))
-            self.release(key)
-            choice.groups[key] = work
-            self._routes[key] = choice
-            self._change(choice, Work(0, 0), work, now=now)
+            self.assign_to(choice, key, work, now=now)
         return choice
+
+    def assign_to(self, gserver: Gserver, key: Key, work: Work, *, now: float) -> None:
+        """Route `key` to `gserver`, whether it has a place or not."""
+        if not work.tokens:
+            work = Work(work.requests, round(work.requests * self._tokens_each))
+        self.release(key)
+        gserver.groups[key] = work
+        self._routes[key] = gserver
+        self._change(gserver, Work(0, 0), work, now=now)
 
     def reassign(self, key: Key, *, now: float, avoid: str = "") -> Gserver | None:
         """Route what `key` has in flight to another gserver than that at `avoid`; None: none has a place.

@@ -177,6 +177,7 @@ class Manager:
             last_step=self._last_step,
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
+            in_line=len(self._signals.admissions) + len(self._signals.routes),
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             now=time.monotonic(),
         )

@@ -43,14 +43,18 @@ def build_status(
     last_step: StepReport | None,
     publication: dict[str, Any],
     data_rows: int,
+    in_line: int,
     evaluation: EvaluationStatus | None,
     now: float,
 ) -> Status:
-    """Everything that /status tells; `now` on the registry's clock."""
+    """Everything that /status tells.
+
+    `in_line`: calls that wait for room or for a gserver; `now` on the registry's clock.
+    """
     return Status(
         run=config.run.name,
         state=state.name,
-        message=state.message if state.over else _waits_for(config, state, registry, fleet),
+        message=state.message if state.over else _waits_for(config, state, registry, fleet, ledger, in_line=in_line),
         ledger=LedgerStatus(
             policy_version=ledger.policy_version,
             max_staleness=ledger.max_staleness,
@@ -71,12 +75,16 @@ def build_status(
     )
 
 
-def _waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet) -> str:
+def _waits_for(
+    config: Config, state: RunState, registry: Registry, fleet: Fleet, ledger: Ledger, *, in_line: int
+) -> str:
     reasons = []
     if state.name == "joining":
         reasons.append(f"waits for {waits_for_members(registry, config)} to join")
     elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
+    elif in_line and ledger.room and not fleet.has_place:
+        reasons.append(f"{in_line} calls wait for a place: all {fleet.serving_count} gservers run as much as they can")
     silent = [member.name for member in registry.everyone() if member.silent]
     if silent:
         reasons.append(f"silent: {', '.join(silent)}")

@@ -225,6 +225,8 @@ class GserverConfig(Section, frozen=True):
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
     and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the gservers must show; empty: none."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
 
@@ -240,6 +242,10 @@ class ManagerConfig(Section, frozen=True):
     heartbeat_seconds: PositiveFloat = 1.0
     join_timeout_seconds: PositiveFloat = 300.0
     """How long a run waits for its processes to register."""
+    drain_seconds: PositiveFloat = 60.0
+    """What runs on a gserver that is to leave may take so long to finish; then it goes on elsewhere."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the manager must show; empty: none."""
 
 
 class StalenessConfig(Section, frozen=True):

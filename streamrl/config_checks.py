@@ -71,6 +71,7 @@ _SGLANG_OWN_FLAGS = {
     "--model-path": "[model]",
     "--model": "[model]",
     "--weight-version": "the policy version",
+    "--api-key": "gserver.api_key_env",
     "--device": "run.device",
 }
 """Flags of SGLang that streamrl decides, and from what."""

@@ -26,7 +26,7 @@ from streamrl.errors import DeadlineExceeded, PeerLost, PublicationError, Stream
 from streamrl.gserver.blame import Seen, culprits
 from streamrl.gserver.routing import Gserver, Standing
 from streamrl.gserver.weight_calls import WeightCalls
-from streamrl.transport.control import PublishBegin, PublishReply
+from streamrl.transport.control.publication import PublishBegin, PublishReply
 from streamrl.transport.generation import InitWeightsUpdateGroup
 
 log = logging.getLogger(__name__)

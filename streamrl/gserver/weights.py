@@ -26,7 +26,7 @@ from streamrl.gserver.routing import Fleet, Gserver
 from streamrl.gserver.wakeup import Wakeup
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import Stage, UpdateRecord, WeightGroup, WeightUpdate
-from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ class WeightUpdates:
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._running is not None and not self._running.done()
 
     def status(self) -> dict[str, Any]:
         """State of the update in progress, and figures of the last one."""

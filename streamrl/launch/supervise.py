@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Literal
 
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def until_finished(children: Children, *, client: ControlClient, restart: 
     while True:
         child = await children.next_exit()
         assert child.process is not None
-        state, message = await _state(client)
+        state, message, members = await _state(client)
         if state == "failed":
             raise ProcessDied(await _failure(children, child, message))
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
@@ -49,6 +49,8 @@ async def until_finished(children: Children, *, client: ControlClient, restart: 
             log.debug("%s left", child.name)
             if child.process.role == "master":
                 break
+        elif child.exit_code == 0 and state == "running" and child.name not in members and _may_leave(child):
+            log.info("%s has left the run, as it was asked to", child.name)
         elif not (child.exit_code != 0 and await restart(child)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             raise ProcessDied(early + child.obituary())
@@ -68,13 +70,19 @@ async def _let_leave(children: Children) -> None:
         log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
 
 
-async def _state(client: ControlClient) -> tuple[RunState, str]:
+def _may_leave(child: Child) -> bool:
+    """Whether the run goes on without `child` where it has left in order."""
+    return child.process is not None and child.process.role in ("gserver", "rollout")
+
+
+async def _state(client: ControlClient) -> tuple[RunState, str, Collection[str]]:
+    """Where the run stands, why, and the names of its members."""
     try:
         status = await client.status()
     except StreamRLError as error:  # the manager may be the one that died
         log.debug("the manager does not tell its state: %s", error)
-        return "unknown", ""
-    return status.state, status.message
+        return "unknown", "", ()
+    return status.state, status.message, [f"{process.role}/{process.index}" for process in status.processes]
 
 
 async def _failure(children: Children, first: Child, message: str) -> str:

@@ -57,7 +57,8 @@ from streamrl.trainer.publisher import Publisher
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.transport.collective import join_world, open_store
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.types import SampleMeta
@@ -68,7 +69,7 @@ log = logging.getLogger(__name__)
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Run model worker `index` until the run is over."""
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url)
+        client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(

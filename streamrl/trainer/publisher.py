@@ -23,13 +23,8 @@ from streamrl.errors import PublicationError
 from streamrl.trainer.calls import Published
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
-from streamrl.transport.control import (
-    ControlClient,
-    PublishBegin,
-    PublishBeginReply,
-    PublishCommit,
-    TensorSpec,
-)
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, TensorSpec
 
 log = logging.getLogger(__name__)
 

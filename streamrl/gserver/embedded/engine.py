@@ -80,7 +80,7 @@ class EmbeddedEngine:
         self._text = text
         self._device = device
         self._threads = threads
-        self._max_running = max_running
+        self.max_running = max_running
         self._capacity = max_running + max_queued
         self._random = random.Random(seed)
         self._live = Parameters(architecture, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ import msgspec
 from streamrl.errors import ConfigError, ModelError, PeerLost
 from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
 from streamrl.transport.generation import GenerationClient, UpdateWeightsFromDisk
+from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +49,24 @@ class JoinedServer:
 
 @asynccontextmanager
 async def joined_server(
-    url: str, *, model_dir: Path, weight_version: str, max_context: int, prompt_cache: bool, load_seconds: float
+    url: str,
+    *,
+    model_dir: Path,
+    weight_version: str,
+    max_context: int,
+    prompt_cache: bool,
+    load_seconds: float,
+    key: str = "",
 ) -> AsyncIterator[JoinedServer]:
     """The server at `url`, serving `model_dir` as `weight_version`.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
-    later requests; `load_seconds`: how long it may take to load weights. Raises `PeerLost` when nobody
+    later requests; `load_seconds`: how long it may take to load weights; `key`: what it asks callers for. Raises `PeerLost` when nobody
     answers, `ConfigError` when its flags do not fit the run, `ModelError` when it cannot load the model.
     """
-    client = GenerationClient(timeout=load_seconds)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+    client = GenerationClient(timeout=load_seconds, key=key)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
         try:
             monitor = Monitor(session, url=url)
             if not await monitor.is_ready():

@@ -25,6 +25,7 @@ from streamrl.errors import DeadlineExceeded
 from streamrl.gserver.sglang.child import SglangProcess
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
+from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,9 @@ async def sglang_server(
     seed: int,
     weight_version: str,
     prompt_cache: bool,
+    key: str = "",
 ) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. Arguments as in `Launch`."""
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`; `key`: what callers must show."""
     launch = Launch(
         model_dir=model_dir,
         port=free_port(settings.host),
@@ -106,10 +108,13 @@ async def sglang_server(
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))
-    process = await SglangProcess.start(words, environment(device=device, threads=settings.threads, index=index))
+    process = await SglangProcess.start(
+        words, environment(device=device, threads=settings.threads, index=index, key=key)
+    )
     try:
         url = f"http://{settings.host}:{launch.port}"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
             monitor = Monitor(session, url=url)
             server = SglangServer(process, monitor, url=url)
             began = time.monotonic()

@@ -21,7 +21,7 @@ from streamrl.config import Config
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
 from tests.gserver.harness import Run, live_gservers, managed, small_config
@@ -98,7 +98,11 @@ class Contract:
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """What transformers gives the tokens of a response under the weights published last."""
-        rows = self.model_of(self.version)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        rows = (
+            self.model_of(self.version)(torch.tensor([[*prompt, *output]]))
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+        )
         found: list[float] = rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
         return found
 

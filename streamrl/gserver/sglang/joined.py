@@ -61,8 +61,9 @@ async def joined_server(
     """The server at `url`, serving `model_dir` as `weight_version`.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
-    later requests; `load_seconds`: how long it may take to load weights; `key`: what it asks callers for. Raises `PeerLost` when nobody
-    answers, `ConfigError` when its flags do not fit the run, `ModelError` when it cannot load the model.
+    later requests; `load_seconds`: how long it may take to load weights; `key`: what it asks callers for.
+    Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
+    when it cannot load the model.
     """
     client = GenerationClient(timeout=load_seconds, key=key)
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)

@@ -51,8 +51,8 @@ class Model:
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
         self._copies_cache = copies_cache
-        self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
-        self._own_norm = self._device.type == "cpu" and parameters.dtype == torch.float32
+        self._rotation = _rotation_table(self._a, max_length).to(parameters.held_in).to(self._device)
+        self._own_norm = self._device.type == "cpu" and parameters.held_in == torch.float32
         self._eps = torch.tensor(self._a.rms_norm_eps, device=self._device)
         self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
 
@@ -91,7 +91,7 @@ class Model:
         mask = None
         if min(positions) + 1 < longest:
             hidden = self._places[:longest] > place[1][:, None]
-            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.dtype, device=self._device)
+            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.held_in, device=self._device)
             mask.masked_fill_(hidden[:, None, None], float("-inf"))
         a = self._a
 
@@ -104,7 +104,7 @@ class Model:
         return self.logits(self._forward(place[0], place[1], attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, vocab]` in the weights' dtype."""
+        """`[n, vocab]` in the dtype that is computed in."""
         return self._norm(hidden, self.parameters.norm) @ self.parameters.head
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -67,6 +67,8 @@ class EmbeddedEngine:
         version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
         deterministic: bool = False,
+        prefill_tokens: int = 4096,
+        prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
@@ -99,6 +101,8 @@ class EmbeddedEngine:
             cache=cache,
             max_running=max_running,
             version=version,
+            prefill_tokens=prefill_tokens,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         self._receiver = WeightReceiver(
             expected=Expected(
@@ -222,6 +226,7 @@ class EmbeddedEngine:
             "queued": float(max(0, len(self._tickets) - running)),
             "tokens_generated_total": float(scheduler.tokens_generated),
             "prompt_tokens_total": float(scheduler.prompt_tokens),
+            "prompt_tokens_cached_total": float(scheduler.prompt_tokens_cached),
             "busy_seconds_total": scheduler.busy_seconds,
             "slot_seconds_total": scheduler.slot_seconds,
             "requests_total": float(self._requests_total),

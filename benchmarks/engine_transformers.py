@@ -3,7 +3,7 @@
 Role: answers lines of JSON on its standard input, `{"method": …, "prompts": …, "new_tokens": …}`, with lines
 `{"tokens": …}` on what was its standard output. Both methods sample from the same model at temperature 1.
 
-    python benchmarks/engine_transformers.py FOLDER DTYPE THREADS MAX_TOKENS
+    python benchmarks/engine_transformers.py FOLDER DTYPE THREADS CACHE_TOKENS
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BATCH_TOKENS = 4096
 
 
 def main() -> None:
-    folder, dtype, threads, max_tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, dtype, threads, cache_tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print is no answer
-    methods = load(folder, dtype, threads, max_tokens)
+    methods = load(folder, dtype, threads, cache_tokens)
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         ask = json.loads(line)
@@ -35,7 +35,7 @@ def main() -> None:
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
 
 
-def load(folder: Path, dtype: str, threads: int, max_tokens: int) -> dict[str, Any]:
+def load(folder: Path, dtype: str, threads: int, cache_tokens: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, logging
 
@@ -71,7 +71,7 @@ def load(folder: Path, dtype: str, threads: int, max_tokens: int) -> dict[str, A
             generation_config=settings,
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE,
-                num_blocks=max_tokens // PAGE,
+                num_blocks=cache_tokens // PAGE,
                 max_batch_tokens=BATCH_TOKENS,
                 max_requests_per_batch=len(prompts),
                 return_logprobs=True,

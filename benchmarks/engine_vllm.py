@@ -3,7 +3,7 @@
 Role: answers lines of JSON on its standard input, `{"prompts": …, "new_tokens": …}`, with lines `{"tokens": …}` on
 what was its standard output. It calls vLLM's engine directly: no HTTP is counted against it.
 
-    VLLM_PYTHON benchmarks/engine_vllm.py FOLDER DTYPE THREADS MAX_TOKENS
+    VLLM_PYTHON benchmarks/engine_vllm.py FOLDER DTYPE THREADS
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ CONTEXT = 512
 
 
 def main() -> None:
-    folder, dtype, threads, max_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, dtype, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print is no answer
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0" if threads == 1 else f"0-{threads - 1}"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    engine, params = load(folder, dtype, max_tokens)
+    engine, params = load(folder, dtype)
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         ask = json.loads(line)
@@ -37,7 +37,7 @@ def main() -> None:
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
 
 
-def load(folder: str, dtype: str, max_tokens: int) -> Any:
+def load(folder: str, dtype: str) -> Any:
     from vllm import LLM, SamplingParams
 
     engine = LLM(

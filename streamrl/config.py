@@ -225,6 +225,11 @@ class GserverConfig(Section, frozen=True):
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
     and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    prefill_tokens: Positive = 4096
+    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; the
+    fewer are free, the fewer. Longer prompts are cut, so that they do not hold up the requests that run."""
+    prefix_cache_mb: NonNegativeFloat = 256.0
+    """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses."""
     api_key_env: str = ""
     """Name of the environment variable with the key that callers of the gservers must show; empty: none."""
     simulation: SimulationConfig = SimulationConfig()

@@ -171,6 +171,8 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         version=version,
         update_timeout=config.weights.timeout_seconds,
         deterministic=settings.deterministic,
+        prefill_tokens=settings.prefill_tokens,
+        prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
     )
 
 

@@ -22,6 +22,7 @@ GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "devic
     "evaluation_config",
     "frequency",
     "held",
+    "importing",
     "trainer_config",
 }
 """Modules of the ground floor; "" is `streamrl` itself."""

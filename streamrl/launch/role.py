@@ -16,6 +16,7 @@ from typing import Any
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.importing import without_garbage_collection
 from streamrl.launch.elastic import ask_to_leave, free_place
 from streamrl.launch.plan import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
@@ -146,5 +147,6 @@ def _make_checkpoint(config: Config, component: str | None = None) -> Path:
 def _load(name: str) -> Callable[..., Any]:
     """The function that `module:function` names; loads torch with most of them."""
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    with without_garbage_collection():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found

@@ -28,7 +28,7 @@ from streamrl.config import Config
 from streamrl.device import compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
-from streamrl.trainer.assembly import Assembly, layout_of, resume
+from streamrl.trainer.assembly import Assembly, resume
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     Call,
@@ -53,6 +53,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.computation import Computation
 from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.layout import layout_of
 from streamrl.trainer.publisher import Publisher
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData

@@ -252,6 +252,12 @@ class StalenessConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How new weights reach the gservers."""
 
+    mode: Literal["collective", "disk", "shared_memory"] = "collective"
+    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host."""
+    dir: str = ""
+    """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
+    checksum: bool = True
+    """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

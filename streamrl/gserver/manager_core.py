@@ -55,6 +55,7 @@ from streamrl.transport.control import (
     Status,
     StepReport,
     Topology,
+    Wanted,
 )
 from streamrl.transport.generation import GenerationClient
 
@@ -125,6 +126,7 @@ class Manager:
             calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
+            on_hopeless=lambda reason: self._end("failed", reason),
         )
         self._state = RunState()
         self._rerouting = Rerouting(
@@ -275,6 +277,14 @@ class Manager:
     async def publish_commit(self, message: PublishCommit) -> PublishReply:
         return await self._weights.commit(message)
 
+    async def weights_wanted(self) -> Wanted:
+        await self._changed.until(lambda: bool(self._weights.wanted()) or self._state.over, timeout=self._long_poll)
+        return Wanted(
+            version=self._weights.version,
+            gservers=[g.name for g in self._weights.wanted()],
+            serving=len(self._fleet.serving()),
+        )
+
     async def report(self, message: StepReport) -> Done:
         self._last_step = message
         return Done()
@@ -380,7 +390,7 @@ class Manager:
 
     def _took_place(self, member: Member) -> None:
         if member.role == "gserver":
-            self._checks.start(self._fleet.join(member.index, member.address))
+            self._checks.start(self._fleet.join(member.index, member.address, host=member.host))
             self._fleet.news += 1
         elif member.role == "rollout":
             self._admissions.worker_replaced(member.name)
@@ -404,6 +414,7 @@ class Manager:
             self._end("failed", f"{member.name} has been silent for {time.monotonic() - member.heard:.0f} s")
 
     def _gserver_checked(self) -> None:
+        self._weights.look_for_laggards()
         if len(self._fleet.serving()) >= self._config.gserver.count:
             self._start_admitting()
         self._changed.notify()

@@ -68,6 +68,7 @@ def application(manager: Manager) -> web.Application:
             _post("/evaluation", EvaluationResult, manager.evaluations.result),
             _post("/report", StepReport, manager.report),
             _post("/finish_run", FinishRun, manager.finish_run),
+            web.get("/publish/wanted", _wanted(manager)),
             web.get("/topology", _topology(manager)),
             web.get("/rejections", _rejections(manager)),
             web.get("/evaluations", _evaluations(manager)),
@@ -132,6 +133,13 @@ def _rejections(manager: Manager) -> Handler:
 def _evaluations(manager: Manager) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
+
+    return handle
+
+
+def _wanted(manager: Manager) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        return _json(await manager.weights_wanted())
 
     return handle
 

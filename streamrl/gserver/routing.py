@@ -37,11 +37,15 @@ class Gserver:
 
     index: int
     address: str
+    host: str = ""
+    """Of its process, as it calls itself."""
     standing: Standing = Standing.UNCHECKED
     info: ServerInfo | None = None
     """What it can do, once it was asked."""
     failed_version: int | None = None
     """The last weight update that failed because of it."""
+    failed_catch_ups: int = 0
+    """How often in a row it could not be brought to the current weights."""
     stuck: bool = False
     """Its generation was paused and could not be resumed."""
     groups: set[Load] = field(default_factory=set)
@@ -66,9 +70,9 @@ class Fleet:
         self._gservers: dict[int, Gserver] = {}
         self._routes: dict[Load, Gserver] = {}
 
-    def join(self, index: int, address: str) -> Gserver:
+    def join(self, index: int, address: str, *, host: str = "") -> Gserver:
         """A process took the place `index`."""
-        gserver = Gserver(index, address)
+        gserver = Gserver(index, address, host)
         self._gservers[index] = gserver
         return gserver
 

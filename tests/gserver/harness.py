@@ -16,6 +16,7 @@ from streamrl.gserver import manager as manager_module
 from streamrl.transport.control import (
     Admission,
     Admit,
+    Broadcast,
     ControlClient,
     Heartbeat,
     HeartbeatReply,
@@ -126,11 +127,13 @@ async def publish(
 async def begin_publication(run: Run, version: int, *, group: str = "", buckets: int = 2) -> PublishBeginReply:
     message = PublishBegin(
         version=version,
-        buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
-        master_address="127.0.0.1",
-        master_port=29500,
-        backend="gloo",
-        group_name=group,
+        weights=Broadcast(
+            buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
+            master_address="127.0.0.1",
+            master_port=29500,
+            backend="gloo",
+            group_name=group,
+        ),
     )
     return await run.client.publish_begin(message, timeout=10.0)
 

@@ -179,21 +179,24 @@ class EmbeddedEngine:
         await self._receiver.leave_group(name)
 
     async def begin_update(self) -> None:
-        self._receiver.begin()
+        await self._receiver.begin()
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         await self._receiver.receive(message)
 
     async def end_update(self) -> str:
-        staged = self._receiver.take()
+        staged = await self._receiver.take()
         return await self._receiver.apart(lambda: self._swap(staged))
 
     async def load(self, folder: Path, version: str | None) -> str:
+        if self._receiver.begun:
+            await self._receiver.load(folder, version)
+            return f"the weights in {folder} wait for /end_weight_update"
         if read_architecture(folder) != self._architecture:
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
-        self._receiver.discard()
 
         async def replace() -> str:
+            await self._receiver.discard()
             await in_thread(lambda: self._other().load(folder))
             self.model_path = str(folder)
             return await self._swap(Staged(version=version))
@@ -205,6 +208,9 @@ class EmbeddedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return await self._receiver.exclusively(lambda: self._live.checksum())
+
+    async def staged_sums(self) -> dict[str, str]:
+        return await self._receiver.staged_sums()
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler
@@ -223,8 +229,9 @@ class EmbeddedEngine:
             "cache_bytes": float(scheduler.cache_bytes),
         }
 
-    def _store(self, name: str, tensor: torch.Tensor) -> None:
+    def _store(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._other().update({name: tensor})
+        return self._other().named[name]
 
     def _other(self) -> Parameters:
         """The weights that nobody serves."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.publisher import Publisher
+from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
@@ -128,9 +128,7 @@ async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> Async
         publisher = Publisher(
             client=control,
             config=config.weights,
-            backend="gloo",
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
         found = Contract(engine, address, run=run, publisher=publisher, model=model)

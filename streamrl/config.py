@@ -219,6 +219,11 @@ class GserverConfig(Section, frozen=True):
     """Requests waiting beyond those; one more is answered 503."""
     max_context: Positive = 2048
     """Prompt and response, in tokens."""
+    max_restarts: NonNegative = 3
+    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; then the run stops."""
+    restart_window_seconds: PositiveFloat = 600.0
+    restart_delay_seconds: PositiveFloat = 1.0
+    """Before the first restart; each further one waits twice as long, a minute at most."""
     deterministic: bool = False
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`

@@ -181,7 +181,7 @@ class Manager:
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        if message.error:
+        if message.error and message.role != "gserver":
             self._end("failed", message.error)
         member = self._registry.get(message.role, message.index)
         if member is not None:
@@ -189,6 +189,10 @@ class Manager:
             member.stats = message.stats
             member.waiting_for = message.waiting_for
             member.told = self._state.over
+            if message.error and member.role == "gserver":  # its requests go on at others
+                log.error("%s", message.error)
+                self._registry.leaves(member)
+                self._fell_silent(member)
             if member.role in ("gserver", "rollout"):
                 self._timeline.heartbeat(
                     HeartbeatEntry(

@@ -56,7 +56,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 
 async def _until_over(membership: Membership, engine: Served) -> None:
-    """Wait for the end of the run; an engine that fails before it stops the run."""
+    """Wait for the end of the run; an engine that fails before it is told to the manager, and ends this process."""
     stopping = asyncio.create_task(membership.stopping.wait())
     failed = asyncio.create_task(engine.failed())
     try:

@@ -67,6 +67,10 @@ class Registry:
         was_silent, member.silent = member.silent, False
         return was_silent
 
+    def leaves(self, member: Member) -> None:
+        """`member` says that it ends; whoever takes its place is another."""
+        member.silent = True
+
     def silence(self, *, now: float) -> list[Member]:
         """Mark those who said nothing for too long; answers the newly silent."""
         gone = [m for m in self._members.values() if not m.silent and now >= self._falls_silent(m)]

@@ -42,12 +42,15 @@ class CatchUps:
         config: WeightsConfig,
         fleet: Fleet,
         calls: WeightCalls,
+        current: Callable[[], int],
         on_ended: Callable[[], None],
     ) -> None:
-        """`on_ended` hears that a gserver was brought up, or could not be."""
+        """`current` tells the version that is served; `on_ended` hears that a gserver was brought up, or could
+        not be."""
         self._config = config
         self._fleet = fleet
         self._calls = calls
+        self._current = current
         self._on_ended = on_ended
         self._offer: Offer | None = None
         self._numbers = itertools.count(1)
@@ -80,7 +83,7 @@ class CatchUps:
 
     def look(self) -> None:
         """Begin to bring up whoever lags."""
-        if self._offer is None:
+        if self._offer is None or self._offer.version != self._current():
             return
         for gserver in self.lagging():
             if gserver not in self._running and self._offer.snapshot.readable_on(gserver.host):
@@ -96,13 +99,14 @@ class CatchUps:
     async def _bring_up(self, gserver: Gserver, offer: Offer) -> None:
         try:
             while gserver in self.lagging() and self._fleet.is_member(gserver) and self._offer is offer:
-                if not await self._try(gserver, offer):
+                await self._try(gserver, offer)
+                if gserver.standing is Standing.EVICTED:
                     gserver.failed_catch_ups += 1
         finally:
             del self._running[gserver]
             self._on_ended()
 
-    async def _try(self, gserver: Gserver, offer: Offer) -> bool:
+    async def _try(self, gserver: Gserver, offer: Offer) -> None:
         update = self._updates[gserver] = WeightUpdate(
             version=offer.version,
             old_version=offer.version,
@@ -111,6 +115,7 @@ class CatchUps:
             calls=self._calls,
             config=self._config,
             on_swapped=lambda version: None,
+            current=self._current,
         )
         update.commit("", offer.checksums)
         reply = await update.run()
@@ -119,4 +124,3 @@ class CatchUps:
             log.info("%s at %s caught up with weights v%d", gserver.name, gserver.address, offer.version)
         else:
             log.warning("%s could not be brought to weights v%d: %s", gserver.name, offer.version, reply.error)
-        return reply.done

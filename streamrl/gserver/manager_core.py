@@ -127,6 +127,7 @@ class Manager:
             on_version=self._version_served,
             on_record=self._update_ended,
             on_hopeless=lambda reason: self._end("failed", reason),
+            version=self._ledger.policy_version,
         )
         self._state = RunState()
         self._rerouting = Rerouting(

@@ -77,8 +77,10 @@ class WeightUpdate:
         calls: WeightCalls,
         config: WeightsConfig,
         on_swapped: Callable[[int], None],
+        current: Callable[[], int],
     ) -> None:
-        """`on_swapped` hears the version as soon as the first gserver serves it."""
+        """`on_swapped` hears the version as soon as the first gserver serves it. `current` tells the version that
+        gservers have to serve to be given groups; it may grow beyond this one before this update ends."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -91,6 +93,7 @@ class WeightUpdate:
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
+        self._current = current
         self._states: UpdateStates[Gserver] = UpdateStates(
             {
                 gserver: plan_for(
@@ -171,7 +174,7 @@ class WeightUpdate:
         if self._states.done and not self._in_force:
             self._in_force = True
             self._on_swapped(self.version)
-        for gserver in self._states.swapped:
+        for gserver in self._states.swapped if self.version == self._current() else ():
             if gserver.standing is not Standing.SILENT and not gserver.stuck:
                 gserver.standing = Standing.SERVING
         self.record.error = self._states.reason
@@ -225,6 +228,7 @@ class WeightUpdate:
             self._failed(do, error)
             return
         if do.step is Step.RESUME:
+            gserver.stuck = False
             pause = time.monotonic() - self._paused_at.pop(gserver)
             self.record.pause_seconds = max(self.record.pause_seconds, pause)
         self._take(self._states.succeeded(do))

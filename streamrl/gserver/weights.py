@@ -55,8 +55,10 @@ class WeightUpdates:
         on_version: Callable[[int], None],
         on_record: Callable[[UpdateRecord], None],
         on_hopeless: Callable[[str], None],
+        version: int = 0,
     ) -> None:
-        self.version = 0
+        """`version`: what gservers of this run start with."""
+        self.version = version
         self.completed = 0
         """Updates that took effect."""
         self.failed = 0
@@ -70,7 +72,9 @@ class WeightUpdates:
         self._on_version = on_version
         self._on_record = on_record
         self._on_hopeless = on_hopeless
-        self._catch_ups = CatchUps(config=config, fleet=fleet, calls=calls, on_ended=self._caught_up)
+        self._catch_ups = CatchUps(
+            config=config, fleet=fleet, calls=calls, current=lambda: self.version, on_ended=self._caught_up
+        )
         self._group: WeightGroup | None = None
         self._group_numbers = itertools.count(1)
         self._update: WeightUpdate | None = None
@@ -112,6 +116,7 @@ class WeightUpdates:
                 calls=self._calls,
                 config=self._config,
                 on_swapped=self._served_again if message.again else self._swapped,
+                current=lambda: self.version,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
             return PublishBeginReply(group_name=group.name, world_size=group.world_size)
@@ -216,9 +221,13 @@ class WeightUpdates:
         self._changed.notify()
 
     async def _late(self, version: int) -> list[Gserver]:
-        if version != self.version:
-            return []
-        return await self._living(self._catch_ups.wanted(version))
+        """Those that wait for the publisher to send `version` again, and answer."""
+        wanting = self._catch_ups.wanted(version) if version == self.version else []
+        living = await self._living(wanting)
+        for gserver in wanting:
+            if gserver not in living:
+                gserver.failed_catch_ups += 1
+        return living
 
     async def _pick(self, message: PublishBegin) -> list[Gserver]:
         """The gservers that answer now; waits for one if there is none."""

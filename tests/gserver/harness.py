@@ -57,15 +57,22 @@ class Run:
         self.serving = serving
         self.client = ControlClient(url, timeout=10.0)
 
-    def registration(self, role: Role, index: int = 0, *, address: str = "", pid: int = 1) -> Register:
-        return Register(
-            role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host="here"
-        )
+    def registration(
+        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, host: str = "here"
+    ) -> Register:
+        return Register(role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host=host)
 
     async def register(
-        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, digest: str | None = None
+        self,
+        role: Role,
+        index: int = 0,
+        *,
+        address: str = "",
+        pid: int = 1,
+        host: str = "here",
+        digest: str | None = None,
     ) -> RegisterReply:
-        message = self.registration(role, index, address=address, pid=pid)
+        message = self.registration(role, index, address=address, pid=pid, host=host)
         if digest is not None:
             message = msgspec.structs.replace(message, config_digest=digest)
         return await self.client.register(message, patience=5.0)

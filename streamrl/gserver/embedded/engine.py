@@ -112,6 +112,8 @@ class EmbeddedEngine:
         self._requests_total = 0
         self._weight_updates = 0
         self._pause_seconds = 0.0
+        self._pause_mode: PauseMode = "in_place"
+        """What was asked for last."""
         self._paused_at: float | None = None
 
     @property
@@ -159,6 +161,7 @@ class EmbeddedEngine:
         return await self._do(self._scheduler.abort_all)
 
     async def pause(self, mode: PauseMode) -> None:
+        self._pause_mode = mode
         await self._do(lambda: self._scheduler.pause(mode))
         if self._paused_at is None:
             self._paused_at = time.monotonic()
@@ -246,8 +249,13 @@ class EmbeddedEngine:
             began = time.perf_counter()
             if staged.abort_all_requests:
                 self._scheduler.abort_all()
+            going_on = not self._scheduler.paused
+            if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
+                self._scheduler.pause(self._pause_mode)
             self._live, self._standby = self._other(), self._live
             self._scheduler.new_weights(self._live, staged.version)
+            if going_on:
+                self._scheduler.resume()
             return time.perf_counter() - began
 
         seconds = await self._do(swap)

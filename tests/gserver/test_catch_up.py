@@ -97,7 +97,7 @@ async def test_a_catch_up_that_fails_is_tried_again(tmp_path: Path, path: str, f
         late.faults[path] = [fault]
         await run.register("gserver", 1, address=late.url)
         async with asyncio.timeout(30):
-            while live_gservers(await run.client.status()) != {0, 1}:
+            while live_gservers(await run.client.status()) != {0, 1} or late.paused:
                 await run.beat("gserver", 1)  # one that could not be resumed is asked again at its heartbeat
                 await asyncio.sleep(0.05)
         assert late.weight_version == "1"

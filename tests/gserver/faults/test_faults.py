@@ -97,7 +97,6 @@ async def disappears(fleet: FaultyFleet, *, sends: bool) -> None:
     )
     if sends:
         await asyncio.to_thread(carrier.bring, begin)
-    fleet.replace_publisher()
 
 
 async def fails_in_the_middle(fleet: FaultyFleet) -> None:

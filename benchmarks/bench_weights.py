@@ -47,7 +47,7 @@ from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.broadcaster import plan_buckets
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.collective import open_store
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 
 Mode = Literal["collective", "disk", "shared_memory"]

@@ -37,6 +37,15 @@ Overrides = Annotated[
 ]
 ManagerUrl = Annotated[str, typer.Option("--manager", metavar="URL", help="Address that the manager told.")]
 Index = Annotated[int, typer.Option("--index", min=0, help="Number of this process within its role.")]
+FreeIndex = Annotated[
+    int | None,
+    typer.Option("--index", min=0, help="Number of this process within its role; else the manager gives it a new one."),
+]
+ManagerAddress = Annotated[str, typer.Argument(metavar="URL", help="Address of the manager.")]
+KeyVariable = Annotated[
+    str,
+    typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the manager's key, if it has one."),
+]
 ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
 Component = Annotated[str | None, typer.Option("--component", hidden=True)]
 AnswerFd = Annotated[int | None, typer.Option("--answer-fd", hidden=True)]
@@ -109,11 +118,11 @@ def gserver(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
-    index: Index = 0,
+    index: FreeIndex = None,
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start an inference server."""
+    """Start an inference server, also in the middle of a run."""
     _member("gserver", index, config, overrides, manager, model_dir, component)
 
 
@@ -123,11 +132,11 @@ def rollout(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
-    index: Index = 0,
+    index: FreeIndex = None,
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start a rollout worker."""
+    """Start a rollout worker, also in the middle of a run."""
     _member("rollout", index, config, overrides, manager, model_dir, component)
 
 
@@ -243,14 +252,29 @@ def graph(
         console.print(f"drawn into {svg}", markup=False, soft_wrap=True)
 
 
+@app.command(rich_help_panel=POOLS)
+def drain(
+    manager: ManagerAddress,
+    process: Annotated[str, typer.Argument(metavar="ROLE/INDEX", help="For example gserver/2 or rollout/0.")],
+    api_key_env: KeyVariable = "",
+) -> None:
+    """Have a gserver or a rollout worker finish what it has and leave, while the run goes on."""
+    from streamrl.launch.elastic import drain_by_name
+
+    drain_by_name(manager, process, key_variable=api_key_env)
+    _console().print(f"{process} is asked to leave", markup=False)
+
+
 @app.command(rich_help_panel=LOOK)
-def status(manager: ManagerUrl) -> None:
+def status(manager: ManagerUrl, api_key_env: KeyVariable = "") -> None:
     """Show the state of a run."""
     import asyncio
 
     from streamrl.launch.display import picture_of
+    from streamrl.transport.keys import read_key
 
-    _console().print(asyncio.run(picture_of(manager)))
+    key = read_key(api_key_env, setting="--api-key-env")
+    _console().print(asyncio.run(picture_of(manager, key=key)))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -279,7 +303,7 @@ def main() -> None:
 
 def _member(
     role: PlanRole,
-    index: int,
+    index: int | None,
     config: Path,
     overrides: list[str] | None,
     manager: str,

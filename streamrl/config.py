@@ -198,6 +198,8 @@ class SglangConfig(Section, frozen=True):
     """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
     args: list[str] = []
     """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    addresses: list[str] = []
+    """URLs of servers that run already, one for each gserver: they are joined, and none is started."""
     start_timeout_seconds: PositiveFloat = 300.0
     """How long a server may take until it answers."""
 
@@ -228,6 +230,13 @@ class GserverConfig(Section, frozen=True):
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
     and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    prefill_tokens: Positive = 4096
+    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; the
+    fewer are free, the fewer. Longer prompts are cut, so that they do not hold up the requests that run."""
+    prefix_cache_mb: NonNegativeFloat = 256.0
+    """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the gservers must show; empty: none."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
 
@@ -243,6 +252,10 @@ class ManagerConfig(Section, frozen=True):
     heartbeat_seconds: PositiveFloat = 1.0
     join_timeout_seconds: PositiveFloat = 300.0
     """How long a run waits for its processes to register."""
+    drain_seconds: PositiveFloat = 60.0
+    """What runs on a gserver that is to leave may take so long to finish; then it goes on elsewhere."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the manager must show; empty: none."""
 
 
 class StalenessConfig(Section, frozen=True):

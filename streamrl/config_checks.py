@@ -75,6 +75,7 @@ _SGLANG_OWN_FLAGS = {
     "--model-path": "[model]",
     "--model": "[model]",
     "--weight-version": "the policy version",
+    "--api-key": "gserver.api_key_env",
     "--device": "run.device",
 }
 """Flags of SGLang that streamrl decides, and from what."""
@@ -92,6 +93,12 @@ def _sglang_problems(config: Config) -> list[str]:
             "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
             "(gserver.sglang.args)"
         )
+    addresses = set(config.gserver.sglang.addresses)
+    count = config.gserver.count
+    if addresses and len(addresses) != count:
+        problems.append(f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {count}")
+    if addresses and config.gserver.sglang.args:
+        problems.append("gserver.sglang.args: servers that are joined (gserver.sglang.addresses) have their own flags")
     for word in config.gserver.sglang.args:
         flag = word.partition("=")[0]
         if flag in _SGLANG_OWN_FLAGS:

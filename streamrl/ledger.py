@@ -19,6 +19,7 @@ Invariants (held by property tests): every sequence number is always in exactly 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -29,7 +30,7 @@ from streamrl.held import HeldGroups
 OverAge = Literal["mask", "wait", "drop"]
 
 
-class Lease(msgspec.Struct):
+class Lease(msgspec.Struct, frozen=True):
     """A worker's right to make one group."""
 
     seq: int
@@ -57,7 +58,9 @@ class Ledger:
         """Times that a lease ran out and its prompt was given out again."""
         self.rejected: list[int] = []
         """Sequence numbers given up on purpose, in order of rejection."""
-        self._leases: dict[int, Lease] = {}
+        self._holders: dict[int, str] = {}  # sequence number under lease → worker
+        self._granted: dict[str, dict[int, float]] = {}  # worker → its leases, with when each began, oldest first
+        self._renewed: dict[str, float] = {}  # worker with leases → when it was last heard of
         self._returned: list[int] = []  # heap of sequence numbers to give out again
         self._returned_set: set[int] = set()
         self._rejected_set: set[int] = set()
@@ -83,7 +86,7 @@ class Ledger:
     @property
     def running(self) -> int:
         """Groups under lease."""
-        return len(self._leases)
+        return len(self._holders)
 
     @property
     def returned(self) -> int:
@@ -102,12 +105,22 @@ class Ledger:
 
     def leases(self) -> list[Lease]:
         """Leases in force, oldest sequence number first."""
-        return [self._leases[seq] for seq in sorted(self._leases)]
+        found = [
+            Lease(seq, worker, self._expiry(worker, granted))
+            for worker, leases in self._granted.items()
+            for seq, granted in leases.items()
+        ]
+        return sorted(found, key=lambda lease: lease.seq)
+
+    def next_expiry(self) -> float | None:
+        """When the next lease runs out unless it is renewed."""
+        return min(
+            (self._expiry(worker, next(iter(own.values()))) for worker, own in self._granted.items()), default=None
+        )
 
     def holder(self, seq: int) -> str | None:
         """The worker that holds the lease of `seq`, if one does."""
-        lease = self._leases.get(seq)
-        return lease.worker if lease else None
+        return self._holders.get(seq)
 
     def admit(self, worker: str, count: int, *, now: float) -> list[int]:
         """Lease up to `count` sequence numbers to `worker`: returned ones first, then new ones."""
@@ -117,7 +130,8 @@ class Ledger:
             if seq is None:
                 seq = self.next_seq
                 self.next_seq += 1
-            self._leases[seq] = Lease(seq, worker, now + self.lease_seconds)
+            self._holders[seq] = worker
+            self._granted.setdefault(worker, {})[seq] = now
             admitted.append(seq)
         return admitted
 
@@ -137,7 +151,7 @@ class Ledger:
     def drop(self, seqs: Collection[int]) -> None:
         """Accepted groups proved too old: their prompts go back and their places are freed."""
         for seq in seqs:
-            if seq in self._leases or seq in self._returned_set or seq in self._rejected_set:
+            if seq in self._holders or seq in self._returned_set or seq in self._rejected_set:
                 raise ValueError(f"seq {seq} was not accepted and cannot be dropped")
             self.accepted -= 1
             self.dropped += 1
@@ -145,17 +159,24 @@ class Ledger:
 
     def renew(self, worker: str, *, now: float) -> None:
         """`worker` was heard of: all its leases start anew."""
-        for lease in self._leases.values():
-            if lease.worker == worker:
-                lease.expires = now + self.lease_seconds
+        if worker in self._granted:
+            self._renewed[worker] = now
 
     def release(self, worker: str) -> list[int]:
         """`worker` is gone: its prompts go back."""
-        return self._give_back([s for s, lease in self._leases.items() if lease.worker == worker])
+        return self._give_back(list(self._granted.get(worker, ())))
 
     def expire(self, *, now: float) -> list[int]:
         """Give back the prompts of leases that ran out; answers which."""
-        return self._give_back([s for s, lease in self._leases.items() if lease.expires <= now])
+        return self._give_back(
+            [
+                seq
+                for worker, own in self._granted.items()
+                if self._renewed.get(worker, -math.inf) + self.lease_seconds <= now
+                for seq, granted in own.items()
+                if self._expiry(worker, granted) <= now
+            ]
+        )
 
     def advance(self, version: int) -> None:
         """The policy is now at `version`."""
@@ -164,8 +185,8 @@ class Ledger:
         self.policy_version = version
 
     def _settle(self, seq: int, *, accepted: bool) -> bool:
-        if seq in self._leases:
-            del self._leases[seq]
+        if seq in self._holders:
+            self._end_lease(seq)
         elif seq in self._returned_set:
             self._returned_set.remove(seq)  # its heap entry is skipped later
         else:
@@ -179,10 +200,21 @@ class Ledger:
 
     def _give_back(self, seqs: Sequence[int]) -> list[int]:
         for seq in seqs:
-            del self._leases[seq]
+            self._end_lease(seq)
             self._push_returned(seq)
         self.expired += len(seqs)
         return sorted(seqs)
+
+    def _expiry(self, worker: str, granted: float) -> float:
+        return max(granted, self._renewed.get(worker, granted)) + self.lease_seconds
+
+    def _end_lease(self, seq: int) -> None:
+        worker = self._holders.pop(seq)
+        own = self._granted[worker]
+        del own[seq]
+        if not own:
+            del self._granted[worker]
+            self._renewed.pop(worker, None)
 
     def _push_returned(self, seq: int) -> None:
         heapq.heappush(self._returned, seq)

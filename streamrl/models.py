@@ -28,6 +28,7 @@ import msgspec
 
 from streamrl.config import Config, ScratchConfig
 from streamrl.errors import ModelError
+from streamrl.importing import without_garbage_collection
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +100,27 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
     """The transformers tokenizer of `folder`, with `chat_template` in place of its own if given."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with without_garbage_collection():
+            tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """What reads the tokenizer of `folder`; where its own settings say it, the class that does not load torch."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_bytes()) if file.is_file() else {}
+    if settings.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _made(folder: Path, make: Callable[[Path], None]) -> Path:
@@ -116,7 +129,7 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f".{folder.name}.lock")):
+        with _lock(folder.with_name(f".{folder.name}.lock")), without_garbage_collection():
             if not folder.is_dir():
                 draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
                 try:

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from streamrl.metrics import StepReport
 from streamrl.records import Records, TimelineEntry
 from streamrl.report import time_range, values
-from streamrl.transport.control import StepReport
 
 SPAN_COLOUR: Final = {
     "wait": "#d9d9d9",

@@ -23,7 +23,8 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
-from streamrl.transport.control import Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.status import Status
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from streamrl.evaluation import EvaluationReport, pass_figures
+from streamrl.metrics import StepReport
 from streamrl.records import Final, Records, TimelineEntry, read_records
-from streamrl.transport.control import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from streamrl.config import from_dict, to_toml
-from streamrl.transport.control import LedgerStatus, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.status import LedgerStatus
 from tests.launch.statuses import EPOCH, status, step_report
 
 

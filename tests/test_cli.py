@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,26 +37,43 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def test_help_loads_nothing_heavy() -> None:
+def several(*commands: Sequence[str], then: str = "") -> str:
+    """What commands print that all have to succeed, in one process, and then the value of the expression `then`."""
     script = (
-        "import sys\nfrom streamrl import cli\nsys.argv = ['streamrl', '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        "import sys\nfrom streamrl import cli\n"
+        f"for words in {[list(words) for words in commands]!r}:\n"
+        "    sys.argv = ['streamrl', *words]\n"
+        "    try:\n        cli.main()\n    except SystemExit as end:\n        assert end.code in (None, 0), words\n"
+        f"print({then})"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    *text, loaded = done.stdout.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    said = several(["--help"], then=f"[name for name in {HEAVY!r} if name in sys.modules]")
+    *text, loaded = said.splitlines()
     assert loaded == "[]"
     for command in ("run", "manager", "gserver", "rollout", "trainer", "check", "status", "report"):
         assert any(command in line for line in text)
     assert not any("model-worker" in line for line in text)
 
 
-@pytest.mark.parametrize("command", ["run", "gserver", "trainer", "evaluator"])
-def test_help_of_commands(command: str) -> None:
-    done = streamrl(command, "--help")
-    assert done.returncode == 0
-    assert "KEY=VALUE" in done.stdout
-    assert "--component" not in done.stdout
+def test_help_of_commands() -> None:
+    commands = ("run", "gserver", "trainer", "evaluator")
+    _, *pages = several(*([command, "--help"] for command in commands)).split("Usage: ")
+    for command, page in zip(commands, pages, strict=True):
+        assert page.startswith(f"streamrl {command} ")
+        assert "KEY=VALUE" in page
+        assert "--component" not in page
 
 
 def test_launcher_loads_no_torch() -> None:
@@ -134,10 +152,9 @@ def test_graph_command(tmp_path: Path) -> None:
     assert "cannot be written" in refused.stderr
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_valid(example: Path) -> None:
-    done = streamrl("check", str(example))
-    assert done.returncode == 0, done.stderr
+def test_examples_are_valid() -> None:
+    said = several(*(["check", str(example)] for example in EXAMPLES))
+    assert said.count("is valid") == len(EXAMPLES)
 
 
 def test_there_are_examples() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from streamrl.config import Config, from_dict
 from streamrl.errors import ModelError
 from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer
+from tests.forked import forking
 
 SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
 
@@ -120,7 +120,7 @@ def _make(cache: Path, barrier: Any, made: Any) -> None:
 
 
 def test_concurrent_makers_make_it_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     barrier, made = context.Barrier(2), context.Queue()
     processes = [context.Process(target=_make, args=(tmp_path, barrier, made)) for _ in range(2)]
     for process in processes:

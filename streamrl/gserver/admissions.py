@@ -11,9 +11,10 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from streamrl.gserver.load import Work
 from streamrl.gserver.routing import Fleet, Gserver
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Admission
+from streamrl.transport.control.groups import Admission
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +27,19 @@ REMEMBERED_TICKETS = 16
 class Admissions:
     """Gives prompts to rollout workers and takes account of them."""
 
-    def __init__(self, *, ledger: Ledger, fleet: Fleet) -> None:
+    def __init__(self, *, ledger: Ledger, fleet: Fleet, group_size: int) -> None:
         self.admitted = 0
         """Groups given out since the run began, those given out again included."""
         self._ledger = ledger
         self._fleet = fleet
+        self._new_group = Work(group_size, 0)
         self._deaths: Counter[int] = Counter()
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
 
     @property
     def possible(self) -> bool:
         """Whether a group could start now."""
-        return self._ledger.room > 0 and bool(self._fleet.serving())
+        return self._fleet.has_place and self._ledger.room > 0
 
     def given(self, worker: str, ticket: str) -> list[Admission] | None:
         """What `worker` was given under `ticket`, if it asked before."""
@@ -51,10 +53,11 @@ class Admissions:
         if not self.possible:
             return []
         share = math.ceil(self._ledger.room / max(1, workers))
-        admissions = []
-        for seq in self._ledger.admit(worker, min(count, share), now=now):
-            gserver = self._fleet.assign(seq)
-            assert gserver is not None, "one serves, as checked above"
+        admissions: list[Admission] = []
+        while len(admissions) < min(count, share) and self._fleet.has_place:
+            (seq,) = self._ledger.admit(worker, 1, now=now)
+            gserver = self._fleet.assign(seq, self._new_group, now=now)
+            assert gserver is not None, "one has a place, as checked above"
             admissions.append(Admission(seq=seq, gserver=gserver.address))
         self.admitted += len(admissions)
         if ticket and admissions:
@@ -64,11 +67,16 @@ class Admissions:
                 remembered.popitem(last=False)
         return admissions
 
-    def reroute(self, worker: str, seq: int, *, avoid: str) -> Gserver | None:
+    def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
         """Another gserver for `seq`; its load moves along only while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
-            return self._fleet.assign(seq, avoid=avoid)
+            return self._fleet.reassign(seq, now=now, avoid=avoid)
         return next((g for g in self._fleet.serving() if g.address != avoid), None)
+
+    def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
+        """`worker` tells what of `seq` is in flight, which counts while it holds the lease."""
+        if self._ledger.holder(seq) == worker:
+            self._fleet.change(seq, work, now=now)
 
     def settle(self, finished: Sequence[int], dropped: Sequence[int]) -> None:
         """The trainer stored `finished`, then discarded `dropped`."""
@@ -95,13 +103,11 @@ class Admissions:
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
 
-    def expire(self, *, now: float) -> None:
-        """Prompts whose lease ran out go back."""
-        self._came_back(self._ledger.expire(now=now), "their leases ran out")
-
-    def next_expiry(self) -> float | None:
-        """When the next lease runs out unless it is renewed."""
-        return min((lease.expires for lease in self._ledger.leases()), default=None)
+    def expire(self, *, now: float) -> bool:
+        """Prompts whose lease ran out go back; answers whether there are any."""
+        lost = self._ledger.expire(now=now)
+        self._came_back(lost, "their leases ran out")
+        return bool(lost)
 
     def _came_back(self, seqs: Sequence[int], why: str) -> None:
         if seqs:

@@ -19,7 +19,7 @@ from streamrl.config import WeightsConfig
 from streamrl.gserver.routing import Fleet, Gserver, Standing
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import WeightGroup, WeightUpdate
-from streamrl.transport.control import Snapshot
+from streamrl.transport.control.publication import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -137,6 +137,8 @@ class Engine(Served, Protocol):
 
     model_path: str
     vocab_size: int
+    max_running: int
+    """Requests that it computes together."""
     max_context: int
     """Prompt and response, in tokens."""
 

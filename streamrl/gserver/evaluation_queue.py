@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from streamrl.evaluation import EvaluationReport
-from streamrl.transport.control import Evaluate, EvaluationStatus, EvaluationTask
+from streamrl.transport.control.evaluations import Evaluate, EvaluationStatus, EvaluationTask
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,16 @@ the ledger; the fleet counts them as load until the evaluator says that they are
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from streamrl.gserver.evaluation_queue import EvaluationQueue
+from streamrl.gserver.load import Work
 from streamrl.gserver.registry import Member
 from streamrl.gserver.rerouting import Rerouting
 from streamrl.gserver.routing import Fleet
 from streamrl.gserver.wakeup import Wakeup
-from streamrl.transport.control import (
-    Done,
+from streamrl.transport.control.evaluations import (
     Evaluate,
     EvaluationReports,
     EvaluationResult,
@@ -22,33 +23,39 @@ from streamrl.transport.control import (
     EvaluationStatus,
     NextEvaluation,
     NextEvaluationReply,
-    RouteReply,
 )
+from streamrl.transport.control.groups import RouteReply
+from streamrl.transport.control.members import Done
 
 
 class Evaluations:
     """`evaluator` finds a registered evaluator by its index and hears it; `over` tells whether the run is.
 
-    `on_training_over` is called when the master waits for nothing else any more.
+    `on_told` hears who is told so; `on_training_over` is called when the master waits for nothing else any more.
+    `samples`: responses to each prompt.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
+        samples: int,
         changed: Wakeup,
         rerouting: Rerouting,
         evaluator: Callable[[int], Member],
         on_training_over: Callable[[], None],
+        on_told: Callable[[Member], None],
         over: Callable[[], bool],
         long_poll_seconds: float,
     ) -> None:
         self._queue = EvaluationQueue()
         self._fleet = fleet
+        self._prompt = Work(samples, 0)
         self._changed = changed
         self._rerouting = rerouting
         self._evaluator = evaluator
         self._on_training_over = on_training_over
+        self._on_told = on_told
         self._over = over
         self._long_poll = long_poll_seconds
         self._routed: dict[str, set[int]] = {}
@@ -66,8 +73,7 @@ class Evaluations:
             lambda: self._over() or self._queue.has_for(member.name) or member.silent, timeout=self._long_poll
         )
         if self._over():
-            member.told = True
-            self._changed.notify()
+            self._on_told(member)
             return NextEvaluationReply(task=None, stop=True)
         return NextEvaluationReply(task=None if member.silent else self._queue.take(member.name), stop=False)
 
@@ -77,7 +83,10 @@ class Evaluations:
         if self._over():
             return RouteReply(gserver="")
         key = _load(member.name, message.prompt)
-        found = await self._rerouting.find(lambda avoid: self._fleet.assign(key, avoid=avoid), failed=message.failed)
+        found = await self._rerouting.find(
+            lambda avoid: self._fleet.assign(key, self._prompt, now=time.monotonic(), avoid=avoid),
+            failed=message.failed,
+        )
         if found:
             self._routed.setdefault(member.name, set()).add(message.prompt)
         return RouteReply(gserver=found)

@@ -11,19 +11,21 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from aiohttp import web
-
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager_core import Manager
-from streamrl.gserver.manager_http import application
+from streamrl.gserver.manager_http import server
 from streamrl.gserver.timeline import Timeline
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.http_server import HttpServer
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key
 
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
 """How long the manager stays after the end of the run for those who have not heard of it."""
+SHUTDOWN_SECONDS = 1.0
+"""For calls that run when the manager leaves."""
 LINGER_SECONDS = 1.0
 """After the last was told: who leaves may still ask for the run's final figures."""
 
@@ -31,20 +33,26 @@ LINGER_SECONDS = 1.0
 async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str], None] | None = None) -> None:
     """Manage a run until it is over and everyone was told, or until cancelled.
 
-    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had.
+    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, `ConfigError`
+    when the key that the configuration asks for is not set.
     """
+    key = manager_key(config)
+    if not key and not is_loopback(host):
+        log.warning(
+            "the manager listens at %s without a key: whoever reaches it can steer the run; "
+            "set manager.api_key_env to the name of an environment variable that holds one",
+            host,
+        )
     async with AsyncExitStack() as stack:
-        client = GenerationClient(timeout=config.weights.timeout_seconds)
+        client = GenerationClient(timeout=config.weights.timeout_seconds, key=gserver_key(config))
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
         manager = Manager(config, client=client, timeline=timeline)
-        # A caller that hangs up cancels its call: nobody is admitted into a closed connection.
-        runner = web.AppRunner(application(manager), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        stack.push_async_callback(runner.cleanup)
-        await runner.setup()
+        answering = server(manager, key=key, key_variable=config.manager.api_key_env)
+        stack.push_async_callback(answering.close, patience=SHUTDOWN_SECONDS)
         stack.push_async_callback(manager.close)
-        url = await _listen(runner, host, port)
+        url = await _listen(answering, host, port)
         log.info("the manager of run %r listens at %s", config.run.name, url)
         if on_ready is not None:
             on_ready(url)
@@ -55,15 +63,12 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
             watching.cancel()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
-    site = web.TCPSite(runner, host, port)
+async def _listen(server: HttpServer, host: str, port: int) -> str:
     try:
-        await site.start()
+        address, bound = await server.listen(host, port)
     except OSError as error:
         raise StreamRLError(
             f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
             "is another one running there? choose another manager.port, or 0 for any"
         ) from error
-    address = runner.addresses[0]
-    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http://{shown}:{address[1]}"
+    return f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}"

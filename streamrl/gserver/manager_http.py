@@ -3,6 +3,7 @@
 | status | when |
 |---|---|
 | 400 | the body or the query is not what the call takes |
+| 401 | the key is missing or wrong (`manager.api_key_env`) |
 | 404, 405 | there is no such call |
 | 409 | the call makes sense but is refused; the message says why |
 | 500 | a fault of the manager, logged with its traceback; it lives on |
@@ -15,158 +16,172 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, get_args
 
 import msgspec
-from aiohttp import web
 
 from streamrl.errors import StreamRLError, WireError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.manager_metrics import render
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
-    Admit,
-    Evaluate,
-    EvaluationResult,
-    EvaluationRoute,
-    FinishRun,
-    Heartbeat,
-    NextEvaluation,
-    PublishBegin,
-    PublishCommit,
-    Register,
-    Reject,
-    Role,
-    Route,
-    Settle,
-    StepReport,
-)
+from streamrl.metrics import StepReport
+from streamrl.transport import keys
+from streamrl.transport.control import LONG_POLL_SECONDS
+from streamrl.transport.control.evaluations import Evaluate, EvaluationResult, EvaluationRoute, NextEvaluation
+from streamrl.transport.control.groups import Admit, InFlight, Reject, Route, Settle
+from streamrl.transport.control.members import AskPlace, Drain, FinishRun, Heartbeat, Leave, Register, Role
+from streamrl.transport.control.publication import PublishBegin, PublishCommit
 from streamrl.transport.http import ErrorDetail, ErrorReply
+from streamrl.transport.http_server import Answer, Call, Handler, HttpServer
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+HEALTH = "/health"
+
+_encoder = msgspec.json.Encoder()
 
 MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
 
 
-def application(manager: Manager) -> web.Application:
-    """All calls of `transport/control.py`."""
-    app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
-    app.add_routes(
-        [
-            _post("/register", Register, manager.register),
-            _post("/heartbeat", Heartbeat, manager.heartbeat),
-            _post("/admit", Admit, manager.admit),
-            _post("/route", Route, manager.route),
-            _post("/reject", Reject, manager.reject),
-            _post("/settle", Settle, manager.settle),
-            _post("/publish/begin", PublishBegin, manager.publish_begin),
-            _post("/publish/commit", PublishCommit, manager.publish_commit),
-            _post("/evaluate", Evaluate, manager.evaluations.ask),
-            _post("/evaluation/next", NextEvaluation, manager.evaluations.next),
-            _post("/evaluation/route", EvaluationRoute, manager.evaluations.route),
-            _post("/evaluation", EvaluationResult, manager.evaluations.result),
-            _post("/report", StepReport, manager.report),
-            _post("/finish_run", FinishRun, manager.finish_run),
-            web.get("/publish/wanted", _wanted(manager)),
-            web.get("/topology", _topology(manager)),
-            web.get("/rejections", _rejections(manager)),
-            web.get("/evaluations", _evaluations(manager)),
-            web.get("/data", _data(manager)),
-            web.get("/status", _status(manager)),
-            web.get("/metrics", _metrics(manager)),
-        ]
-    )
-    return app
+def server(manager: Manager, *, key: str = "", key_variable: str = "") -> HttpServer:
+    """Answers all calls of `transport/control/`; with a `key` only to callers that show it, but for /health.
+
+    `key_variable`: the environment variable with the key, for those who are refused.
+    """
+    calls = _calls(manager)
+
+    async def handle(call: Call) -> Answer:
+        try:
+            methods = calls.get(call.path)
+            if methods is None:
+                return _refuse(404, f"{call.method} {call.path}: the manager has no such call")
+            answer = methods.get(call.method)
+            if answer is None:
+                return _refuse(405, f"{call.method} {call.path}: use {' or '.join(methods)}")
+            if key and call.path != HEALTH and not keys.admits(key, call.headers.get(keys.HEADER.lower())):
+                return _refuse(401, keys.refusal("manager.api_key_env", key_variable))
+            return await answer(call)
+        except WireError as error:
+            return _refuse(400, str(error))
+        except StreamRLError as error:
+            return _refuse(409, str(error))
+        except Exception as error:  # the tolerance point: one faulty call must not end the run
+            log.exception("%s %s failed", call.method, call.path)
+            return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
+
+    return HttpServer(handle, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
 
 
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except WireError as error:
-        return _refuse(400, str(error))
-    except StreamRLError as error:
-        return _refuse(409, str(error))
-    except web.HTTPException as error:
-        return _refuse(error.status, f"{request.method} {request.path}: {error.reason}")
-    except Exception as error:  # the tolerance point: one faulty call must not end the run
-        log.exception("%s %s failed", request.method, request.path)
-        return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
+def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
+    """Path → method → call."""
+    members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
+    posts = {
+        "/register": _post(Register, members.register),
+        "/place": _post(AskPlace, manager.draining.place),
+        "/drain": _post(Drain, manager.draining.drain),
+        "/leave": _post(Leave, manager.draining.left),
+        "/heartbeat": _post(Heartbeat, members.heartbeat),
+        "/admit": _post(Admit, groups.admit),
+        "/route": _post(Route, groups.route),
+        "/in_flight": _post(InFlight, groups.in_flight),
+        "/reject": _post(Reject, groups.reject),
+        "/settle": _post(Settle, groups.settle),
+        "/publish/begin": _post(PublishBegin, weights.begin),
+        "/publish/commit": _post(PublishCommit, weights.commit),
+        "/evaluate": _post(Evaluate, evaluations.ask),
+        "/evaluation/next": _post(NextEvaluation, evaluations.next),
+        "/evaluation/route": _post(EvaluationRoute, evaluations.route),
+        "/evaluation": _post(EvaluationResult, evaluations.result),
+        "/report": _post(StepReport, manager.report),
+        "/finish_run": _post(FinishRun, manager.finish_run),
+    }
+    gets = {
+        "/publish/wanted": _wanted(manager),
+        "/topology": _topology(manager),
+        "/rejections": _rejections(manager),
+        "/evaluations": _evaluations(manager),
+        "/data": _data(manager),
+        "/status": _status(manager),
+        "/metrics": _metrics(manager),
+        HEALTH: _health,
+    }
+    return {path: {"POST": call} for path, call in posts.items()} | {path: {"GET": call} for path, call in gets.items()}
 
 
-def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> web.RouteDef:
+def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> Handler:
     decoder = msgspec.json.Decoder(body)
 
-    async def handle(request: web.Request) -> web.Response:
-        content = await request.read()
+    async def handle(request: Call) -> Answer:
         try:
-            message = decoder.decode(content)
+            message = decoder.decode(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
-                f"POST {path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
+                f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {request.body[:200]!r}"
             ) from error
         return _json(await call(message))
 
-    return web.post(path, handle)
+    return handle
+
+
+async def _health(call: Call) -> Answer:
+    return Answer(b"")
 
 
 def _topology(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: Call) -> Answer:
         role = request.query.get("role", "")
         if role not in get_args(Role):
             raise WireError(f"/topology?role={role}: role is one of {', '.join(get_args(Role))}")
         count = _number(request, "count", 1)
         wait = _number(request, "wait", LONG_POLL_SECONDS)
-        return _json(await manager.topology(role, int(count), wait=wait))  # type: ignore[arg-type]
+        return _json(await manager.members.topology(role, int(count), wait=wait))  # type: ignore[arg-type]
 
     return handle
 
 
 def _rejections(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
-        return _json(await manager.rejections(int(_number(request, "after", 0))))
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.groups.rejections(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _evaluations(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
 
     return handle
 
 
 def _wanted(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
-        return _json(await manager.weights_wanted())
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.weights.wanted(timeout=LONG_POLL_SECONDS))
 
     return handle
 
 
 def _data(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
-        return _json(await manager.data())
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.groups.data())
 
     return handle
 
 
 def _status(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: Call) -> Answer:
         return _json(manager.status())
 
     return handle
 
 
 def _metrics(manager: Manager) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: Call) -> Answer:
         content = render(manager.status(), admitted=manager.admitted, pause_seconds_total=manager.pause_seconds_total)
-        return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return Answer(content, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
+def _number(request: Call, name: str, default: float) -> float:
     text = request.query.get(name)
     if text is None:
         return default
@@ -179,9 +194,9 @@ def _number(request: web.Request, name: str, default: float) -> float:
     return value
 
 
-def _refuse(status: int, message: str) -> web.Response:
+def _refuse(status: int, message: str) -> Answer:
     return _json(ErrorReply(ErrorDetail(message)), status=status)
 
 
-def _json(content: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
+def _json(content: Any, *, status: int = 200) -> Answer:
+    return Answer(_encoder.encode(content), status=status)

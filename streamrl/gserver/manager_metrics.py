@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from streamrl.evaluation import scalars
-from streamrl.transport.control import Status
+from streamrl.transport.control.status import Status
 
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
 _LEDGER_COUNTERS = ("rejected", "dropped", "expired")

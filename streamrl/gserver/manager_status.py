@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamrl.config import Config
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.routing import Fleet, Standing
+from streamrl.gserver.run_state import RunState
 from streamrl.ledger import Ledger
-from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status, StepReport
-
-
-@dataclass(slots=True)
-class RunState:
-    """Where the run stands as a whole."""
-
-    name: Literal["joining", "running", "finished", "failed"] = "joining"
-    message: str = ""
-    """Why it ended."""
-
-    @property
-    def over(self) -> bool:
-        return self.name in ("finished", "failed")
-
-    def end(self, name: Literal["finished", "failed"], message: str) -> None:
-        self.name = name
-        self.message = message
+from streamrl.metrics import StepReport
+from streamrl.transport.control.evaluations import EvaluationStatus
+from streamrl.transport.control.members import Role
+from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
 
 
 def waits_for_members(registry: Registry, config: Config) -> str:
@@ -38,12 +24,12 @@ def waits_for_members(registry: Registry, config: Config) -> str:
         "model_worker": config.trainer.workers,
         "master": 1,
     }
-    missing = [
-        f"{role}/{index}"
-        for role, count in wanted.items()
-        for index in range(count)
-        if registry.get(role, index) is None
-    ]
+    missing = []
+    for role, count in wanted.items():
+        absent = [f"{role}/{index}" for index in range(count) if registry.get(role, index) is None]
+        # gservers and rollout workers with other numbers do as well; the rest is known by its number
+        lacking = count - registry.count(role) if role in ("gserver", "rollout") else len(absent)
+        missing += absent[: max(0, lacking)]
     return ", ".join(missing)
 
 
@@ -57,14 +43,18 @@ def build_status(
     last_step: StepReport | None,
     publication: dict[str, Any],
     data_rows: int,
+    in_line: int,
     evaluation: EvaluationStatus | None,
     now: float,
 ) -> Status:
-    """Everything that /status tells; `now` on the registry's clock."""
+    """Everything that /status tells.
+
+    `in_line`: calls that wait for room or for a gserver; `now` on the registry's clock.
+    """
     return Status(
         run=config.run.name,
         state=state.name,
-        message=state.message if state.over else _waits_for(config, state, registry, fleet),
+        message=state.message if state.over else _waits_for(config, state, registry, fleet, ledger, in_line=in_line),
         ledger=LedgerStatus(
             policy_version=ledger.policy_version,
             max_staleness=ledger.max_staleness,
@@ -85,12 +75,16 @@ def build_status(
     )
 
 
-def _waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet) -> str:
+def _waits_for(
+    config: Config, state: RunState, registry: Registry, fleet: Fleet, ledger: Ledger, *, in_line: int
+) -> str:
     reasons = []
     if state.name == "joining":
         reasons.append(f"waits for {waits_for_members(registry, config)} to join")
-    elif not fleet.serving():
+    elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
+    elif in_line and ledger.room and not fleet.has_place:
+        reasons.append(f"{in_line} calls wait for a place: all {fleet.serving_count} gservers run as much as they can")
     silent = [member.name for member in registry.everyone() if member.silent]
     if silent:
         reasons.append(f"silent: {', '.join(silent)}")
@@ -111,9 +105,11 @@ def _process(member: Member, fleet: Fleet, *, now: float) -> ProcessStatus:
     )
 
 
-def _state(member: Member, fleet: Fleet) -> Literal["live", "silent", "evicted"]:
+def _state(member: Member, fleet: Fleet) -> Literal["live", "silent", "evicted", "draining"]:
     if member.silent:
         return "silent"
+    if member.draining:
+        return "draining"
     gserver = fleet.get(member.index) if member.role == "gserver" else None
     return "live" if gserver is None or gserver.standing is Standing.SERVING else "evicted"
 

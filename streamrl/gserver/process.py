@@ -17,11 +17,13 @@ from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.engine import Engine, Served
 from streamrl.gserver.server import Server
+from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.gserver.text import Text
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key
 from streamrl.transport.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,13 @@ SHUTDOWN_SECONDS = 1.0
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Serve `model_dir` until the run is over."""
-    client = ControlClient(manager_url)
+    if not gserver_key(config) and not is_loopback(config.gserver.host):
+        log.warning(
+            "gserver/%d listens at %s without a key: whoever reaches it can generate and change its weights; "
+            "set gserver.api_key_env to the name of an environment variable that holds one",
+            *(index, config.gserver.host),
+        )
+    client = ControlClient(manager_url, key=manager_key(config))
     try:
         async with running(config, index=index, model_dir=model_dir) as (engine, url):
             membership = Membership(
@@ -56,26 +64,41 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 
 async def _until_over(membership: Membership, engine: Served) -> None:
-    """Wait for the end of the run; an engine that fails before it is told to the manager, and ends this process."""
+    """Wait for the end of the run, or to be asked to leave it; an engine that fails before it is told to the manager,
+    and ends this process."""
     stopping = asyncio.create_task(membership.stopping.wait())
+    leaving = asyncio.create_task(membership.leaving.wait())
     failed = asyncio.create_task(engine.failed())
     try:
-        await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, leaving, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             error = failed.exception()
             if error is not None:
                 await membership.fail(error)
                 raise error
     finally:
-        for task in (stopping, failed):
+        for task in (stopping, leaving, failed):
             task.cancel()
-        await asyncio.gather(stopping, failed, return_exceptions=True)
+        await asyncio.gather(stopping, leaving, failed, return_exceptions=True)
 
 
 @asynccontextmanager
 async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Served, str]]:
     """What answers requests, and the URL at which it does."""
-    if config.gserver.engine == "sglang":
+    # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
+    prompt_cache = config.weights.pause_mode != "in_place"
+    if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
+        async with joined_server(
+            config.gserver.sglang.addresses[index].rstrip("/"),
+            model_dir=model_dir,
+            weight_version=_initial_version(config),
+            max_context=config.gserver.max_context,
+            prompt_cache=prompt_cache,
+            load_seconds=config.gserver.sglang.start_timeout_seconds,
+            key=gserver_key(config),
+        ) as joined:
+            yield joined, joined.url
+    elif config.gserver.engine == "sglang":
         device = resolve_device(config.run.device, index=index)
         async with sglang_server(
             config.gserver,
@@ -85,8 +108,8 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
             dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
             seed=_seed(config, index),
             weight_version=_initial_version(config),
-            # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
-            prompt_cache=config.weights.pause_mode != "in_place",
+            prompt_cache=prompt_cache,
+            key=gserver_key(config),
         ) as server:
             yield server, server.url
     else:
@@ -102,7 +125,7 @@ async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIter
     await engine.start()
     try:
         runner = web.AppRunner(
-            Server(engine, text=text).application(),
+            Server(engine, text=text).application(key=gserver_key(config), key_variable=config.gserver.api_key_env),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS,
@@ -149,6 +172,8 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         version=version,
         update_timeout=config.weights.timeout_seconds,
         deterministic=settings.deterministic,
+        prefill_tokens=settings.prefill_tokens,
+        prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
     )
 
 

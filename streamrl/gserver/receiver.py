@@ -226,7 +226,7 @@ class WeightReceiver:
         for name, tensor in received.items():
             ignored = self._expected is not None and name in self._expected.ignored
             stored = None if ignored or self._store is None else self._store(name, tensor)
-            staged.sums[name] = "" if stored is None else tensor_sums(stored)
+            staged.sums[name] = "" if stored is None else tensor_sums(stored.to(tensor.dtype))
 
     def _load(self, folder: Path, staged: Staged) -> None:
         files = sorted(folder.glob("*.safetensors"))

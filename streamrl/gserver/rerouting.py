@@ -9,26 +9,24 @@ import asyncio
 from collections.abc import Callable
 
 from streamrl.gserver.checks import GserverChecks
+from streamrl.gserver.line import Line
 from streamrl.gserver.routing import Fleet, Gserver
-from streamrl.gserver.wakeup import Wakeup
 
 
 class Rerouting:
-    """`over` tells whether the run is; then nothing is found."""
+    """Those for whom there is no place now wait in `line`."""
 
     def __init__(
         self,
         *,
         fleet: Fleet,
         checks: GserverChecks,
-        changed: Wakeup,
-        over: Callable[[], bool],
+        line: Line[Gserver],
         long_poll_seconds: float,
     ) -> None:
         self._fleet = fleet
         self._checks = checks
-        self._changed = changed
-        self._over = over
+        self._line = line
         self._long_poll = long_poll_seconds
 
     async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
@@ -36,12 +34,11 @@ class Rerouting:
 
         `failed`: URL of the gserver that failed, which is checked; empty: none did.
         """
-        suspect = next((g for g in self._fleet.serving() if g.address == failed), None)
+        suspect = self._fleet.serving_at(failed)
         check = self._checks.start(suspect) if suspect is not None else None
         choice = choose(failed)
         if choice is None:
             if check is not None:
                 await asyncio.wait({check})
-            await self._changed.until(lambda: bool(self._fleet.serving()) or self._over(), timeout=self._long_poll)
-            choice = choose("")
+            choice = await self._line.find(lambda: choose(""), timeout=self._long_poll)
         return choice.address if choice is not None else ""

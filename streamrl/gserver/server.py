@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from streamrl.errors import ModelError, StreamRLError
 from streamrl.gserver.api import Generation, Limits, TextCodec, parse, reply
 from streamrl.gserver.engine import Engine, Job, QueueFull, Refused, Ticket
+from streamrl.transport import keys
 from streamrl.transport.generation import (
     AbortRequest,
     DestroyWeightsUpdateGroup,
@@ -81,9 +83,13 @@ class Server:
         self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
         self._aborting: set[asyncio.Task[None]] = set()
 
-    def application(self) -> web.Application:
-        """All calls; run it with `handler_cancellation=True`, or requests of lost clients go on."""
-        app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
+    def application(self, *, key: str = "", key_variable: str = "") -> web.Application:
+        """All calls; run it with `handler_cancellation=True`, or requests of lost clients go on.
+
+        `key`: what callers have to show, but for /health; `key_variable` holds it, for those who are refused.
+        """
+        checks = [_key_check(key, key_variable)] if key else []
+        app = web.Application(middlewares=[_answer_errors, *checks], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -190,6 +196,7 @@ class Server:
                 "weight_version": self._engine.weight_version,
                 "vocab_size": self._engine.vocab_size,
                 "context_length": self._engine.max_context,
+                "max_running_requests": self._engine.max_running,
             }
         )
 
@@ -312,6 +319,16 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:  # tolerance point: one request, not the server
         log.exception("%s %s failed", request.method, request.path)
         return _json(_error(f"fault of the gserver: {type(error).__name__}: {error}"), status=500)
+
+
+def _key_check(key: str, variable: str) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/health" and not keys.admits(key, request.headers.get(keys.HEADER)):
+            return _json(_error(keys.refusal("gserver.api_key_env", variable)), status=401)
+        return await handler(request)
+
+    return check
 
 
 def _error(error: StreamRLError | str) -> ErrorReply:

@@ -96,7 +96,7 @@ class SimulatedEngine:
         self.vocab_size = ANY_TOKEN
         self.max_context = max_context
         self._settings = settings
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_queued = max_queued
         self._random = random.Random(seed)
         self._version = version
@@ -129,7 +129,7 @@ class SimulatedEngine:
         self._waiting.clear()
 
     def submit(self, job: Job) -> Ticket:
-        if len(self._running) + len(self._waiting) >= self._max_running + self._max_queued:
+        if len(self._running) + len(self._waiting) >= self.max_running + self._max_queued:
             raise QueueFull(
                 f"{len(self._running) + len(self._waiting)} requests are running or waiting, no more are taken; "
                 "try again later, or raise gserver.max_queued"
@@ -231,6 +231,7 @@ class SimulatedEngine:
         return {
             "running": float(len(self._running)),
             "queued": float(len(self._waiting)),
+            "running_tokens": float(sum(r.produced + len(r.ticket.job.input_ids) for r in self._running.values())),
             **{f"{name}_total": total for name, total in self._totals.items()},
             "pause_seconds_total": self._pause_seconds + paused,
         }
@@ -238,7 +239,7 @@ class SimulatedEngine:
     def _admit(self) -> None:
         """Fill free slots from the queue."""
         self._count()
-        while self._waiting and self._paused_at is None and len(self._running) < self._max_running:
+        while self._waiting and self._paused_at is None and len(self._running) < self.max_running:
             request = self._waiting.popleft()
             self._running[request.ticket.job.rid] = request
             self._totals["prompt_tokens"] += len(request.ticket.job.input_ids)

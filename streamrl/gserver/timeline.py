@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.gserver.weight_update import UpdateRecord
-from streamrl.transport.control import Role
+from streamrl.transport.control.members import Role
 
 log = logging.getLogger(__name__)
 

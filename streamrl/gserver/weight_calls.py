@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.errors import PublicationError
 from streamrl.gserver.routing import Gserver
-from streamrl.transport.control import TensorSpec
+from streamrl.transport.control.publication import TensorSpec
 from streamrl.transport.generation import (
     AbortRequest,
     DestroyWeightsUpdateGroup,

@@ -21,7 +21,7 @@ from streamrl.gserver.blame import Seen
 from streamrl.gserver.routing import Gserver, Standing, serves
 from streamrl.gserver.update_states import ORDER, Do, Serves, Stage, Step, UpdateStates, plan_for
 from streamrl.gserver.weight_calls import WeightCalls
-from streamrl.transport.control import Broadcast, PublishReply, Snapshot
+from streamrl.transport.control.publication import Broadcast, PublishReply, Snapshot
 from streamrl.transport.generation import InitWeightsUpdateGroup
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -28,13 +29,14 @@ from streamrl.gserver.update_states import Stage
 from streamrl.gserver.wakeup import Wakeup
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.gserver.weight_update import UpdateRecord, WeightGroup, WeightUpdate
-from streamrl.transport.control import (
+from streamrl.transport.control.publication import (
     Broadcast,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
     PublishReply,
     Snapshot,
+    Wanted,
 )
 
 log = logging.getLogger(__name__)
@@ -76,12 +78,18 @@ class WeightUpdates:
             config=config, fleet=fleet, calls=calls, current=lambda: self.version, on_ended=self._caught_up
         )
         self._group: WeightGroup | None = None
+        self._run_name = uuid.uuid4().hex[:8]  # a server that several runs join after another still has their groups
         self._group_numbers = itertools.count(1)
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
         self._closing = False
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._running is not None and not self._running.done()
 
     def status(self) -> dict[str, Any]:
         """State of the update in progress, and figures of the last one."""
@@ -132,19 +140,26 @@ class WeightUpdates:
         update.commit(message.error, message.checksums)
         return await asyncio.shield(running)
 
-    def wanted(self) -> list[Gserver]:
-        """Those that wait for the current weights, which only the publisher has."""
-        return [] if self._in_progress else self._catch_ups.wanted(self.version)
+    async def wanted(self, *, timeout: float) -> Wanted:
+        """Who waits for the current weights, which only the publisher has; waits for one to do so."""
+        await self._changed.until(lambda: bool(self._wanting()) or self._closing, timeout=timeout)
+        return Wanted(
+            version=self.version, gservers=[g.name for g in self._wanting()], serving=self._fleet.serving_count
+        )
+
+    def _wanting(self) -> list[Gserver]:
+        return [] if self.under_way or self._closing else self._catch_ups.wanted(self.version)
 
     def look_for_laggards(self) -> None:
         """Bring those up to date that lack the current weights, unless an update is on its way to them."""
-        if not self._in_progress and not self._closing:
+        self._changed.notify()
+        if not self.under_way and not self._closing:
             self._catch_ups.look()
 
     async def close(self) -> None:
         """Roll back what is in progress, resume everyone, and forget the group."""
         self._closing = True
-        if self._update is not None and self._running is not None and self._in_progress:
+        if self._update is not None and self._running is not None and self.under_way:
             self._update.leave()
             await asyncio.wait({self._running})
         await self._catch_ups.close()
@@ -152,12 +167,8 @@ class WeightUpdates:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    @property
-    def _in_progress(self) -> bool:
-        return self._running is not None and not self._running.done()
-
     async def _settle_previous(self) -> None:
-        if self._update is not None and self._running is not None and self._in_progress:
+        if self._update is not None and self._running is not None and self.under_way:
             self._update.abort("the publisher began another update")
             await asyncio.wait({self._running})
 
@@ -204,7 +215,7 @@ class WeightUpdates:
         """The run ends when every gserver that lives has failed too often to take the current weights."""
         heard = [g for g in self._fleet.all() if g.standing is not Standing.SILENT]
         failed = [g for g in heard if g.failed_catch_ups >= self._config.attempts]
-        if heard and len(failed) == len(heard) and not self._in_progress:
+        if heard and len(failed) == len(heard) and not self.under_way:
             names = ", ".join(g.name for g in failed)
             self._on_hopeless(
                 f"no gserver serves weights v{self.version}, and {names} could not be brought to them in "
@@ -265,7 +276,7 @@ class WeightUpdates:
 
     def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
         """The group in use if it still fits, else a new one."""
-        name = f"weights-{next(self._group_numbers)}"
+        name = f"weights-{self._run_name}-{next(self._group_numbers)}"
         if isinstance(message.weights, Snapshot):
             return WeightGroup(name, tuple(members))
         old = self._group

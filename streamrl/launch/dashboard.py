@@ -19,7 +19,9 @@ from streamrl.config import Config
 from streamrl.evaluation import in_words
 from streamrl.launch.history import History
 from streamrl.launch.plan import ProcessPlan
-from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.evaluations import EvaluationStatus
+from streamrl.transport.control.status import ProcessStatus, Status
 
 LINES_BESIDE_PROCESSES = 23
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""
@@ -31,6 +33,7 @@ STATE_STYLE = {
     "live": "green",
     "silent": "yellow",
     "evicted": "red",
+    "draining": "yellow",
 }
 SPAN_STYLE = {
     "wait": "grey42",
@@ -328,7 +331,7 @@ def _processes(status: Status, rows: int) -> Panel:
 
 
 def _occupation(process: ProcessStatus) -> Text:
-    if process.state != "live":
+    if process.state in ("silent", "evicted"):
         return Text(f"silent for {process.silent_seconds:.0f} s", style="yellow")
     if process.waiting_for:
         return Text(f"waits for {process.waiting_for}", style="yellow")

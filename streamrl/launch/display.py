@@ -24,8 +24,10 @@ from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
 from streamrl.launch.dashboard import dashboard, duration, step_line
 from streamrl.launch.history import History
 from streamrl.launch.tail import Tail, Warnings
-from streamrl.metrics import METRICS_FILE
-from streamrl.transport.control import ControlClient, Status, StepReport
+from streamrl.metrics import METRICS_FILE, StepReport
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.status import Status
+from streamrl.transport.keys import manager_key
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Display:
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""
-        client = ControlClient(manager_url, timeout=10.0)
+        client = ControlClient(manager_url, key=manager_key(self._config), timeout=10.0)
         try:
             while True:
                 try:
@@ -145,9 +147,9 @@ class LiveDisplay(Display):
         self._live.update(picture, refresh=True)
 
 
-async def picture_of(manager_url: str) -> RenderableType:
-    """The state of the run now, with rates from two looks at it."""
-    client = ControlClient(manager_url, timeout=10.0)
+async def picture_of(manager_url: str, *, key: str = "") -> RenderableType:
+    """The state of the run now, with rates from two looks at it; `key`: what the manager asks for, if it does."""
+    client = ControlClient(manager_url, key=key, timeout=10.0)
     history = History(started=time.monotonic())
     try:
         for look in range(2):

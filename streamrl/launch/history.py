@@ -12,7 +12,8 @@ from statistics import median
 
 import msgspec
 
-from streamrl.transport.control import ProcessStatus, Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.status import ProcessStatus, Status
 
 WINDOW_SECONDS = 10.0
 

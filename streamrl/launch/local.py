@@ -43,7 +43,8 @@ from streamrl.launch.plan import (
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.restarts import Restarts
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.keys import manager_key
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class LocalRun:
         self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
         for process in others:
             await self._start(children, process)
-        client = ControlClient(self._manager_url, timeout=STATUS_SECONDS)
+        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
         following = asyncio.create_task(self._display.follow(self._manager_url), name="display")
         try:
             await until_finished(children, client=client, restart=self._restart)

@@ -3,6 +3,8 @@
 Owns the process's logging, its signal handlers and its end of the lifeline. Invariants:
 
 - the first SIGTERM or SIGINT cancels the component, so that it cleans up; the second ends the process at once;
+  where there is something to do before, such as leaving a run without loss, the first signal starts that, and the
+  second and third are what the first and second are else;
 - a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL:
   it holds the reading end of a pipe whose only writing end is the launcher's, and stops at end-of-file.
 """
@@ -15,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvloop
@@ -117,14 +119,18 @@ def set_up_logging(name: str) -> None:
     logging.captureWarnings(True)
 
 
-def run_component(prepare: Callable[[], Component], *, lifeline: Lifeline | None = None) -> int:
+def run_component(
+    prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Component] = ()
+) -> int:
     """Run the component that `prepare` answers to its end; answers the exit code, and logs why where it is not 0.
+
+    `on_first_signal` (at most one) may be put there by `prepare`.
 
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
     cannot work; 128 + n: stopped by signal n.
     """
     try:
-        return run_until_stopped(prepare(), lifeline=lifeline)
+        return run_until_stopped(prepare(), lifeline=lifeline, on_first_signal=on_first_signal)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_BAD_CONFIG
@@ -144,14 +150,20 @@ def run_component(prepare: Callable[[], Component], *, lifeline: Lifeline | None
 
 
 def run_until_stopped(
-    component: Component, *, lifeline: Lifeline | None = None, before_force: Callable[[], None] | None = None
+    component: Component,
+    *,
+    lifeline: Lifeline | None = None,
+    before_force: Callable[[], None] | None = None,
+    on_first_signal: Sequence[Component] = (),
 ) -> int:
     """Run `component` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
 
-    `before_force` is called when a second signal demands the end at once. Raises what `component` raises.
+    `before_force` is called when a second signal demands the end at once. `on_first_signal` (at most one) is what
+    the first signal starts instead of the end, which then comes by itself; if it fails, the end comes at once.
+    Raises what `component` raises.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_stopped(component, lifeline, before_force))
+        return runner.run(_until_stopped(component, lifeline, before_force, on_first_signal))
 
 
 def _leaves(group: ExceptionGroup[Any]) -> Iterator[Exception]:
@@ -163,13 +175,28 @@ def _leaves(group: ExceptionGroup[Any]) -> Iterator[Exception]:
 
 
 async def _until_stopped(
-    component: Component, lifeline: Lifeline | None, before_force: Callable[[], None] | None
+    component: Component,
+    lifeline: Lifeline | None,
+    before_force: Callable[[], None] | None,
+    on_first_signal: Sequence[Component],
 ) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(component(), name="component")
     received: list[signal.Signals] = []
+    leaving: list[asyncio.Task[None]] = []
+
+    async def leave(first: Component) -> None:
+        try:
+            await first()
+        except StreamRLError as error:
+            log.warning("the run cannot be left in order (%s); stopping", error)
+            task.cancel()
 
     def stop(number: signal.Signals) -> None:
+        if on_first_signal and not leaving:
+            log.info("%s: leaving the run; once more to stop now", number.name)
+            leaving.append(loop.create_task(leave(on_first_signal[0])))
+            return
         if received:
             log.warning("%s again: ending at once", number.name)
             if before_force is not None:
@@ -191,4 +218,8 @@ async def _until_stopped(
         await task
     except asyncio.CancelledError:
         return 128 + received[0] if received else EXIT_ORPHANED
+    finally:
+        for first in leaving:
+            first.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
     return 128 + received[0] if received else 0

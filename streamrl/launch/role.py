@@ -7,6 +7,7 @@ whether a person or a launcher started the process.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +16,12 @@ from typing import Any
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.importing import without_garbage_collection
+from streamrl.launch.elastic import ask_to_leave, free_place
 from streamrl.launch.plan import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
+
+log = logging.getLogger(__name__)
 
 Arguments = Callable[[Config], dict[str, Any]]
 
@@ -49,7 +54,7 @@ def run_manager(
 
 def run_member(
     role: PlanRole,
-    index: int,
+    index: int | None,
     config_file: Path,
     overrides: Sequence[str],
     *,
@@ -57,13 +62,30 @@ def run_member(
     model_dir: Path | None,
     component: str | None,
 ) -> int:
-    """A process that joins the manager at `manager_url`; answers its exit code."""
+    """A process that joins the manager at `manager_url`; answers its exit code.
+
+    `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. Such a one that was
+    started by hand asks the manager at the first signal to let it leave without loss.
+    """
+    number = index if index is not None else _ask_place(role, config_file, overrides, manager_url=manager_url)
 
     def arguments(config: Config) -> dict[str, Any]:
         folder = _make_checkpoint(config) if model_dir is None else model_dir
-        return {"manager_url": manager_url, "index": index, "model_dir": folder}
+        return {"manager_url": manager_url, "index": number, "model_dir": folder}
 
-    return _run_role(role, index, config_file, overrides, component, arguments)
+    def leave(config: Config) -> Component:
+        return lambda: ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
+
+    elastic = role in ("gserver", "rollout")
+    return _run_role(role, number, config_file, overrides, component, arguments, leave=leave if elastic else None)
+
+
+def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, manager_url: str) -> int:
+    set_up_logging(role)
+    config = configuration.load(config_file, overrides)
+    number = free_place(config, manager_url=manager_url, role=role)  # type: ignore[arg-type]
+    log.info("the manager calls this process %s/%d", role, number)
+    return number
 
 
 def run_checkpoint(
@@ -97,18 +119,23 @@ def _run_role(
     overrides: Sequence[str],
     component: str | None,
     arguments: Arguments,
+    leave: Callable[[Config], Component] | None = None,
 ) -> int:
+    """`leave` makes what the first signal starts, in a process that no launcher started."""
     set_up_logging(f"{role}/{index}")
     lifeline = Lifeline.from_environment()
+    on_first_signal: list[Component] = []
 
     def prepare() -> Component:
         config = configuration.load(config_file, overrides)
+        if leave is not None and lifeline is None:
+            on_first_signal.append(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
         serve = _load(component or COMPONENTS[role])
         keywords = arguments(config)
         return lambda: serve(config, **keywords)
 
-    return run_component(prepare, lifeline=lifeline)
+    return run_component(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
 
 
 def _make_checkpoint(config: Config, component: str | None = None) -> Path:
@@ -120,5 +147,6 @@ def _make_checkpoint(config: Config, component: str | None = None) -> Path:
 def _load(name: str) -> Callable[..., Any]:
     """The function that `module:function` names; loads torch with most of them."""
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    with without_garbage_collection():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found

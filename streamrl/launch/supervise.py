@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
-from streamrl.transport.control import ControlClient, Status
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ async def until_finished(children: Children, *, client: ControlClient, restart: 
             log.debug("%s left", child.name)
             if child.process.role == "master":
                 break
+        elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
+            log.info("%s has left the run, as it was asked to", child.name)
         elif not (child.exit_code != 0 and await restart(child, _had_joined(child, status))):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             raise ProcessDied(early + child.obituary())
@@ -68,6 +71,11 @@ async def _let_leave(children: Children) -> None:
         log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
 
 
+def _may_leave(child: Child) -> bool:
+    """Whether the run goes on without `child` where it has left in order."""
+    return child.process is not None and child.process.role in ("gserver", "rollout")
+
+
 async def _status(client: ControlClient) -> Status | None:
     try:
         return await client.status()
@@ -79,6 +87,11 @@ async def _status(client: ControlClient) -> Status | None:
 def _had_joined(child: Child, status: Status | None) -> bool:
     """Whether the manager has heard of `child`; True if it cannot be asked."""
     return status is None or any(process.pid == child.pid for process in status.processes)
+
+
+def _is_no_member(child: Child, status: Status | None) -> bool:
+    names = {f"{process.role}/{process.index}" for process in status.processes} if status is not None else set()
+    return child.name not in names
 
 
 async def _failure(children: Children, first: Child, message: str) -> str:

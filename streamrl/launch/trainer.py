@@ -22,7 +22,8 @@ from streamrl.launch.plan import (
     visible_gpus,
 )
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.keys import manager_key
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ async def run_trainer(
                     timeout=CHECKPOINT_SECONDS,
                 )
             )
-        client = ControlClient(manager_url, timeout=STATUS_SECONDS)
+        client = ControlClient(manager_url, key=manager_key(config), timeout=STATUS_SECONDS)
         try:
             for process in plan(config, gpus=visible_gpus()):
                 if process.role in ("model_worker", "master"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from streamrl.errors import ConfigError, DataError
+from streamrl.models import load_tokenizer
 
 Message = dict[str, str]
 
@@ -49,14 +50,8 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
-        """The tokenizer of the checkpoint folder `model_dir`; takes some seconds."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: no tokenizer can be loaded from {model_dir}: {error}") from error
-        return cls(tokenizer, chat_template=chat_template)
+        """The tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
+        return cls(load_tokenizer(model_dir), chat_template=chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text` as it stands."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from streamrl.config import Config
-from streamrl.transport.control import Admission
+from streamrl.transport.control.groups import Admission
 from streamrl.transport.directing import FIRST_ROLLOUT_WORKER, Direction, Generate, Generated, Score, Scored
 from streamrl.transport.request_reply import ReplyChannel
 

@@ -12,19 +12,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, PeerError, StreamRLError
-from streamrl.evaluation import in_words
+from streamrl.evaluation import EvaluationReport, in_words
 from streamrl.evaluation_config import as_evaluated
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
 from streamrl.rollout.tally import Tally
-from streamrl.transport.control import (
-    ControlClient,
-    EvaluationReport,
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.evaluations import (
     EvaluationResult,
     EvaluationRoute,
     EvaluationTask,
@@ -177,6 +177,9 @@ class PromptRoute:
         self._routes = routes
         self._prompt = prompt
         self._asking = asyncio.Lock()
+
+    def request(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()  # a prompt keeps its place on the gserver until its last sample is done
 
     async def replace(self, failed: str) -> None:
         async with self._asking:

@@ -13,16 +13,18 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import msgspec
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.rollout.in_flight import RequestCount
 from streamrl.rollout.replies import check_reply, token_versions
 from streamrl.rollout.siblings import SiblingRequests
-from streamrl.transport.control import ControlClient
-from streamrl.transport.control import Route as RouteMessage
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.groups import Route as RouteMessage
 from streamrl.transport.generation import (
     GenerateReply,
     GenerateRequest,
@@ -62,16 +64,26 @@ class Route(Protocol):
     async def replace(self, failed: str) -> None:
         """Look for another gserver than `failed`; the answer may be the same again."""
 
+    def request(self, tokens: int) -> AbstractContextManager[None]:
+        """Around a request with a context of so many `tokens`."""
+
 
 class GroupRoute:
     """The gserver of one group, shared by its siblings so that they share its prompt cache."""
 
-    def __init__(self, control: ControlClient, *, worker: int, seq: int, gserver: str) -> None:
+    def __init__(
+        self, control: ControlClient, *, worker: int, seq: int, gserver: str, count: RequestCount | None = None
+    ) -> None:
+        """`count` hears of the group's requests."""
         self.gserver = gserver
+        self._count = count
         self._control = control
         self._worker = worker
         self._seq = seq
         self._asking = asyncio.Lock()
+
+    def request(self, tokens: int) -> AbstractContextManager[None]:
+        return self._count.request(tokens) if self._count is not None else nullcontext()
 
     async def replace(self, failed: str) -> None:
         async with self._asking:

@@ -22,8 +22,10 @@ from streamrl.rollout.groups import GroupMaker, first_error
 from streamrl.rollout.partial import Generator
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow
-from streamrl.transport.control import ControlClient, Role
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.members import Role
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.keys import gserver_key, manager_key
 from streamrl.transport.membership import Membership
 
 PATIENCE_REQUESTS = 2
@@ -57,7 +59,7 @@ async def serve_until_over(
     """
     _allow_many_connections()
     async with AsyncExitStack() as owned:
-        control = ControlClient(manager_url)
+        control = ControlClient(manager_url, key=manager_key(config))
         owned.push_async_callback(control.close)
         membership = Membership(
             control, role=role, index=index, address="", config_digest=config.digest(), stats=activity.stats
@@ -96,7 +98,7 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
             starting.create_task(rewards.start())
         loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
     chat, prompts = loading.result()
-    client = GenerationClient(timeout=config.rollout.request_timeout_seconds)
+    client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=gserver_key(config))
     seat.owned.push_async_callback(client.close)
     generator = Generator(
         client,

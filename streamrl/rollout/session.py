@@ -72,7 +72,7 @@ class Session:
             )
         rid = f"{self.prompt.seq}.{self.sibling}.{self._requests}"
         self._requests += 1
-        with self._activity.generating():
+        with self._activity.generating(), self._route.request(len(input_ids)):
             generation = await self._generator.generate(
                 input_ids,
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),

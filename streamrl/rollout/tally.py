@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from streamrl.evaluation import EvaluationReport, mean_pass_at
-from streamrl.transport.control import EvaluationTask
+from streamrl.transport.control.evaluations import EvaluationTask
 from streamrl.types import SampleMeta, TrajectoryGroup
 
 

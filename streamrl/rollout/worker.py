@@ -17,10 +17,11 @@ from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLEr
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.directed import Director, GroupGate
 from streamrl.rollout.groups import GroupMaker, first_error
+from streamrl.rollout.in_flight import InFlightReports, RequestCount
 from streamrl.rollout.partial import GroupRoute
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
 from streamrl.trainer_config import SYNCHRONOUS
-from streamrl.transport.control import Admission, Admit, Reject
+from streamrl.transport.control.groups import Admission, Admit, Reject
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class RolloutWorker:
         self._failures_in_a_row = 0
         self._uniform_in_a_row = 0
         self._place_free = asyncio.Event()
+        self._reports = InFlightReports(seat.control, worker=seat.membership.index)
         self._held: set[int] = set()
         self._groups = asyncio.TaskGroup()
         seat.activity.on_wait(self._show_wait)
@@ -106,14 +108,19 @@ class RolloutWorker:
     async def run(self, director: Director | None = None) -> None:
         """Until the manager says stop; raises what has to stop the run.
 
-        Groups start as long as there are free places, or when `director` is told so.
+        Groups start as long as there are free places, or when `director` is told so. A worker that is asked
+        to leave before the end of the run starts no more, and sees those that it has to their end.
         """
         try:
             async with self._groups:
-                if director is None:
-                    await self._start_whenever_possible()
-                else:
+                reporting = self._groups.create_task(self._reports.run(), name="requests in flight")
+                if director is not None:
                     await director.follow()
+                elif not await self._start_until_asked_to_leave():
+                    await self._until_none_is_held()
+                    reporting.cancel()
+                    log.info("%s leaves the run, as it was asked to", self._membership.name)
+                    return
                 raise _RunOver
         except BaseExceptionGroup as errors:
             _, failures = errors.split(_RunOver)
@@ -121,10 +128,31 @@ class RolloutWorker:
                 raise first_error(failures) from None
             log.info("%s: the run is over", self._membership.name)
 
+    async def _start_until_asked_to_leave(self) -> bool:
+        """Whether it ended because the run is over."""
+        asked = asyncio.create_task(self._membership.leaving.wait())
+        starting = asyncio.create_task(self._start_whenever_possible())
+        try:
+            await asyncio.wait((asked, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return starting.done()
+        finally:
+            # An admission that was given and not heard of is taken back by the manager when this worker has left.
+            for task in (asked, starting):
+                task.cancel()
+            await asyncio.gather(asked, starting, return_exceptions=True)
+
     async def _start_whenever_possible(self) -> None:
         while (admissions := await self.admit(await self._free_places())) is not None:
             for admission in admissions:
                 self.start(admission)
+
+    async def _until_none_is_held(self) -> None:
+        while self._held:
+            self._place_free.clear()
+            self._show_wait(f"{len(self._held)} groups to finish, then it leaves")
+            await self._place_free.wait()
 
     def start(self, admission: Admission, gate: GroupGate | None = None) -> None:
         """Make the group; `gate` is between its generation and its scoring."""
@@ -161,6 +189,7 @@ class RolloutWorker:
                 stored = await self._make_and_push(admission, gate)
         finally:
             self._held.discard(admission.seq)
+            self._reports.forget(admission.seq)
             self._place_free.set()
             if gate is not None:
                 gate.end(stored=stored)
@@ -168,7 +197,13 @@ class RolloutWorker:
     async def _make_and_push(self, admission: Admission, gate: GroupGate | None) -> bool:
         """Whether the group is stored with the trainer."""
         seq = admission.seq
-        route = GroupRoute(self._control, worker=self._membership.index, seq=seq, gserver=admission.gserver)
+        route = GroupRoute(
+            self._control,
+            worker=self._membership.index,
+            seq=seq,
+            gserver=admission.gserver,
+            count=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
+        )
         try:
             group = await self._maker.make(seq, route, gate.before_scoring if gate is not None else None)
             if self._config.rollout.drop_uniform_groups and bool((group.rewards == group.rewards[0]).all()):

@@ -13,29 +13,20 @@ from streamrl import progress
 from streamrl.config import Config
 from streamrl.device import resolve_dtype
 from streamrl.errors import ModelError
+from streamrl.importing import without_garbage_collection
 from streamrl.models import check_checkpoint, initial_checkpoint
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.backends.base import Head, ModelSpec, ParallelModel
-from streamrl.trainer.layout import Layout
+from streamrl.trainer.layout import ROLES, Layout, layout_of
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.reward_model import RewardModel
-from streamrl.trainer_config import RoleName, TrainerConfig, role_config
+from streamrl.trainer_config import RoleName, role_config
 
 Role = Actor | Critic | RewardModel
-ROLES: tuple[RoleName, ...] = ("actor", "ref", "critic", "reward")
 CRITIC, REFERENCE = "critic", "ref"
 """Folders of their weights in a checkpoint."""
-
-
-def layout_of(trainer: TrainerConfig, role: str) -> Layout:
-    """How the model workers share the model of `role`."""
-    for known in ROLES:
-        if known == role:
-            chosen = role_config(trainer, known)
-            return Layout(data=chosen.data_parallel, tensor=chosen.tensor_parallel, pipeline=chosen.pipeline_parallel)
-    raise ModelError(f"there is no role {role!r}; there are {', '.join(ROLES)}")
 
 
 class Assembly:
@@ -157,9 +148,9 @@ class Assembly:
             shard=trainer.shard,
             offload_optimizer=trainer.offload_optimizer,
         )
-        return _BACKENDS[role_config(trainer, role).backend](
-            spec, self.layout(role), self._rank, trainer.step_timeout_seconds
-        )
+        make = _BACKENDS[role_config(trainer, role).backend]
+        with without_garbage_collection():
+            return make(spec, self.layout(role), self._rank, trainer.step_timeout_seconds)
 
 
 def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:

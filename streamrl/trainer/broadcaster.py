@@ -21,7 +21,7 @@ from streamrl.device import compute_with
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
-from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
+from streamrl.transport.control.publication import Broadcast, PublishBeginReply, TensorSpec
 
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes."""

@@ -14,7 +14,8 @@ from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.evaluation import EvaluationReport
-from streamrl.transport.control import ControlClient, Evaluate
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.evaluations import Evaluate
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from streamrl.config import Config, TrainerConfig
-from streamrl.trainer.assembly import layout_of
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Trained, TrainStep
@@ -23,6 +22,7 @@ from streamrl.trainer.generation import Generation
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.holdings import Holdings, Shares
 from streamrl.trainer.hooks import DataTransfer, Hook, MasterHook, ParamRealloc
+from streamrl.trainer.layout import layout_of
 from streamrl.trainer.redistributor import Plan, concerning
 from streamrl.trainer.span import Span
 from streamrl.transport.request_reply import RequestChannel

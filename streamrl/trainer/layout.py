@@ -9,6 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.errors import ModelError
+from streamrl.trainer_config import RoleName, TrainerConfig, role_config
+
+ROLES: tuple[RoleName, ...] = ("actor", "ref", "critic", "reward")
+
 
 class Coordinates(NamedTuple):
     """Where a rank stands in a layout; each counts from 0."""
@@ -57,3 +62,12 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"data {self.data} × tensor {self.tensor} × pipeline {self.pipeline}"
+
+
+def layout_of(trainer: TrainerConfig, role: str) -> Layout:
+    """How the model workers share the model of `role`."""
+    for known in ROLES:
+        if known == role:
+            chosen = role_config(trainer, known)
+            return Layout(data=chosen.data_parallel, tensor=chosen.tensor_parallel, pipeline=chosen.pipeline_parallel)
+    raise ModelError(f"there is no role {role!r}; there are {', '.join(ROLES)}")

@@ -21,7 +21,7 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
-from streamrl.metrics import MetricsWriter
+from streamrl.metrics import MetricsWriter, StepReport
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.calls import Stored, WorkerSpec
@@ -37,8 +37,10 @@ from streamrl.trainer.save_desk import SaveDesk
 from streamrl.trainer.settlement import Settlement
 from streamrl.trainer.span import Span
 from streamrl.trainer.workforce import Workforce
-from streamrl.transport.control import ControlClient, FinishRun, StepReport
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.members import FinishRun
 from streamrl.transport.directing import name_on_channel
+from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.types import SampleMeta
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Train until the run's last step or epoch, then end the run."""
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url)
+        client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
         master = Master(config, client=client)
         stack.push_async_callback(master.close)

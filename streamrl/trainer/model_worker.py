@@ -28,7 +28,7 @@ from streamrl.config import Config
 from streamrl.device import compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
-from streamrl.trainer.assembly import Assembly, layout_of, resume
+from streamrl.trainer.assembly import Assembly, resume
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     Call,
@@ -53,11 +53,13 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.computation import Computation
 from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.layout import layout_of
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.transport.collective import join_world, open_store
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.types import SampleMeta
@@ -68,7 +70,7 @@ log = logging.getLogger(__name__)
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Run model worker `index` until the run is over."""
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url)
+        client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(

@@ -21,14 +21,8 @@ from streamrl.trainer.broadcaster import Broadcaster
 from streamrl.trainer.calls import Published
 from streamrl.trainer.weight_files import WeightFiles
 from streamrl.trainer.weight_source import WeightSource
-from streamrl.transport.control import (
-    Broadcast,
-    ControlClient,
-    PublishBegin,
-    PublishBeginReply,
-    PublishCommit,
-    Snapshot,
-)
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.publication import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
 
 log = logging.getLogger(__name__)
 

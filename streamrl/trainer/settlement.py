@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from streamrl.transport.control import ControlClient, Settle
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.groups import Settle
 
 
 class Settlement:

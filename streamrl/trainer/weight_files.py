@@ -25,7 +25,7 @@ import torch
 from streamrl.checksum import tensor_sums
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
-from streamrl.transport.control import PublishBeginReply, Snapshot
+from streamrl.transport.control.publication import PublishBeginReply, Snapshot
 
 log = logging.getLogger(__name__)
 

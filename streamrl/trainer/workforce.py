@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 
 from streamrl.config import Config
-from streamrl.trainer.assembly import ROLES
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     Call,
@@ -24,6 +23,7 @@ from streamrl.trainer.calls import (
     StoreOpened,
     WorkerSpec,
 )
+from streamrl.trainer.layout import ROLES
 from streamrl.trainer_config import role_config
 from streamrl.transport.request_reply import RequestChannel
 

@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.errors import WireError
 from streamrl.transport import http
+from streamrl.transport.keys import bearer
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -80,8 +81,9 @@ TokenLogprob = tuple[float | None, int, str | None]
 class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    """SGLang leaves it and the next one out when it aborts a request that has not run yet."""
+    completion_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str = INITIAL_WEIGHT_VERSION
     weight_versions: list[VersionSpan] | None = None
@@ -174,6 +176,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """`embedded` and `simulated` are streamrl's own."""
     staged_weight_update: bool = False
     """Whether tensors received between begin and end wait aside until /end_weight_update."""
+    max_running_requests: int | None = None
+    """Requests that it runs together; None: it does not say."""
+    max_total_num_tokens: int | None = None
+    """Tokens that its cache holds; None: it does not say."""
     stats: dict[str, float] = {}
 
 
@@ -184,8 +190,10 @@ class Empty(msgspec.Struct, frozen=True):
 class GenerationClient:
     """Calls gservers over SGLang's API; one for each process, for any number of gservers."""
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, *, timeout: float, key: str = "") -> None:
+        """`key`: what the gservers ask for, if they do."""
         self._timeout = timeout
+        self._headers = bearer(key)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -251,7 +259,9 @@ class GenerationClient:
     ) -> Reply:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            )
         return await http.call(
             self._session,
             method,

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from streamrl.errors import PeerLost, StreamRLError
 from streamrl.metrics import finite
-from streamrl.transport.control import ControlClient, Heartbeat, Register, Role
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.members import Heartbeat, Leave, Register, Role
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 class Membership:
     """Joins the run on `join`, beats until `leave`.
 
-    `stopping` is set when the run is over; `lost` holds the error when the manager stayed
+    `stopping` is set when the run is over; `leaving` when the run goes on without this process, which then
+    finishes what it has and leaves; `lost` holds the error when the manager stayed
     silent for `patience` seconds (then `stopping` is set too).
     """
 
@@ -38,6 +40,7 @@ class Membership:
         self.role: Role = role
         self.index = index
         self.stopping = asyncio.Event()
+        self.leaving = asyncio.Event()
         self.lost: StreamRLError | None = None
         self.policy_version = 0
         self.waiting_for = ""
@@ -68,10 +71,15 @@ class Membership:
             log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
 
     async def leave(self) -> None:
-        """Stop beating."""
+        """Stop beating; one that was asked to leave a run that goes on says that it has gone."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
+        if self.leaving.is_set() and not self.stopping.is_set():
+            try:
+                await self.client.leave(Leave(role=self.role, index=self.index, pid=os.getpid()))
+            except StreamRLError as error:
+                log.warning("%s: the manager could not be told that it has left: %s", self.name, error)
 
     async def _register(self, patience: float) -> float:
         reply = await self.client.register(
@@ -123,6 +131,8 @@ class Membership:
             )
         )
         self.policy_version = reply.policy_version
+        if reply.leave:
+            self.leaving.set()
         if reply.stop:
             self.stopping.set()
         elif not reply.known and not error:

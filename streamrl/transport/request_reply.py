@@ -6,11 +6,12 @@ requests in the same order: workers that communicate within them never wait for 
 circle. A request to several workers begins only when each of them has acknowledged it (`ack`), so
 none starts to communicate with a worker that is gone; the master's `syn` then sets all off.
 
-Besides replies a worker sends *notices* (something happened there) and beats; a worker that stays
-silent, or was started anew, fails every request that waits for it, with its name.
+Besides replies a worker sends *notices* (something happened there) and beats. A worker whose
+connection ends, that stays silent, or that was started anew fails every request that waits for it,
+with its name; the master's probes find out within a beat that a connection has ended.
 
 Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
-`S` syn. From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice, `H`
+`S` syn, `B` probe. From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice, `H`
 heartbeat (body: what tells this start of the worker from others), which is also a worker's first word.
 """
 
@@ -76,6 +77,7 @@ class RequestChannel(Generic[Notice]):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started anew takes its name over
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._encoder = msgspec.msgpack.Encoder()
@@ -87,6 +89,7 @@ class RequestChannel(Generic[Notice]):
         self._collected: deque[_Request] = deque()
         self._some = asyncio.Event()
         self._heard: dict[int, float] = {}
+        """When each worker was heard last; -inf: its connection has ended since."""
         self._starts: dict[int, bytes] = {}
         """Which start of each worker was heard last."""
         self._joined = asyncio.Condition()
@@ -111,7 +114,7 @@ class RequestChannel(Generic[Notice]):
         except TimeoutError as error:
             names = ", ".join(map(self._name_of, workers))
             raise DeadlineExceeded(
-                f"{names} have been silent, and none came back within {patience:.0f} s; look at the logs there"
+                f"no word from {names}, nor within another {patience:.0f} s; look at the logs there"
             ) from error
         return [worker for worker in workers if self._lives(worker)]
 
@@ -202,12 +205,14 @@ class RequestChannel(Generic[Notice]):
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}:\n{text}"))
 
     async def _watch(self) -> None:
-        """Fail the requests of workers that fell silent."""
+        """Fail the requests of workers that went away or fell silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            for worker, heard in self._heard.items():
-                if not self._lives(worker):
-                    self._lose(worker, f"has been silent for {time.monotonic() - heard:.0f} s")
+            for worker in list(self._heard):
+                await self._send(worker, b"B", 0, b"")
+                silent = time.monotonic() - self._heard[worker]
+                if SILENCE_SECONDS < silent < math.inf:
+                    self._lose(worker, f"has been silent for {silent:.0f} s")
 
     def _lives(self, worker: int) -> bool:
         return time.monotonic() - self._heard.get(worker, -math.inf) <= SILENCE_SECONDS
@@ -220,7 +225,14 @@ class RequestChannel(Generic[Notice]):
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
     async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
-        await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(8, "big"), body])
+        try:
+            await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(8, "big"), body])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if worker in self._heard:
+                self._heard[worker] = -math.inf
+                self._lose(worker, "is gone: its connection has ended")
 
 
 class ReplyChannel(Generic[Call]):
@@ -245,6 +257,8 @@ class ReplyChannel(Generic[Call]):
             try:
                 kind, number, body = frames
                 call_id = int.from_bytes(number, "big")
+                if kind == b"B":
+                    continue
                 if kind == b"S":
                     self._waiting[call_id].set()
                     continue

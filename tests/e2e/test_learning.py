@@ -1,4 +1,5 @@
-"""Whole runs learn from scratch, at each staleness, under each policy for over-age tokens, on both backends."""
+"""Whole runs learn from scratch: at each staleness, under each policy for over-age tokens, on both backends,
+and with real SGLang in the place of the embedded engine."""
 
 from __future__ import annotations
 
@@ -7,18 +8,23 @@ from itertools import product
 import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
+from tests.gserver.contract.installed import sglang_python
 
 SEEDS = (0, 1, 2)
 """A policy from scratch sometimes stops to explore before it has found out about every digit, however it is
 trained; so a run that ends below the target may be tried again with another seed."""
 
 
-CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",)), ("mask", 4, "megatron")]
+CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",), ("embedded",)), ("mask", 4, "megatron", "embedded")]
+ON_SGLANG = pytest.param(
+    *("mask", 4, "torch", "sglang"),
+    marks=pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
+)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("over_age", "max_staleness", "backend"), CASES)
-def test_copy_is_learned(tmp_path, over_age, max_staleness, backend):
+@pytest.mark.parametrize(("over_age", "max_staleness", "backend", "engine"), [*CASES, ON_SGLANG])
+def test_copy_is_learned(tmp_path, over_age, max_staleness, backend, engine):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     reached = []
@@ -30,6 +36,9 @@ def test_copy_is_learned(tmp_path, over_age, max_staleness, backend):
             staleness__max_staleness=max_staleness,
             staleness__over_age=over_age,
             trainer__backend=backend,
+            gserver__engine=engine,
+            gserver__sglang__python=sglang_python() or "",
+            weights__pause_mode="retract" if engine == "sglang" else "in_place",
             run__seed=seed,
             run__total_train_steps=320,
             run__stop_at_reward=0.95,

@@ -12,7 +12,7 @@ import pytest
 
 from streamrl import config as configuration
 from streamrl.models import ensure_checkpoint
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from tests.e2e.harness import COPY_SCRATCH, ROOT, assert_exactly_once, overrides, run, steps, summary
 
 SMALL = {"run__total_train_steps": 6, "trainer__batch_groups": 8, "rollout__group_size": 4}

@@ -13,24 +13,18 @@ import msgspec
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver import manager as manager_module
-from streamrl.transport.control import (
-    Admission,
-    Admit,
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.groups import Admission, Admit
+from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply, Role
+from streamrl.transport.control.publication import (
     Broadcast,
-    ControlClient,
-    Heartbeat,
-    HeartbeatReply,
-    ProcessStatus,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
     PublishReply,
-    Register,
-    RegisterReply,
-    Role,
-    Status,
     TensorSpec,
 )
+from streamrl.transport.control.status import ProcessStatus, Status
 
 
 def small_config(folder: Path, **sections: dict[str, Any]) -> Config:

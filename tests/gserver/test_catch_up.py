@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.transport.control import PublishBegin, PublishCommit, PublishReply, Snapshot
+from streamrl.transport.control.publication import PublishBegin, PublishCommit, PublishReply, Snapshot
 from tests.gserver.harness import Run, begin_publication, commit_publication, live_gservers, managed, small_config
 from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamrl import device
 from streamrl.checksum import weights_checksum
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import read_architecture
@@ -127,13 +128,27 @@ async def test_prompt_logprobs(start: int, tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor([value for value, _ in last]), values, atol=1e-4)
 
 
-async def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
-    model = make_model()
+@pytest.mark.parametrize("native", [True, False])
+async def test_bfloat16_is_computed_in_what_the_processor_has(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "processor_has_bfloat16", lambda: native)
+    model = make_model("qwen2-untied-linear-rope")
+    new = {name: tensor * 1.1 for name, tensor in weights_of(model).items()}
     async with engine_for(save(model, tmp_path), dtype=torch.bfloat16) as engine:
+        await engine._do(lambda: engine._live.update(new))
+        served = await engine.checksum()
         [output] = await generate(engine, [job("a", prompt(20))])
+        assert engine._live.dtype_name == "bfloat16"
+        assert engine._live.held_in == (torch.bfloat16 if native else torch.float32)
+    rounded = {name: tensor.bfloat16() for name, tensor in new.items()}
+    assert served == weights_checksum(rounded)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(rounded[name])
     expected = response_logprobs(model, prompt(20), output.output_ids)
-    assert (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
-    assert engine._live.dtype_name == "bfloat16"
+    # Held in float32, the rounded weights are all that is left of bfloat16.
+    assert (torch.tensor(output.logprobs) - expected).abs().max() < (0.3 if native else 1e-5)
 
 
 @pytest.mark.parametrize(

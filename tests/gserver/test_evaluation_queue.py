@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.gserver.evaluation_queue import EvaluationQueue
-from streamrl.transport.control import Evaluate, EvaluationTask
+from streamrl.transport.control.evaluations import Evaluate, EvaluationTask
 from tests.evaluations import make_report
 
 owners = st.sampled_from(["evaluator/0", "evaluator/1"])

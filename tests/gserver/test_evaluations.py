@@ -11,15 +11,15 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.errors import PeerError
-from streamrl.transport.control import (
-    Admit,
+from streamrl.transport.control.evaluations import (
     Evaluate,
     EvaluationResult,
     EvaluationRoute,
     EvaluationTask,
-    FinishRun,
     NextEvaluation,
 )
+from streamrl.transport.control.groups import Admit
+from streamrl.transport.control.members import FinishRun
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
 from tests.gserver.scripted import scripted

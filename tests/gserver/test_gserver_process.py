@@ -14,7 +14,7 @@ from aiohttp import web
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.process import serve
-from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
+from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save

@@ -15,7 +15,8 @@ import pytest
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.timeline import Timeline
-from streamrl.transport.control import Admit, Reject, Route, Settle, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.groups import Admit, Reject, Route, Settle
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, live_gservers, managed, publish, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted
@@ -102,8 +103,8 @@ async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path)
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
     manager = Manager(config, client=client, timeline=timeline, long_poll_seconds=0.05)
     run = Run(config, "http://unused", asyncio.create_task(manager.watch()))
-    await manager.register(run.registration("rollout"))
-    reply = await manager.admit(Admit(worker=0, count=1))
+    await manager.members.register(run.registration("rollout"))
+    reply = await manager.groups.admit(Admit(worker=0, count=1))
     assert reply.admissions == []
     assert not reply.stop
     run.serving.cancel()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.gserver import manager, manager_core
-from streamrl.transport.control import Admit, FinishRun, Route
+from streamrl.transport.control.groups import Admit, Route
+from streamrl.transport.control.members import FinishRun
 from tests.gserver.harness import Run, managed, small_config
 from tests.gserver.scripted import scripted
 

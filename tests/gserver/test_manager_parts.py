@@ -13,7 +13,7 @@ from streamrl.gserver.blame import Seen, culprits
 from streamrl.gserver.registry import Registry
 from streamrl.gserver.routing import Fleet, Standing, serves
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Register
+from streamrl.transport.control.members import Register
 
 FINE, LATE, REFUSED, LOST = Seen.FINE, Seen.LATE, Seen.REFUSED, Seen.LOST
 
@@ -60,7 +60,7 @@ def fleet_of(*standings: Standing) -> Fleet:
 def test_load_is_even_and_only_on_those_that_serve(standings: list[Standing], groups: int) -> None:
     fleet = fleet_of(*standings)
     for seq in range(groups):
-        fleet.assign(seq)
+        fleet.assign(seq, now=0.0)
     loads = [len(g.groups) for g in fleet.serving()]
     assert sum(loads) == (groups if loads else 0)
     assert not loads or max(loads) - min(loads) <= 1
@@ -114,7 +114,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.ledger = Ledger(groups_per_batch=3, max_staleness=1, lease_seconds=10.0)
         self.fleet = fleet_of(Standing.SERVING, Standing.SERVING)
-        self.admissions = Admissions(ledger=self.ledger, fleet=self.fleet)
+        self.admissions = Admissions(ledger=self.ledger, fleet=self.fleet, group_size=4)
         self.deaths: dict[int, int] = {}
 
     @rule(worker=st.integers(0, 2), count=st.integers(1, 9), ticket=st.sampled_from(["", "a", "b"]))
@@ -167,7 +167,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reroute(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.ledger.leases()))
-        choice = self.admissions.reroute(lease.worker, lease.seq, avoid="http://g0")
+        choice = self.admissions.reroute(lease.worker, lease.seq, avoid="http://g0", now=self.now)
         assert choice is None or (choice.address != "http://g0" and lease.seq in choice.groups)
 
     @rule()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.transport.control import PublishReply, Status
+from streamrl.transport.control.publication import PublishReply
+from streamrl.transport.control.status import Status
 from tests.gserver.harness import (
     Run,
     begin_publication,

@@ -21,7 +21,8 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher, carrier_for
-from streamrl.transport.control import ControlClient, PublishBegin, PublishBeginReply
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 

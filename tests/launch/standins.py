@@ -18,7 +18,8 @@ from aiohttp import web
 
 from streamrl.config import Config
 from streamrl.errors import ModelError
-from streamrl.transport.control import LedgerStatus, ProcessStatus, Status, StepReport
+from streamrl.metrics import StepReport
+from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
 
 log = logging.getLogger("streamrl.standin")
 
@@ -62,7 +63,13 @@ async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[s
         return web.Response()
 
     app = web.Application()
-    app.add_routes([web.get("/status", status), web.post("/end", end), web.get("/wait", wait)])
+
+    async def place(request: web.Request) -> web.Response:
+        return web.json_response({"index": 0})
+
+    app.add_routes(
+        [web.get("/status", status), web.post("/place", place), web.post("/end", end), web.get("/wait", wait)]
+    )
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, host, port)

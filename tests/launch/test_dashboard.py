@@ -14,7 +14,7 @@ from streamrl.config import from_dict
 from streamrl.launch.dashboard import dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.history import History
 from streamrl.launch.plan import plan
-from streamrl.transport.control import EvaluationStatus, EvaluationTask
+from streamrl.transport.control.evaluations import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
 from tests.launch.statuses import history, status, step_report
 

@@ -79,10 +79,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 def test_normal_end(launch: Callable[..., Launched]) -> None:
-    run = launch()
+    run = launch("evaluation.at_end=true")
     assert run.ends() == 0, run.said()
     assert alive(run.pids()) == []
-    assert set(run.pids()) == set(MEMBERS)
+    assert set(run.pids()) == {*MEMBERS, "evaluator0"}
     assert (run.run_dir / "config.toml").exists()
     assert (run.run_dir / "summary.json").exists()
     logs = {file.stem for file in (run.run_dir / "logs").iterdir()}
@@ -93,6 +93,7 @@ def test_normal_end(launch: Callable[..., Launched]) -> None:
         "model_worker-0",
         "master-0",
         "rollout-0",
+        "evaluator-0",
     }
 
 
@@ -184,13 +185,6 @@ def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable
     assert run.ends() == 1
     assert len((run.run_dir / "starts.txt").read_text().split()) == 3
     assert "rollout 0: something broke" in run.said()
-    assert alive(run.pids()) == []
-
-
-def test_an_evaluator_takes_part_and_leaves_with_the_others(launch: Callable[..., Launched]) -> None:
-    run = launch("evaluation.at_end=true")
-    assert run.ends() == 0, run.said()
-    assert set(run.pids()) == {*MEMBERS, "evaluator0"}
     assert alive(run.pids()) == []
 
 

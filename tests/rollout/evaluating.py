@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.evaluation import EvaluationReport
 from streamrl.rollout.evaluator import serve
-from streamrl.transport.control import Evaluate, EvaluationReport, FinishRun
+from streamrl.transport.control.evaluations import Evaluate
+from streamrl.transport.control.members import FinishRun
 from tests.gserver.harness import Run, managed
 
 

@@ -9,21 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control import (
-    Admission,
-    Admit,
-    AdmitReply,
-    Done,
-    Heartbeat,
-    HeartbeatReply,
-    Peer,
-    Register,
-    RegisterReply,
-    Reject,
-    Route,
-    RouteReply,
-    Topology,
-)
+from streamrl.transport.control.groups import Admission, Admit, AdmitReply, InFlight, Reject, Route, RouteReply
+from streamrl.transport.control.members import Done, Heartbeat, HeartbeatReply, Peer, Register, RegisterReply, Topology
 
 
 class Manager:
@@ -37,6 +24,7 @@ class Manager:
         self.rejected: dict[int, str] = {}
         self.heartbeats: list[Heartbeat] = []
         self.registered: list[Register] = []
+        self.in_flight_told: list[tuple[int, int, int]] = []
         self.reroute: Callable[[Route], str] = lambda message: self.gserver
         self.failures = 0
         """How many of the next calls of /admit and /reject are answered 500."""
@@ -87,6 +75,11 @@ class Manager:
     async def route(self, message: Route) -> msgspec.Struct:
         return RouteReply(gserver=self.reroute(message))
 
+    async def in_flight(self, message: InFlight) -> msgspec.Struct:
+        for group in message.groups:
+            self.in_flight_told.append((group.seq, group.requests, group.tokens))
+        return Done()
+
     async def reject(self, message: Reject) -> msgspec.Struct:
         self._maybe_fail()
         async with self._changed:
@@ -120,6 +113,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
     add("/heartbeat", Heartbeat, manager.heartbeat)
     add("/admit", Admit, manager.admit)
     add("/route", Route, manager.route)
+    add("/in_flight", InFlight, manager.in_flight)
     add("/reject", Reject, manager.reject)
     app.router.add_get("/topology", topology)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config import from_dict
 from streamrl.rollout.directed import Director, GroupGate
-from streamrl.transport.control import Admission
+from streamrl.transport.control.groups import Admission
 from streamrl.transport.directing import FIRST_ROLLOUT_WORKER, Generate, Generated, Score, Scored, name_on_channel
 from streamrl.transport.request_reply import RequestChannel
 

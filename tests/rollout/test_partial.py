@@ -10,7 +10,7 @@ from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
 from streamrl.rollout import partial
 from streamrl.rollout.partial import Generation, Generator, GroupRoute
-from streamrl.transport.control import RouteReply
+from streamrl.transport.control.groups import RouteReply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 

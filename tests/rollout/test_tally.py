@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.evaluation import pass_at_k
 from streamrl.rollout.tally import Tally
-from streamrl.transport.control import EvaluationTask
+from streamrl.transport.control.evaluations import EvaluationTask
 from tests.groups import make_group
 
 TASK = EvaluationTask(number=3, policy_version=20, step=20)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.partial import Generation, Generator
+from streamrl.rollout.partial import Generation, Generator, GroupRoute
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.session import Session
 from streamrl.rollout.workflow import TrajectoryBuilder, check_trajectory, shared_prefix
@@ -66,7 +65,7 @@ async def session(
                 prompt=PROMPT,
                 sibling=0,
                 generator=Generator(client, sampling=sampling, seed=0, patience=10),
-                route=SimpleNamespace(gserver=engine.url),  # type: ignore[arg-type]
+                route=GroupRoute(None, worker=0, seq=0, gserver=engine.url),  # type: ignore[arg-type]
                 rewards=rewards,
                 reward=reward or RewardConfig(on_error=on_error),
                 chat=CHAT,

@@ -10,8 +10,6 @@ from streamrl.trainer.layout import Layout
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
-IMPORTS = ["tests.trainer.backends.reference", "streamrl.trainer.assembly", "streamrl.trainer.backends.torch"]
-
 
 def _give(rank: int, models: Path) -> None:
     import torch
@@ -70,4 +68,4 @@ def _publish(rank, model, shapes):
 def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     save_models(tmp_path)
-    run_world(2, _give, tmp_path, preload=IMPORTS)
+    run_world(2, _give, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ from streamrl.trainer.array_store import ArrayStore
 from streamrl.trainer.data_manager import DataManager, layout, pack
 from streamrl.trainer.redistributor import Broadcast, Gather, Piece, concerning, redistribute
 from streamrl.transport.collective import open_store
+from tests.forked import forking
 from tests.trainer.transfers import make_array, random_needs
 
 RANKS = 4
@@ -30,7 +30,7 @@ SHORT = 3.0
 def world(target, *, ranks=RANKS):
     """Processes that run `target(rank, port, answers)`; gives the queue of answers and the processes."""
     store = open_store("127.0.0.1")
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     answers = context.Queue()
     processes = [context.Process(target=target, args=(rank, store.port, answers)) for rank in range(ranks)]
     for process in processes:

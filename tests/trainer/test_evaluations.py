@@ -15,7 +15,8 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.trainer.evaluations import EvaluationDesk
-from streamrl.transport.control import EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
+from streamrl.transport.control.evaluations import EvaluationResult, EvaluationTask, NextEvaluation
+from streamrl.transport.control.members import FinishRun
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from multiprocessing import get_context
-
 import msgspec
 import numpy as np
 import torch
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig
 from streamrl.transport.collective import join_world, open_store
+from tests.forked import forking
 from tests.trainer.models import save_model
 from tests.trainer.roles.test_actor import TRAINER, Policy, make_groups, make_item
 
@@ -60,7 +59,7 @@ def test_one_worker_then_two_then_one(tmp_path):
         step(whole, number)
     whole.save(tmp_path / "one")
     store = open_store("127.0.0.1")
-    ranks = [get_context("spawn").Process(target=rank_of_two, args=(rank, store.port, tmp_path)) for rank in range(2)]
+    ranks = [forking().Process(target=rank_of_two, args=(rank, store.port, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for number in (2, 3):

@@ -17,7 +17,7 @@ from torch import Tensor
 from streamrl.checksum import tensor_sums
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_files import PREFIX, WeightFiles
-from streamrl.transport.control import PublishBeginReply
+from streamrl.transport.control.publication import PublishBeginReply
 
 
 class Weights:

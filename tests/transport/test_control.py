@@ -14,17 +14,11 @@ import pytest
 from aiohttp import web
 
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, StreamRLError, WireError
-from streamrl.transport import control, http
-from streamrl.transport.control import (
-    Admission,
-    Admit,
-    AdmitReply,
-    ControlClient,
-    Done,
-    HeartbeatReply,
-    Register,
-    RegisterReply,
-)
+from streamrl.transport import http
+from streamrl.transport.control import client as control_client
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.groups import Admission, Admit, AdmitReply
+from streamrl.transport.control.members import Done, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.membership import Membership
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -134,7 +128,7 @@ async def test_registering_gives_up_in_the_end(unused_tcp_port: int) -> None:
 async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_ticket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control, "ADMIT_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(control_client, "ADMIT_RETRY_SECONDS", (0.0, 0.0))
     asked: list[Admit] = []
 
     async def lossy(request: web.Request) -> web.Response:

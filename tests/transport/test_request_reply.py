@@ -70,6 +70,7 @@ async def master():
 async def worker(channel, number):
     end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double | Fail | Hang)
     end.begun = []
+    end.hush = end._beating.cancel
     serving = asyncio.create_task(serve(end, end.begun))
     try:
         yield end
@@ -132,11 +133,25 @@ async def test_a_call_that_takes_too_long_is_named():
 async def test_a_silent_worker_fails_its_calls(monkeypatch):
     monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
-    async with master() as m:
-        async with worker(m, 0):
-            await m.wait_for({0}, patience=5)
+    async with master() as m, worker(m, 0) as w:
+        await m.wait_for({0}, patience=5)
+        w.hush()
         with pytest.raises(PeerLost, match="model_worker/0 has been silent"):
-            await m.call(0, Double(1), Answer, timeout=5)
+            await m.call(0, Hang(), Answer, timeout=5)
+
+
+async def test_a_worker_whose_connection_ends_fails_its_calls_long_before_its_silence_would(monkeypatch):
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    async with master() as m, worker(m, 1):
+        async with worker(m, 0):
+            await m.wait_for({0, 1}, patience=5)
+            hanging = asyncio.create_task(m.call(0, Hang(), Answer, timeout=30))
+            assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
+        with pytest.raises(PeerLost, match="model_worker/0 is gone: its connection has ended"):
+            await asyncio.wait_for(hanging, 10)
+        with pytest.raises(PeerLost, match="model_worker/0 is gone"):
+            await m.request({0: Double(1), 1: Double(1)}, Answer, timeout=30)
+        assert await m.living([0, 1], patience=5) == [1]
 
 
 async def test_a_worker_that_is_started_anew_fails_the_calls_of_its_predecessor():
@@ -158,9 +173,10 @@ async def test_the_living_are_those_that_spoke_lately(monkeypatch):
         async with worker(m, 1):
             await m.wait_for({1, 2}, patience=5)
             assert await m.living([0, 1, 2], patience=5) == [1, 2]
-        await asyncio.sleep(0.7)
+        with pytest.raises(PeerLost):
+            await m.call(1, Hang(), Answer, timeout=10)
         assert await m.living([0, 1, 2], patience=5) == [2]
-        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 have been silent, and none came"):
+        with pytest.raises(DeadlineExceeded, match="no word from model_worker/0, model_worker/1, nor within"):
             await m.living([0, 1], patience=0.2)
         returning = asyncio.create_task(m.living([0, 1], patience=10))
         await asyncio.sleep(0)

@@ -18,7 +18,9 @@ from streamrl.gserver.embedded.scheduler import Scheduler
 
 
 class ScheduleApart(Scheduler):
-    """Admits and reports like any scheduler; the model has to be one with `copies_cache`."""
+    """Admits and reports like any scheduler; the model has to be one with `copies_cache`. Keeps and cuts no prompts."""
+
+    cuts_prompts = False
 
     def _prefill(self, batch: Sequence[Request]) -> None:
         slots = self._take_slots(batch)
@@ -40,7 +42,6 @@ class ScheduleApart(Scheduler):
                 request.cached_tokens = len(prompt) - 1
             for position in range(request.prompt_length, len(request.tokens)):  # it was retracted
                 hidden = self._extend(slot, position, request.tokens[position : position + 1])
-            self._prefixes.place(slot, request.tokens)
             self._sample_for([slot], self._model.logits(hidden))
 
     def _extend(self, slot: int, cached: int, tokens: Sequence[int]) -> Tensor:

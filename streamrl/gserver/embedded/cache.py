@@ -38,6 +38,11 @@ class KVCache:
     def bytes(self) -> int:
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all layers."""
+        return sum(2 * self._kv_heads * self._head_dim * layer.element_size() for layer in self.layers)
+
     def reserve(self, *, slots: int, length: int) -> None:
         """Make room for so many slots of so many tokens; doubles, so that copies stay rare."""
         if slots <= self.slots and length <= self.length:
@@ -66,6 +71,15 @@ class KVCache:
             kept = layer[source, :, :, :length]
             for first, last in _spans(targets):
                 layer[first : last + 1, :, :, :length] = kept
+
+    def take(self, slot: int, length: int) -> list[Tensor]:
+        """A copy of the first `length` tokens of a slot: `[2, kv_heads, length, head_dim]` for each layer."""
+        return [layer[slot, :, :, :length].clone() for layer in self.layers]
+
+    def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None:
+        """Copy the first `length` tokens of what was taken into a slot."""
+        for layer, kept in zip(self.layers, taken, strict=True):
+            layer[slot, :, :, :length] = kept[:, :, :length]
 
     def _empty(self) -> Tensor:
         # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.

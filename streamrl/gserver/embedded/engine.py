@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from streamrl.checksum import WeightsChecksum
-from streamrl.device import compute_with
+from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.apart import ScheduleApart
 from streamrl.gserver.embedded.architecture import read_architecture
@@ -67,6 +67,8 @@ class EmbeddedEngine:
         version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
         deterministic: bool = False,
+        prefill_tokens: int = 4096,
+        prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
@@ -80,18 +82,27 @@ class EmbeddedEngine:
         self._text = text
         self._device = device
         self._threads = threads
-        self._max_running = max_running
+        self.max_running = max_running
         self._capacity = max_running + max_queued
         self._random = random.Random(seed)
-        self._live = Parameters(architecture, dtype=dtype, device=device)
+        computes_in = inference_dtype(dtype, device)
+        if computes_in != dtype:
+            log.info(
+                "this processor only emulates %s: weights of it are held and computed with in %s", dtype, computes_in
+            )
+        self._live = Parameters(architecture, dtype=dtype, device=device, held_in=computes_in)
         self._standby: Parameters | None = None
-        cache = KVCache(architecture, max_slots=max_running, max_length=self.max_context, dtype=dtype, device=device)
+        cache = KVCache(
+            architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device
+        )
         schedule = ScheduleApart if deterministic else Scheduler
         self._scheduler: Scheduler = schedule(
             model=Model(self._live, cache, max_length=self.max_context, copies_cache=deterministic),
             cache=cache,
             max_running=max_running,
             version=version,
+            prefill_tokens=prefill_tokens,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         self._receiver = WeightReceiver(
             expected=Expected(
@@ -224,6 +235,7 @@ class EmbeddedEngine:
             "queued": float(max(0, len(self._tickets) - running)),
             "tokens_generated_total": float(scheduler.tokens_generated),
             "prompt_tokens_total": float(scheduler.prompt_tokens),
+            "prompt_tokens_cached_total": float(scheduler.prompt_tokens_cached),
             "busy_seconds_total": scheduler.busy_seconds,
             "slot_seconds_total": scheduler.slot_seconds,
             "requests_total": float(self._requests_total),
@@ -239,7 +251,8 @@ class EmbeddedEngine:
     def _other(self) -> Parameters:
         """The weights that nobody serves."""
         if self._standby is None:
-            self._standby = Parameters(self._architecture, dtype=self._live.dtype, device=self._device)
+            live = self._live
+            self._standby = Parameters(self._architecture, dtype=live.dtype, device=self._device, held_in=live.held_in)
         return self._standby
 
     async def _swap(self, staged: Staged) -> str:

@@ -51,8 +51,8 @@ class Model:
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
         self._copies_cache = copies_cache
-        self._rotation = _rotation_table(self._a, max_length).to(parameters.dtype).to(self._device)
-        self._own_norm = self._device.type == "cpu" and parameters.dtype == torch.float32
+        self._rotation = _rotation_table(self._a, max_length).to(parameters.held_in).to(self._device)
+        self._own_norm = self._device.type == "cpu" and parameters.held_in == torch.float32
         self._eps = torch.tensor(self._a.rms_norm_eps, device=self._device)
         self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
 
@@ -91,7 +91,7 @@ class Model:
         mask = None
         if min(positions) + 1 < longest:
             hidden = self._places[:longest] > place[1][:, None]
-            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.dtype, device=self._device)
+            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.held_in, device=self._device)
             mask.masked_fill_(hidden[:, None, None], float("-inf"))
         a = self._a
 
@@ -104,7 +104,7 @@ class Model:
         return self.logits(self._forward(place[0], place[1], attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, vocab]` in the weights' dtype."""
+        """`[n, vocab]` in the dtype that is computed in."""
         return self._norm(hidden, self.parameters.norm) @ self.parameters.head
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -121,8 +121,9 @@ class Model:
         qkv = qkv.view(x.shape[0], -1, a.head_dim)
         rotated = qkv[:, : a.heads + a.kv_heads]
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = self._norm(rotated[:, : a.heads], w.q_norm), self._norm(rotated[:, a.heads :], w.k_norm)
-            rotated = torch.cat((q, k), 1)
+            rotated = self._scaled(rotated)
+            rotated[:, : a.heads].mul_(w.q_norm)
+            rotated[:, a.heads :].mul_(w.k_norm)
         # `sin` carries the sign of rotate_half, so that a roll does for it.
         rotated = torch.addcmul(rotated * cos, rotated.roll(a.head_dim // 2, -1), sin)
         keys_values = torch.cat((rotated[:, a.heads :], qkv[:, a.heads + a.kv_heads :]), 1)
@@ -135,11 +136,18 @@ class Model:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension; torch's own is slow on a CPU in float32."""
+        return (
+            self._scaled(x).mul_(weight)
+            if self._own_norm
+            else F.rms_norm(x, weight.shape, weight, self._a.rms_norm_eps)
+        )
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """RMS norm without weights: a new tensor."""
         if self._own_norm:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-            return (x * scale).mul_(weight)
-        return F.rms_norm(x, weight.shape, weight, self._a.rms_norm_eps)
+            return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return F.rms_norm(x, x.shape[-1:], None, self._a.rms_norm_eps)
 
     def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
         a = self._a

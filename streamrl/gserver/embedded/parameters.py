@@ -4,6 +4,9 @@ Q, K and V share one tensor, gate and up another, and matrices are kept as `[in,
 batches of 4 to 32 tokens on a CPU that is up to twice as fast as `[out, in]`. The names are views
 of these tensors in the shapes of Hugging Face. So a copy into a named view updates what the
 forward pass reads, and nothing has to be rebuilt after it.
+
+Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
+number that is held is one of the served dtype, so the checksum is that of the weights as served.
 """
 
 from __future__ import annotations
@@ -48,12 +51,21 @@ class LayerWeights(msgspec.Struct):
 class Parameters:
     """Owns every weight; `named` is the view of the outside."""
 
-    def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        held_in: torch.dtype | None = None,
+    ) -> None:
+        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given."""
         self.architecture = architecture
         self.dtype = dtype
+        self.held_in = held_in or dtype
         self.device = device
         self.named: dict[str, Tensor] = {}
-        """Hugging Face name → view of the live weights; without a tied head."""
+        """Hugging Face name → view of the live weights, in `held_in`; without a tied head."""
         a = architecture
         self.embedding: Tensor
         """`[vocab, hidden]`"""
@@ -75,7 +87,7 @@ class Parameters:
     def update(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in place; all names must be known and all shapes right (see `problems`)."""
         for name, tensor in weights.items():
-            _copy(tensor, self.named[name])
+            _copy(tensor.to(self.dtype), self.named[name])  # rounded first where they are held wider
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
 
@@ -106,8 +118,10 @@ class Parameters:
         return found
 
     def checksum(self) -> WeightsChecksum:
-        """Fingerprint of the live weights."""
-        return weights_checksum(self.named)
+        """Fingerprint of the live weights as served."""
+        if self.held_in == self.dtype:
+            return weights_checksum(self.named)
+        return weights_checksum({name: tensor.to(self.dtype) for name, tensor in self.named.items()})
 
     @property
     def dtype_name(self) -> str:
@@ -155,7 +169,7 @@ class Parameters:
         return fused
 
     def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.held_in, device=self.device)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

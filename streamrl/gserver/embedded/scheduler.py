@@ -1,7 +1,9 @@
 """Which requests are computed in a step: continuous batching over the slots of the cache.
 
 Request i of `running` sits in slot i; a finished one leaves a hole (None) that the next request
-takes, or else the last running one. Everything here happens in the engine's thread.
+takes, or else the last running one. A request whose prompt was cut waits at the head of the queue,
+and what is computed of it lies in a slot behind the running ones. Everything here happens in the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.chunks import Need, budget, shares
 from streamrl.gserver.embedded.model import Extension, Model
 from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.prefixes import Prefixes
@@ -26,8 +30,6 @@ from streamrl.transport.generation import FinishReason, PauseMode
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 4096
-"""Prompt tokens computed between two decode steps (or one prompt, if it is longer)."""
 LOGITS_ROWS = 256
 """Rows of logits computed at once for the log-probabilities of a prompt."""
 
@@ -38,7 +40,19 @@ Event = tuple[Ticket, Output | str]
 class Scheduler:
     """Owns the requests and the cache; `step` computes, and leaves its news in `events`."""
 
-    def __init__(self, *, model: Model, cache: KVCache, max_running: int, version: str) -> None:
+    cuts_prompts = True
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        cache: KVCache,
+        max_running: int,
+        version: str,
+        prefill_tokens: int = 4096,
+        prefix_cache_bytes: int = 0,
+    ) -> None:
+        """`prefill_tokens`: of prompts, computed between two decode steps while nothing else runs."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -46,12 +60,15 @@ class Scheduler:
         self.events: list[Event] = []
         self.tokens_generated = 0
         self.prompt_tokens = 0
+        self.prompt_tokens_cached = 0
         self.busy_seconds = 0.0
         self.slot_seconds = 0.0
         self._model = model
         self._cache = cache
         self._max_running = max_running
-        self._prefixes = Prefixes()
+        self._prefill_tokens = prefill_tokens
+        self._prefixes = Prefixes(cache, capacity=prefix_cache_bytes)
+        self._begun: tuple[Request, int] | None = None  # whose prompt was cut, and the slot of what is computed of it
 
     @property
     def idle(self) -> bool:
@@ -64,7 +81,8 @@ class Scheduler:
 
     @property
     def cache_bytes(self) -> int:
-        return self._cache.bytes
+        """Of the slots and of what is kept of finished requests."""
+        return self._cache.bytes + self._prefixes.kept_bytes
 
     def submit(self, request: Request) -> None:
         request.note_version(self.version)
@@ -97,12 +115,12 @@ class Scheduler:
             raise Refused(
                 f"{self.occupied} requests are running; wait for them, or pause with mode retract or abort first"
             )
-        self._prefixes.clear()
+        self._forget_prefixes()
 
     def new_weights(self, parameters: Parameters, version: str | None) -> None:
         """From the next step on, compute with `parameters`."""
         self._model.parameters = parameters
-        self._prefixes.new_weights()
+        self._forget_prefixes()
         if version is not None:
             self.set_version(version)
 
@@ -123,25 +141,58 @@ class Scheduler:
         self.slot_seconds += seconds * slots
 
     def _admit(self) -> None:
-        batch = self._next_batch()
-        if not batch:
-            return
+        batch, cut = self._next_batch()
+        if batch:
+            self._try_prompts(batch, lambda: self._prefill(batch))
+        if cut:
+            request = self.waiting[0]
+            self._try_prompts([request], lambda: self._prefill_part(request, cut))
+
+    def _try_prompts(self, batch: Sequence[Request], compute: Callable[[], None]) -> None:
         try:
-            self._prefill(batch)
+            compute()
         except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
             log.exception("prefill of %d requests failed", len(batch))
             unfinished = [request for request in batch if request.finish_reason is None]
             self._fail(unfinished, f"the prompt could not be computed: {type(error).__name__}: {error}")
 
-    def _next_batch(self) -> list[Request]:
-        batch: list[Request] = []
-        room = self._max_running - self.occupied
-        tokens = 0
-        while self.waiting and len(batch) < room and (not batch or tokens < PREFILL_TOKENS):
-            request = self.waiting.popleft()
-            tokens += len(request.tokens)
-            batch.append(request)
-        return batch
+    def _next_batch(self) -> tuple[list[Request], int]:
+        """Requests whose prompts are completed now, and how many tokens are computed of the one after them."""
+        free = self._max_running - self.occupied
+        if not (free and self.waiting):
+            return [], 0
+        tokens = budget(free=free, slots=self._max_running, most=self._prefill_tokens)
+        needs: list[Need] = []
+        given = shares(self._needs(free, needs), tokens=tokens)
+        cut = given[-1] if given[-1] < needs[len(given) - 1].tokens else 0
+        return [self.waiting.popleft() for _ in range(len(given) - bool(cut))], cut
+
+    def _needs(self, most: int, seen: list[Need]) -> Iterator[Need]:
+        """Of the first `most` waiting requests; each is added to `seen`."""
+        prompts: set[tuple[int, ...]] = set()
+        for request in islice(self.waiting, most):
+            key = tuple(request.tokens)
+            scored = request.wants_input_logprobs
+            if key in prompts and not scored:
+                need = Need(0)
+            else:
+                cached = self._prefixes.cached(request.tokens, limit=_shareable(request))
+                need = Need(len(key) - cached, whole=scored or not self.cuts_prompts)
+                prompts.add(key)
+            seen.append(need)
+            yield need
+
+    def _prefill_part(self, request: Request, count: int) -> None:
+        """Compute `count` more tokens of a prompt that is too long for one step."""
+        self._close_holes()  # there may be one in place of a slot behind the running ones
+        slot = self._begun[1] if self._begun is not None and self._begun[0] is request else len(self.running)
+        self._cache.reserve(slots=slot + 1, length=len(request.tokens))
+        cached = self._fill(request, slot)
+        self._begun = request, slot
+        end = cached + count
+        self._model.extend([Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end])])
+        self._prefixes.place(slot, request.tokens[:end])
+        self.prompt_tokens += count
 
     def _prefill(self, batch: Sequence[Request]) -> None:
         slots = self._take_slots(batch)
@@ -154,6 +205,7 @@ class Scheduler:
             if key in leaders and not request.wants_input_logprobs:
                 followers[leaders[key]].append(slot)
                 request.cached_tokens = len(request.tokens) - 1
+                self.prompt_tokens_cached += request.cached_tokens
                 continue
             extensions[slot] = self._extension(request, slot)
             followers[slot] = []
@@ -187,16 +239,19 @@ class Scheduler:
         return slots
 
     def _extension(self, request: Request, slot: int) -> Extension:
-        """What has to be computed of `request` after the longest prefix that the cache holds."""
-        limit = len(request.tokens) - 1
-        if request.wants_input_logprobs:
-            limit = min(limit, max(0, request.job.logprob_start_len - 1))
-        source, cached = self._prefixes.longest(request.tokens, limit=limit)
-        if cached and source != slot:
-            self._cache.copy(source, [slot], cached)
-        self._prefixes.remove(slot)
-        request.cached_tokens = cached
+        """What has to be computed of `request` after the longest prefix that is known."""
+        cached = self._fill(request, slot)
+        if self._begun is not None and self._begun[0] is request:
+            self._forget_begun()
         return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:])
+
+    def _fill(self, request: Request, slot: int) -> int:
+        """Put the longest known prefix of `request` into `slot`; answers its length."""
+        cached = self._prefixes.fill(slot, request.tokens, limit=_shareable(request))
+        if self._begun is None or self._begun[0] is not request:  # else a part of it is the request's own work
+            request.cached_tokens = cached
+            self.prompt_tokens_cached += cached
+        return cached
 
     def _logits_of(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits of `rows`, computed once for rows that repeat."""
@@ -270,6 +325,7 @@ class Scheduler:
             else:
                 request.finish_reason = FinishReason(type="length", length=0)
             if request.finish_reason is not None:
+                self._prefixes.finish(slot, request.tokens[:-1])
                 self.running[slot] = None
                 self._tell(request)
             elif request.job.stream:
@@ -290,8 +346,22 @@ class Scheduler:
                 self._prefixes.remove(slot)
                 self.waiting.appendleft(request)
         self.running.clear()
+        self._forget_begun()
+
+    def _forget_begun(self) -> None:
+        if self._begun is not None:
+            self._prefixes.remove(self._begun[1])
+            self._begun = None
+
+    def _forget_prefixes(self) -> None:
+        self._prefixes.clear()
+        self._begun = None
 
     def _abort(self, requests: Sequence[Request]) -> None:
+        gone = set(map(id, requests))
+        for slot, request in enumerate(self.running):
+            if request is not None and id(request) in gone:  # it may be resumed elsewhere, or here
+                self._prefixes.finish(slot, request.tokens[:-1])
         for request in requests:
             request.abort("aborted on request")
             self._tell(request)
@@ -305,7 +375,10 @@ class Scheduler:
         gone = set(map(id, requests))
         for slot, request in enumerate(self.running):
             if request is not None and id(request) in gone:
+                self._prefixes.remove(slot)
                 self.running[slot] = None
+        if self._begun is not None and id(self._begun[0]) in gone:
+            self._forget_begun()
         self.waiting = deque(request for request in self.waiting if id(request) not in gone)
 
     def _tell(self, request: Request) -> None:
@@ -315,6 +388,12 @@ class Scheduler:
         request = self.running[slot]
         assert request is not None
         return request
+
+
+def _shareable(request: Request) -> int:
+    """How many tokens of `request` need no computation if they are known: what is asked for comes after them."""
+    last = len(request.tokens) - 1
+    return min(last, max(0, request.job.logprob_start_len - 1)) if request.wants_input_logprobs else last
 
 
 def _top(logprobs: Tensor, count: int) -> list[list[tuple[float, int]]]:

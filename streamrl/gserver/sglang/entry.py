@@ -30,6 +30,8 @@ from typing import Any
 
 LIFELINE = "STREAMRL_SGLANG_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
+API_KEY = "STREAMRL_SGLANG_API_KEY"
+"""Environment variable: the key that callers of the server must show, if there is one."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
@@ -90,4 +92,6 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
 
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))
+    if key := os.environ.pop(API_KEY, ""):
+        sys.argv.append(f"--api-key={key}")
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 NAMES: Mapping[str, str] = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "queued",
+    "sglang:num_used_tokens": "running_tokens",
     "sglang:generation_tokens_total": "tokens_generated_total",
     "sglang:prompt_tokens_total": "prompt_tokens_total",
     "sglang:num_requests_total": "requests_total",

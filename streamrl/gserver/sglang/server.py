@@ -24,16 +24,14 @@ from streamrl.config import GserverConfig
 from streamrl.errors import DeadlineExceeded
 from streamrl.gserver.sglang.child import SglangProcess
 from streamrl.gserver.sglang.command import Launch, command, environment
-from streamrl.gserver.sglang.figures import Figures
+from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
+from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 0.5
 """Between two questions whether the server is ready: SGLang gives no other sign."""
 PROGRESS_SECONDS = 15.0
-ANSWER_SECONDS = 5.0
-FIGURES_SECONDS = 2.0
-"""Between two questions for figures; each costs SGLang some milliseconds."""
 
 
 class SglangServer:
@@ -41,22 +39,22 @@ class SglangServer:
 
     name = "sglang"
 
-    def __init__(self, process: SglangProcess, *, url: str) -> None:
+    def __init__(self, process: SglangProcess, monitor: Monitor, *, url: str) -> None:
         self.url = url
         self.process = process
-        self._figures = Figures()
+        self._monitor = monitor
 
     def stats(self) -> dict[str, float]:
         """As of the last time that SGLang was asked."""
-        return self._figures.stats()
+        return self._monitor.stats()
 
     async def failed(self) -> None:
         """Wait for the server's end, and raise `ProcessDied`."""
         await self.process.died()
 
-    async def until_ready(self, session: aiohttp.ClientSession, *, timeout: float) -> None:
+    async def until_ready(self, *, timeout: float) -> None:
         """Wait until the server answers; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
-        ready = asyncio.create_task(self._ask_until_ready(session))
+        ready = asyncio.create_task(self._ask_until_ready())
         died = asyncio.create_task(self.process.died())
         try:
             await asyncio.wait({ready, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -72,32 +70,14 @@ class SglangServer:
                 task.cancel()
             await asyncio.gather(ready, died, return_exceptions=True)
 
-    async def keep_figures(self, session: aiohttp.ClientSession) -> None:
-        """Ask for figures again and again; a server that does not answer keeps its last ones."""
-        while True:
-            try:
-                async with session.get(f"{self.url}/metrics") as response:
-                    if response.status == 200:
-                        self._figures.update(await response.text(), now=time.monotonic())
-            except (aiohttp.ClientError, TimeoutError) as error:
-                log.debug("no figures from SGLang: %s", error)
-            await asyncio.sleep(FIGURES_SECONDS)
-
-    async def _ask_until_ready(self, session: aiohttp.ClientSession) -> None:
+    async def _ask_until_ready(self) -> None:
         began = told = time.monotonic()
-        while not await self._is_ready(session):
+        while not await self._monitor.is_ready():
             await asyncio.sleep(ASK_SECONDS)
             now = time.monotonic()
             if now - told >= PROGRESS_SECONDS:
                 told = now
                 log.info("waiting for SGLang to start for %.0f s; its last line: %s", now - began, self._last_words())
-
-    async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
-        try:
-            async with session.get(f"{self.url}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
 
     def _last_words(self) -> str:
         return self.process.last_line[:200]
@@ -114,8 +94,9 @@ async def sglang_server(
     seed: int,
     weight_version: str,
     prompt_cache: bool,
+    key: str = "",
 ) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. Arguments as in `Launch`."""
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`; `key`: what callers must show."""
     launch = Launch(
         model_dir=model_dir,
         port=free_port(settings.host),
@@ -127,15 +108,19 @@ async def sglang_server(
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))
-    process = await SglangProcess.start(words, environment(device=device, threads=settings.threads, index=index))
+    process = await SglangProcess.start(
+        words, environment(device=device, threads=settings.threads, index=index, key=key)
+    )
     try:
-        server = SglangServer(process, url=f"http://{settings.host}:{launch.port}")
+        url = f"http://{settings.host}:{launch.port}"
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
+            monitor = Monitor(session, url=url)
+            server = SglangServer(process, monitor, url=url)
             began = time.monotonic()
-            await server.until_ready(session, timeout=settings.sglang.start_timeout_seconds)
+            await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
-            figures = asyncio.create_task(server.keep_figures(session), name="figures of SGLang")
+            figures = asyncio.create_task(monitor.keep_figures(), name="figures of SGLang")
             try:
                 yield server
             finally:

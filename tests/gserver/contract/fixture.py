@@ -1,4 +1,4 @@
-"""One gserver process of a run, with the manager and a publisher: whatever its engine is."""
+"""Gserver processes of a run, with the manager and a publisher: whatever their engine is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,19 @@ from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher, carrier_for
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 
 START_SECONDS = 240.0
+MODES: list[PauseMode] = ["in_place", "retract", "abort"]
+MAX_CONTEXT = 8192
+TOLERANCE = 1e-4
+"""Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -48,30 +53,56 @@ class FixedWeights:
 class Contract:
     """What a test of the contract needs."""
 
-    def __init__(self, engine: str, url: str, *, run: Run, publisher: Publisher, model: Any) -> None:
+    def __init__(
+        self,
+        engine: str,
+        urls: Sequence[str],
+        *,
+        run: Run,
+        publisher: Publisher,
+        model: Any,
+        processes: Sequence[asyncio.subprocess.Process],
+    ) -> None:
         self.engine = engine
         self.pause_mode = run.config.weights.pause_mode
-        self.url = url
+        self.urls = urls
+        self.url = urls[0]
+        self.processes = processes
         self.run = run
         self.client = GenerationClient(timeout=60.0)
         self.version = 0
         self._model = model
         self._publisher = publisher
+        self._factors = {0: 1.0}
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+    @property
+    def living(self) -> list[str]:
+        """URLs of the gservers whose processes live."""
+        return [url for url, process in zip(self.urls, self.processes, strict=True) if process.returncode is None]
 
     async def publish(self, factor: float) -> None:
         """Publish the initial weights times `factor` as the next version; `logprobs` follow them."""
         new = {name: tensor * factor for name, tensor in self._initial.items()}
         await self._publisher.publish(self.version + 1, FixedWeights(new))
         self.version += 1
+        self._factors[self.version] = factor
+
+    def model_of(self, version: int) -> Any:
+        """transformers with the weights of `version`, until the next call."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(new[name])
+                parameter.copy_(self._initial[name] * self._factors[version])
+        return self._model
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
         """What transformers gives the tokens of a response under the weights published last."""
-        rows = self._model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        rows = (
+            self.model_of(self.version)(torch.tensor([[*prompt, *output]]))
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+        )
         found: list[float] = rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
         return found
 
@@ -110,20 +141,54 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
     return [entry[0] for entry in reply.meta_info.output_token_logprobs or () if entry[0] is not None]
 
 
+class RunningSglang:
+    """An SGLang server that runs join, one after another; started when the first wants it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = AsyncExitStack()
+        self._url = ""
+
+    async def url(self) -> str:
+        if not self._url:
+            config = contract_config("sglang", self._folder, "retract")
+            server = sglang_server(
+                config.gserver,
+                index=0,
+                model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
+                device="cpu",
+                dtype="float32",
+                seed=1,
+                weight_version="of nobody",
+                prompt_cache=True,
+            )
+            self._url = (await self._stack.enter_async_context(server)).url
+        return self._url
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
 @asynccontextmanager
-async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> AsyncIterator[Contract]:
-    """A run with one gserver of `engine`, which serves."""
-    config = contract_config(engine, folder, pause_mode)
+async def contract(
+    engine: str, folder: Path, *, pause_mode: PauseMode, joins: str = "", count: int = 1
+) -> AsyncIterator[Contract]:
+    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins."""
+    config = contract_config(engine, folder, pause_mode, joins=joins, count=count)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    async with managed(config) as run, gserver_process(run, folder, model_dir) as process:
-        ended = asyncio.create_task(process.wait())
-        live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {0}, timeout=START_SECONDS))
-        await asyncio.wait({ended, live}, return_when=asyncio.FIRST_COMPLETED)
-        assert not ended.done(), f"the gserver ended with {process.returncode}; its log is in the test's output"
-        ended.cancel()
+    async with managed(config) as run, AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(gserver_process(run, folder, model_dir, index)) for index in range(count)
+        ]
+        ended = [asyncio.create_task(process.wait()) for process in processes]
+        live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {*range(count)}, timeout=START_SECONDS))
+        await asyncio.wait({*ended, live}, return_when=asyncio.FIRST_COMPLETED)
+        for task, process in zip(ended, processes, strict=True):
+            assert not task.done(), f"a gserver ended with {process.returncode}; its log is in the test's output"
+            task.cancel()
         live.result()
-        address = (await run.process("gserver")).address
+        urls = [(await run.process("gserver", index)).address for index in range(count)]
         control = ControlClient(run.url)
         publisher = Publisher(
             client=control,
@@ -131,7 +196,7 @@ async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> Async
             carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
-        found = Contract(engine, address, run=run, publisher=publisher, model=model)
+        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes)
         try:
             yield found
         finally:
@@ -141,10 +206,12 @@ async def contract(engine: str, folder: Path, *, pause_mode: PauseMode) -> Async
 
 
 @asynccontextmanager
-async def gserver_process(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def gserver_process(
+    run: Run, folder: Path, model_dir: Path, index: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
-    command = [sys.executable, "-m", "streamrl", "gserver", str(file), "--manager", run.url, "--index", "0"]
+    command = [sys.executable, "-m", "streamrl", "gserver", str(file), "--manager", run.url, "--index", str(index)]
     process = await asyncio.create_subprocess_exec(
         *command,
         *("--model-dir", str(model_dir)),
@@ -163,22 +230,28 @@ async def gserver_process(run: Run, folder: Path, model_dir: Path) -> AsyncItera
             await process.wait()
 
 
-def contract_config(engine: str, folder: Path, pause_mode: PauseMode) -> Config:
+def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: str = "", count: int = 1) -> Config:
     return small_config(
         folder,
         model={
             "path": "scratch",
-            "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32},
+            "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+            | {"max_position_embeddings": MAX_CONTEXT},
         },
         data={"max_prompt_tokens": 64},
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
         gserver={
             "engine": engine,
-            "max_context": 512,
+            "count": count,
+            "max_context": MAX_CONTEXT,
             "max_running": 8,
             "dtype": "float32",
-            "sglang": {"python": sglang_python() or "", "start_timeout_seconds": START_SECONDS},
+            "sglang": {
+                "python": sglang_python() or "",
+                "start_timeout_seconds": START_SECONDS,
+                "addresses": [joins] if joins else [],
+            },
         },
         weights={"timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
         manager={"heartbeat_seconds": 0.2},

@@ -1,47 +1,35 @@
 """What the rest of streamrl relies on, against a gserver with the embedded engine and one with real SGLang.
 
-One gserver for each engine serves all tests of this file, which publish one version after another.
+One gserver for each engine and pause mode serves all tests of this package, which publish one version after another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from streamrl.errors import PeerError
 from streamrl.rollout.replies import check_reply, token_versions
 from streamrl.transport.generation import AbortRequest, PauseGeneration, PauseMode
-from tests.gserver.contract.fixture import START_SECONDS, Contract, contract, output_logprobs, request
-from tests.gserver.contract.installed import sglang_python
+from tests.gserver.contract.fixture import (
+    MAX_CONTEXT,
+    MODES,
+    START_SECONDS,
+    TOLERANCE,
+    Contract,
+    output_logprobs,
+    request,
+)
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(START_SECONDS + 120),
     pytest.mark.xdist_group("contract"),
 ]
 
-MODES: list[PauseMode] = ["in_place", "retract", "abort"]
-NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
-SERVED = [
-    pytest.param((engine, mode), id=f"{engine}-{mode}", marks=[NO_SGLANG] if engine == "sglang" else [])
-    for engine in ("embedded", "sglang")
-    for mode in MODES
-]
-"""Engine, and what a weight update does to running requests."""
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 400
-TOLERANCE = 1e-4
-"""Of log-probabilities in float32, in nats."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVED)
-async def gserver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Contract]:
-    engine, mode = request.param
-    async with contract(engine, tmp_path_factory.mktemp(engine), pause_mode=mode) as found:
-        yield found
 
 
 async def test_answers_are_trained_on_as_they_are(gserver: Contract) -> None:
@@ -65,7 +53,7 @@ async def test_what_it_says_of_itself(gserver: Contract) -> None:
 
 async def test_too_long_a_prompt_is_refused(gserver: Contract) -> None:
     with pytest.raises(PeerError, match="context") as refused:
-        await gserver.generate([1] * 600, 4)
+        await gserver.generate([1] * (MAX_CONTEXT + 10), 4)
     assert refused.value.status == 400
 
 
@@ -78,6 +66,17 @@ async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) ->
     assert len(reply.output_ids) < LONG
     assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
     assert len((await other).output_ids) == 30
+
+
+async def test_a_request_that_has_not_begun_can_be_aborted(gserver: Contract) -> None:
+    await gserver.client.update(gserver.url, "/pause_generation", PauseGeneration(mode="in_place"))
+    waiting = asyncio.create_task(gserver.generate(PROMPT, 8, rid="waits"))
+    await asyncio.sleep(0.3)
+    assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(rid="waits"))).success
+    assert (await gserver.client.update(gserver.url, "/continue_generation")).success
+    reply = await waiting
+    if check_reply(reply, budget=8, peer=gserver.url).type == "abort":  # else SGLang was told before it knew of it
+        assert reply.output_ids == []
 
 
 @pytest.mark.parametrize("mode", MODES)

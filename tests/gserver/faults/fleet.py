@@ -25,7 +25,7 @@ from streamrl.errors import StreamRLError
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.replies import token_versions
 from streamrl.trainer.publisher import Publisher, carrier_for
-from streamrl.transport.control import ControlClient
+from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
 from tests.gserver.faults.proxy import Armed, Fault, Proxy, listening
 from tests.gserver.harness import Run, live_gservers, managed, small_config

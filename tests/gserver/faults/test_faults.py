@@ -15,7 +15,7 @@ import pytest
 
 from streamrl.errors import PublicationError
 from streamrl.trainer.broadcaster import Broadcaster
-from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
 from tests.gserver.faults.fleet import TIMEOUT, FaultyFleet, Weights, faulty_fleet
 from tests.gserver.faults.proxy import Fault
 

@@ -73,18 +73,15 @@ class Checks:
         self._weights_equal(model, reference, tolerance=0.0)
         for share_prefix in (True, False):
             self._outputs_equal(model, reference, share_prefix=share_prefix)
-        gradients = {}
         for step in range(3):
             groups = make_groups(step, count=3 if step < 2 else 1)  # in the end some ranks have nothing at all
-            if step == 0:
-                gradients = reference.gradients(groups)
-            norm, lr = reference.step(groups)
+            wanted = reference.step(groups)
             update = self.step(model, groups)
-            assert update.grad_norm == pytest.approx(norm, rel=1e-5), kind
-            assert update.lr == pytest.approx(lr)
+            assert update.grad_norm == pytest.approx(wanted.norm, rel=1e-5), kind
+            assert update.lr == pytest.approx(wanted.lr)
             if step == 0:
-                self._gradients_equal(model, gradients, norm)
-        assert norm > OPTIMIZER.grad_clip
+                self._gradients_equal(model, wanted.gradients, wanted.norm)
+        assert wanted.norm > OPTIMIZER.grad_clip
         self._weights_equal(model, reference, tolerance=1e-5)
         self._outputs_equal(model, reference, share_prefix=True)
         self._weights_gathered_beside_accumulation(model)
@@ -120,8 +117,8 @@ class Checks:
         assert not called
         self._weights_equal(model, reference, tolerance=0.0)
         groups = make_groups(1)
-        norm, _ = reference.step(groups)
-        assert self.step(model, groups).grad_norm == pytest.approx(norm, rel=1e-5)
+        wanted = reference.step(groups)
+        assert self.step(model, groups).grad_norm == pytest.approx(wanted.norm, rel=1e-5)
         self._weights_equal(model, reference, tolerance=1e-5)
         model.close()
 
@@ -129,9 +126,7 @@ class Checks:
         """Weights of another model of the same shape are taken over; others are refused."""
         model = self._make(make_spec(self._models / "llama"), self._layout)
         other = Reference(self._models / "llama")
-        with torch.no_grad():
-            for parameter in other.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
+        other.disturb()
         model.load_weights(list(other.weights().items()))
         self._weights_equal(model, other, tolerance=0.0)
         self._outputs_equal(model, other, share_prefix=True)
@@ -213,11 +208,11 @@ class Checks:
         second.load_weights(weights.items())
         second.load_state(self._scratch)
         for step in range(2, 4):
-            norm, lr = reference.step(make_groups(step))
+            wanted = reference.step(make_groups(step))
             for checks, model in ((self, first), (there, second)):
                 update = checks.step(model, make_groups(step))
-                assert update.grad_norm == pytest.approx(norm, rel=1e-4)
-                assert update.lr == pytest.approx(lr)
+                assert update.grad_norm == pytest.approx(wanted.norm, rel=1e-4)
+                assert update.lr == pytest.approx(wanted.lr)
         self._weights_equal(first, reference, tolerance=1e-5)
         there._weights_equal(second, reference, tolerance=1e-5)
         # both live on in this world, each on its own groups
@@ -262,8 +257,7 @@ class Checks:
             return
         assert outputs is not None
         assert len(outputs) == len(micros)
-        with torch.no_grad():
-            wanted = [reference.predict(group) for group in groups]
+        wanted = [reference.predicted(group) for group in groups]
         found = 0
         worst = 0.0
         for micro, output in zip(micros, outputs, strict=True):

@@ -1,15 +1,21 @@
-"""The independent reference of the parallel models' tests: transformers, one sequence at a time, in float32."""
+"""The independent reference of the parallel models' tests: transformers, one sequence at a time, in float32.
+
+What it finds is a pure function of a checkpoint and the groups that it has learned from. So each process computes it
+once, and of a world's steps rank 0 tells the others.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -123,10 +129,31 @@ def _load(folder: Path) -> Any:
     return kind.from_pretrained(folder, dtype=torch.float32)
 
 
+Past = tuple[str | tuple[int, ...], ...]
+"""Folder of a checkpoint, and the sequence numbers of the groups of each step since: what makes a reference."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A reference after a step."""
+
+    norm: float
+    lr: float
+    gradients: dict[str, Tensor]
+    """Before they were clipped."""
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+_stepped: dict[Past, Stepped] = {}
+_predicted: dict[tuple[Past, int], tuple[Tensor, Tensor]] = {}
+
+
 class Reference:
     """The model in transformers, one sequence at a time, and torch's AdamW."""
 
     def __init__(self, folder: Path) -> None:
+        self._past: Past = (str(folder),)
         self.scalar = folder.name == SCALAR
         self.model = copy.deepcopy(_load(folder))
         self.optimizer = torch.optim.AdamW(
@@ -138,8 +165,15 @@ class Reference:
         )
         self.steps = 0
 
-    def predict(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
-        """Packed values and entropies; those of the first token of each sequence are zero."""
+    def predicted(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
+        """Packed values and entropies, without gradients; those of the first token of each sequence are zero."""
+        key = (self._past, group.seq)
+        if key not in _predicted:
+            with torch.no_grad():
+                _predicted[key] = self._predict(group)
+        return _predicted[key]
+
+    def _predict(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
         values, entropies = [], []
         for end, length in zip(np.cumsum(group.seqlens), group.seqlens, strict=True):
             ids = torch.from_numpy(group.packed_input_ids[end - length : end].astype(np.int64))
@@ -155,26 +189,53 @@ class Reference:
             entropies.append(torch.cat([torch.zeros(1), entropy]))
         return torch.cat(values), torch.cat(entropies)
 
-    def gradients(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Tensor]:
+    def _gradients(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Tensor]:
         """Of the test's loss over all `groups`; they stay in the parameters."""
         self.optimizer.zero_grad()
         loss = torch.zeros(())
         for group in groups:
-            values, entropies = self.predict(group)
+            values, entropies = self._predict(group)
             sampled = torch.from_numpy(group.packed_loss_mask)
             loss = loss + (values * token_weights(group))[sampled].sum() + ENTROPY * entropies[sampled].sum()
         loss.backward()
         return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
 
-    def step(self, groups: Sequence[TrajectoryGroup]) -> tuple[float, float]:
-        """One optimizer step; its gradient norm and learning rate."""
-        self.gradients(groups)
+    def step(self, groups: Sequence[TrajectoryGroup]) -> Stepped:
+        """One optimizer step. All ranks of a world make it together."""
+        self._past += (tuple(group.seq for group in groups),)
+        if self._past not in _stepped:
+            _stepped[self._past] = _of_rank_0(lambda: self._step(groups))
+        made = _stepped[self._past]
+        self.model.load_state_dict(made.weights)
+        self.optimizer.load_state_dict(copy.deepcopy(made.optimizer))
+        self.steps += 1
+        return made
+
+    def _step(self, groups: Sequence[TrajectoryGroup]) -> Stepped:
+        gradients = self._gradients(groups)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip))
         lr = learning_rate(self.steps, peak=LR, config=OPTIMIZER, total_steps=UPDATES)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
-        self.steps += 1
-        return norm, lr
+        return Stepped(
+            norm, lr, gradients, copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        )
+
+    def disturb(self) -> None:
+        """Turn it into another model of the same shape."""
+        self._past += ("disturbed",)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def _of_rank_0(compute: Callable[[], Stepped]) -> Stepped:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    told = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    return told[0]

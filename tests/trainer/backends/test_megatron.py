@@ -22,7 +22,6 @@ WORLDS = {
     4: {TP_PP: ["odd", "qwen3", "llama"], TP_DP: [SCALAR, "qwen2"], PP_DP: ["llama_tied", "qwen3"]},
 }
 """Layouts and the models that each is checked with, by world size."""
-IMPORTS = ["tests.trainer.backends.common", "streamrl.trainer.backends.megatron.model"]
 HEAD_CHUNK = 16
 """Small, so that several chunks make up the head's work."""
 
@@ -54,4 +53,4 @@ def _check_layouts(rank: int, models: Path, scratch: Path, world: int) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_layouts_equal_transformers(tmp_path: Path, models: Path, world: int) -> None:
-    run_world(world, _check_layouts, models, tmp_path, world, preload=IMPORTS)
+    run_world(world, _check_layouts, models, tmp_path, world)

@@ -13,7 +13,6 @@ from tests.trainer.backends.world import run_world
 
 WORLDS = {1: [*KINDS, SCALAR], 2: [*KINDS, SCALAR], 4: ["llama_tied", "qwen3", SCALAR, "odd"]}
 """The models that each is checked with, by world size."""
-IMPORTS = ["tests.trainer.backends.common", "streamrl.trainer.backends.torch"]
 HEAD_CHUNK = 16
 """Small, so that several chunks make up the head's work."""
 
@@ -38,4 +37,4 @@ def _check(rank: int, models: Path, scratch: Path, world: int) -> None:
 def test_ranks_equal_transformers(tmp_path: Path, world: int) -> None:
     save_models(tmp_path / "models")
     (tmp_path / "scratch").mkdir()
-    run_world(world, _check, tmp_path / "models", tmp_path / "scratch", world, preload=IMPORTS)
+    run_world(world, _check, tmp_path / "models", tmp_path / "scratch", world)

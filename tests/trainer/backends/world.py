@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from queue import Empty
 from typing import Any
 
 from streamrl.transport.collective import open_store
+from tests.forked import forking
 
 TIMEOUT_SECONDS = 60.0
 """Of each collective: one rank that fails ends the others."""
 
 
-def run_world(
-    size: int, body: Callable[..., None], *args: Any, preload: Sequence[str] = (), deadline: float = 240.0
-) -> None:
+def run_world(size: int, body: Callable[..., None], *args: Any, deadline: float = 240.0) -> None:
     """Run `body(rank, *args)` in `size` processes that share a default process group; raise what they raise."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(preload))  # imported once, not once in each process
+    context = forking()
     store = open_store("127.0.0.1")
     results = context.Queue()
     processes = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from itertools import product
-from multiprocessing import get_context
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
+from tests.forked import forking
 from tests.trainer.models import KINDS, random_group, save_model
 
 # a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
@@ -450,7 +450,7 @@ def _rank(folder, rank, port, results):
 def test_two_unequal_ranks_equal_one(tmp_path):
     folder = save_model(tmp_path / "model")
     store = open_store("127.0.0.1")
-    context = get_context("spawn")
+    context = forking()
     results = context.Queue()
     ranks = [context.Process(target=_rank, args=(folder, rank, store.port, results)) for rank in range(2)]
     for process in ranks:

@@ -1,7 +1,7 @@
 """One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
-Rows of a micro-batch are trees of siblings, so attention and rotary positions are our own. The
-head is computed at the predicted positions alone.
+Rows of a micro-batch are trees of siblings, so rotary positions are our own, as is attention
+(`layers.py`). The head is computed at the predicted positions alone.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.trainer.backends.base import ModelSpec, Output
 from streamrl.trainer.backends.megatron.distribution import token_distribution
+from streamrl.trainer.backends.megatron.layers import block_modules
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch, attention_mask
@@ -104,32 +104,6 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
     )
 
 
-class TreeAttention(torch.nn.Module):
-    """Attention of Megatron's layers by torch's `scaled_dot_product_attention`: causal, or by the batch's mask."""
-
-    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self._scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
-        """`[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if attention_mask is not None and query.shape[1] != key.shape[1]:
-            # the fast kernels take either a mask or fewer key than query heads
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        mixed = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None,
-            scale=self._scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
 class Network(LanguageModule):  # type: ignore[misc]
     """The stage of the pipeline rank that makes it; its weights hold nothing yet."""
 
@@ -146,9 +120,10 @@ class Network(LanguageModule):  # type: ignore[misc]
             self.embedding = LanguageModelEmbedding(
                 config, padded, max_sequence_length=0, position_embedding_type="rope", tp_group=groups.tp
             )
-        layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-        layer.submodules.self_attention.submodules.core_attention = TreeAttention
-        self.decoder = TransformerBlock(config, layer, pre_process=first, post_process=last, pg_collection=groups)
+        modules = block_modules(
+            layers=shape.layers // config.pipeline_model_parallel_size, qk_norm=shape.qk_norm, device=spec.device
+        )
+        self.decoder = TransformerBlock(config, modules, pre_process=first, post_process=last, pg_collection=groups)
         if last and spec.head == "scalar":
             self.score = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=spec.dtype)
         elif last:

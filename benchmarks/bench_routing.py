@@ -1,0 +1,206 @@
+"""What routing by load and speed brings on SIMULATED gservers that differ in speed.
+
+    python benchmarks/bench_routing.py
+
+The manager's own routing (`gserver/routing.py`) against round robin, and against the fewest groups in flight, in a
+simulation of gservers and time: no model, no process, no network. A gserver decodes its requests together; a step
+takes `base + marginal * requests`, so that its throughput grows with the number of requests and saturates. Groups
+have 8 siblings with log-normal lengths. As many groups are in flight as the ledger admits; where every gserver has
+as many as it runs, groups wait, under round robin as well, where they wait for the gserver whose turn it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import RESULTS, write_results
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.gserver.load import Work
+from streamrl.gserver.routing import Fleet, Gserver, Standing
+from streamrl.transport.generation import ServerInfo
+
+SIBLINGS = 8
+MEAN_TOKENS = 200
+SIGMA = 0.8
+PROMPT = 50
+CAPACITY = 64
+SECONDS = 120.0
+HEARTBEAT = 1.0
+WARM_UP = 30.0
+
+
+@dataclass
+class Simulated:
+    """A gserver: `slowness` 1 is a step of 10 ms for one request and of 20 ms for 64."""
+
+    slowness: float
+    decoded: float = 0.0
+    """Tokens that a request which had run from the beginning would have."""
+    running: list[tuple[float, int, int]] = field(default_factory=list)
+    """(`decoded` at its end, group, sibling), a heap."""
+    queue: deque[tuple[int, int, float]] = field(default_factory=deque)
+    """(group, sibling, length in tokens)"""
+    totals: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    @property
+    def step(self) -> float:
+        return self.slowness * (0.010 + 0.010 * len(self.running) / CAPACITY)
+
+    def fill(self) -> None:
+        while self.queue and len(self.running) < CAPACITY:
+            group, sibling, length = self.queue.popleft()
+            heapq.heappush(self.running, (self.decoded + length, group, sibling))
+
+    def advance(self, seconds: float) -> list[int]:
+        """Decode for `seconds`, in which nobody finishes before the end; answers whose siblings have finished."""
+        if not self.running:
+            return []
+        tokens = seconds / self.step
+        self.totals[0] += tokens * len(self.running)
+        self.totals[1] += seconds
+        self.totals[2] += seconds * len(self.running)
+        self.decoded += tokens
+        done = []
+        while self.running and self.running[0][0] < self.decoded + 1e-6:
+            done.append(heapq.heappop(self.running)[1])
+        return done
+
+    def until_next(self) -> float:
+        return (self.running[0][0] - self.decoded) * self.step if self.running else float("inf")
+
+
+Policy = Callable[[Fleet, int, float], Gserver | None]
+
+
+def by_the_manager(fleet: Fleet, seq: int, now: float) -> Gserver | None:
+    return fleet.assign(seq, Work(SIBLINGS, 0), now=now)
+
+
+def fewest_groups(fleet: Fleet, seq: int, now: float) -> Gserver | None:
+    choice = min(fleet.all(), key=lambda g: (len(g.groups), g.index))
+    return place(fleet, choice, seq, now)
+
+
+def round_robin() -> Policy:
+    turn = itertools.count()
+    upcoming = [next(turn)]
+
+    def choose(fleet: Fleet, seq: int, now: float) -> Gserver | None:
+        gservers = fleet.all()
+        found = place(fleet, gservers[upcoming[0] % len(gservers)], seq, now)
+        if found is not None:
+            upcoming[0] = next(turn)
+        return found
+
+    return choose
+
+
+def place(fleet: Fleet, gserver: Gserver, seq: int, now: float) -> Gserver | None:
+    """Route to `gserver` if it has a place, with the fleet's own accounts."""
+    if gserver.load.full:
+        return None
+    fleet.assign_to(gserver, seq, Work(SIBLINGS, 0), now=now)
+    return gserver
+
+
+def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 0) -> dict[str, Any]:
+    """Tokens per second, mean group time in seconds, and the share of requests that waited in a gserver's queue."""
+    draw = random.Random(seed)
+    fleet = Fleet()
+    servers = []
+    for index, factor in enumerate(slowness):
+        gserver = fleet.join(index, f"simulated-{index}")
+        gserver.info = ServerInfo(max_running_requests=CAPACITY)
+        gserver.standing = Standing.SERVING
+        servers.append(Simulated(factor))
+    now, next_beat, seq = 0.0, HEARTBEAT, 0
+    open_siblings: dict[int, int] = {}
+    began: dict[int, float] = {}
+    times: list[float] = []
+    tokens_at_warm_up = 0.0
+    warm = False
+    while now < SECONDS:
+        while len(open_siblings) < groups and (choice := policy(fleet, seq, now)) is not None:
+            for sibling in range(SIBLINGS):
+                length = max(1.0, draw.lognormvariate(0.0, SIGMA) * MEAN_TOKENS)
+                servers[choice.index].queue.append((seq, sibling, length))
+            open_siblings[seq], began[seq] = SIBLINGS, now
+            seq += 1
+        for server in servers:
+            server.fill()
+        seconds = max(1e-9, min(next_beat - now, *(server.until_next() for server in servers)))
+        now += seconds
+        for server in servers:
+            for group in server.advance(seconds):
+                open_siblings[group] -= 1
+                fleet.change(group, Work(open_siblings[group], PROMPT * open_siblings[group]), now=now)
+                if not open_siblings[group]:
+                    fleet.release(group)
+                    del open_siblings[group]
+                    times.append(now - began.pop(group))
+        if now >= next_beat - 1e-9:
+            next_beat += HEARTBEAT
+            names = ("tokens_generated_total", "busy_seconds_total", "slot_seconds_total")
+            for gserver, server in zip(fleet.all(), servers, strict=True):
+                stats = dict(zip(names, server.totals, strict=True))
+                stats |= {"running": float(len(server.running)), "queued": float(len(server.queue))}
+                fleet.measured(gserver, stats, now=now)
+        if not warm and now >= WARM_UP:
+            warm, tokens_at_warm_up, times = True, sum(server.totals[0] for server in servers), []
+    tokens = sum(server.totals[0] for server in servers) - tokens_at_warm_up
+    return {
+        "tokens_per_second": round(tokens / (now - WARM_UP)),
+        "mean_group_seconds": round(sum(times) / len(times), 2),
+        "busy_shares": [round(server.totals[1] / now, 2) for server in servers],
+    }
+
+
+CASES: dict[str, list[float]] = {
+    "8 equal": [1.0] * 8,
+    "4 of them half as fast": [1.0] * 4 + [2.0] * 4,
+    "2 of them a quarter as fast": [1.0] * 6 + [4.0] * 2,
+    "1 of them a tenth as fast": [1.0] * 7 + [10.0],
+}
+
+
+def main() -> None:
+    console = Console()
+    rows = []
+    table = Table(
+        title="Tokens per second on 8 SIMULATED gservers, as a multiple of round robin's (mean group time in s)"
+    )
+    policies: dict[str, Callable[[], Policy]] = {
+        "round robin": round_robin,
+        "fewest groups": lambda: fewest_groups,
+        "manager": lambda: by_the_manager,
+    }
+    for column in ("gservers", "groups in flight", *policies):
+        table.add_column(column, justify="right")
+    for case, slowness in CASES.items():
+        for groups in (16, 64):
+            found = {name: simulate(slowness, groups, make()) for name, make in policies.items()}
+            base = found["round robin"]["tokens_per_second"]
+            rows += [{"case": case, "groups": groups, "policy": name, **figures} for name, figures in found.items()]
+            cells = (f"{f['tokens_per_second'] / base:.2f} ({f['mean_group_seconds']:.1f})" for f in found.values())
+            table.add_row(case, str(groups), *cells)
+    console.print(table)
+    settings = {
+        "simulated": "gservers and time",
+        "siblings": SIBLINGS,
+        "mean_tokens": MEAN_TOKENS,
+        "capacity": CAPACITY,
+    }
+    write_results("bench_routing", settings, rows)
+    console.print(f"written to {RESULTS / 'bench_routing.json'}")
+
+
+if __name__ == "__main__":
+    main()

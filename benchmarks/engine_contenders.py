@@ -1,0 +1,181 @@
+"""The contenders of `bench_engine.py`: each in processes of its own, asked for tokens by the benchmark.
+
+`Served` is a gserver (embedded or SGLang) asked over HTTP; `Script` a program that answers lines of JSON
+(`engine_transformers.py`, `engine_vllm.py`). Invariant: all compute with the same number of threads, and after
+`close` none of a contender's processes is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+
+HERE = Path(__file__).parent
+START_SECONDS = 300.0
+ANSWER_SECONDS = 600.0
+
+Prompts = list[list[int]]
+
+
+class ContenderFailed(Exception):
+    """A contender did not start, or did not answer."""
+
+
+class Contender(Protocol):
+    """One way to make tokens."""
+
+    name: str
+    pid: int
+    """Of the process that, with those that it started, does the work."""
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> int:
+        """So many tokens for each of `prompts`, all at once; answers how many there are in all."""
+
+    def close(self) -> None: ...
+
+
+class Served:
+    """A gserver of `config` in a process of its own; its client is this process."""
+
+    def __init__(self, name: str, config: Config, folder: Path) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._server = context.Process(target=_serve, args=(config, folder, there))
+        self._server.start()
+        self.pid = self._server.pid or 0
+        there.close()
+        try:
+            if not self._here.poll(START_SECONDS):
+                raise ContenderFailed(f"{name} was not ready within {START_SECONDS:.0f} s")
+            self.url: str = self._here.recv()
+        except (EOFError, ContenderFailed) as error:
+            self.close()
+            raise ContenderFailed(f"{name} did not start: {error or 'see its output'}") from error
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> int:
+        try:
+            return asyncio.run(_over_http(self.url, prompts, new_tokens))
+        except StreamRLError as error:
+            raise ContenderFailed(f"{self.name}: {error}") from error
+
+    def close(self) -> None:
+        self._here.close()  # at which the server stops
+        self._server.join(30)
+        if self._server.is_alive():
+            self._server.kill()
+            self._server.join()
+
+
+class Script:
+    """A running script; several contenders may ask the same one for different methods."""
+
+    def __init__(self, python: str, script: str, folder: Path, dtype: str, threads: int, *more: int) -> None:
+        self.script = script
+        self._process = subprocess.Popen(
+            [python, "-P", str(HERE / script), str(folder), dtype, str(threads), *map(str, more)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if "STREAMRL_LOG" not in os.environ else None,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self._process.pid
+        try:
+            self._read()
+        except ContenderFailed:
+            self.close()
+            raise
+
+    def ask(self, question: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        answer = self._read()
+        if "error" in answer:
+            raise ContenderFailed(f"{self.script}: {answer['error']}")
+        return int(answer["tokens"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ContenderFailed(f"{self.script} has ended; run with STREAMRL_LOG=DEBUG to see what it said")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Scripted:
+    """One method of a script."""
+
+    def __init__(self, name: str, script: Script) -> None:
+        self.name = name
+        self.pid = script.pid
+        self._script = script
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> int:
+        return self._script.ask({"method": self.name, "prompts": prompts, "new_tokens": new_tokens})
+
+    def close(self) -> None:
+        self._script.close()
+
+
+def transformers_contenders(folder: Path, dtype: str, threads: int, cache_tokens: int) -> list[Contender]:
+    """`cache_tokens`: room for keys and values in continuous batching."""
+    script = Script(sys.executable, "engine_transformers.py", folder, dtype, threads, cache_tokens)
+    return [Scripted("generate", script), Scripted("generate_batch", script)]
+
+
+def vllm_contender(python: str, folder: Path, dtype: str, threads: int) -> Contender:
+    return Scripted("vllm", Script(python, "engine_vllm.py", folder, dtype, threads))
+
+
+def _serve(config: Config, folder: Path, pipe: Connection) -> None:
+    """The gserver's process: tells its URL, lives until the pipe is closed."""
+    from streamrl.gserver.process import running
+
+    def wait() -> None:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+
+    async def live() -> None:
+        async with running(config, index=0, model_dir=folder) as (_, url):
+            pipe.send(url)
+            await asyncio.to_thread(wait)
+
+    asyncio.run(live())
+
+
+async def _over_http(url: str, prompts: Sequence[list[int]], new_tokens: int) -> int:
+    """All prompts at once, one request each."""
+    client = GenerationClient(timeout=ANSWER_SECONDS)
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    requests = [GenerateRequest(input_ids=prompt, sampling_params=params, return_logprob=True) for prompt in prompts]
+    try:
+        replies: list[GenerateReply] = await asyncio.gather(*(client.generate(url, r) for r in requests))
+    finally:
+        await client.close()
+    return sum(len(reply.output_ids) for reply in replies)

@@ -1,0 +1,223 @@
+"""Simulated gservers, rollout workers and a master that load a manager, in a process of their own.
+
+What a call costs here has to be small beside what it costs the manager, so requests are written and answers read
+without an HTTP library. Nothing is generated: a group is "in flight" from its admission until it is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from streamrl.transport.control.groups import Admit, AdmitReply, GroupInFlight, InFlight, Settle
+from streamrl.transport.control.members import Heartbeat, Register, Role
+
+encode = msgspec.json.encode
+SETTLE_SECONDS = 0.01
+"""The master settles what has come since the last time."""
+TICK_SECONDS = 0.001
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection: one call at a time."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._buffer = b""
+        self._answer: asyncio.Future[bytes] | None = None
+
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, found, body = self._buffer.partition(b"\r\n\r\n")
+        if not found:
+            return
+        length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+        if len(body) >= length and self._answer is not None and not self._answer.done():
+            if not head.startswith(b"HTTP/1.1 200"):
+                self._answer.set_exception(RuntimeError(self._buffer[:500].decode()))
+            else:
+                self._answer.set_result(body[:length])
+            self._buffer = b""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or ConnectionError("the manager closed the connection"))
+
+    async def post(self, path: str, message: msgspec.Struct) -> bytes:
+        body = encode(message)
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._answer = asyncio.get_running_loop().create_future()
+        self.transport.write(head.encode() + body)
+        return await self._answer
+
+
+class Load:
+    """Everyone but the manager. `lifetime_groups`: how many groups are in flight before the oldest is settled."""
+
+    def __init__(self, host: str, port: int, digest: str, *, workers: int, gservers: int, heartbeat: float) -> None:
+        self._host, self._port, self._digest = host, port, digest
+        self._workers, self._gservers, self._heartbeat = workers, gservers, heartbeat
+        self._free: asyncio.LifoQueue[tuple[int, Connection]] = asyncio.LifoQueue()
+        self._in_flight: deque[tuple[int, int]] = deque()  # worker, seq
+        self._decoder = msgspec.json.Decoder(AdmitReply)
+        self.latencies: list[float] = []
+        self.calls = 0
+        self.admitted = 0
+        self.waited = 0
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[None]:
+        self._master = await self.connect()
+        self._beats = await self.connect()
+        self._ends = await self.connect()
+        async with simulated_gservers(capacity=1_000_000) as url:
+            for index in range(self._gservers):
+                await self._register("gserver", index, f"{url}/{index}")
+            await self._register("master", 0, "tcp://nowhere")
+            for worker in range(self._workers):
+                await self._register("rollout", worker)
+                self._free.put_nowait((worker, await self.connect()))
+            beating = asyncio.create_task(self._beat())
+            try:
+                yield
+            finally:
+                beating.cancel()
+
+    async def connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: Connection(self._host), self._host, self._port)
+        return connection
+
+    async def _register(self, role: Role, index: int, address: str = "") -> None:
+        await self._master.post("/register", Register(role, index, address, self._digest, os.getpid(), "bench"))
+
+    async def _beat(self) -> None:
+        """Every member in turn, evenly over the interval, as independent processes would."""
+        members: list[tuple[Role, int]] = [("gserver", i) for i in range(self._gservers)]
+        members += [("rollout", i) for i in range(self._workers)] + [("master", 0)]
+        began, sent = time.monotonic(), 0
+        while True:
+            due = int((time.monotonic() - began) / self._heartbeat * len(members))
+            while sent < due:
+                role, index = members[sent % len(members)]
+                stats = {"running": 8.0, "queued": 0.0, "tokens_generated_total": 100.0 * sent}
+                stats |= {"busy_seconds_total": 1.0 * sent, "slot_seconds_total": 8.0 * sent}
+                await self._beats.post("/heartbeat", Heartbeat(role, index, stats if role == "gserver" else {}))
+                self.calls += 1
+                sent += 1
+            await asyncio.sleep(0.005)
+
+    async def admit(self, due: float) -> None:
+        """Have one group admitted; its latency counts from `due`, also while all connections are busy."""
+        worker, connection = await self._free.get()
+        try:
+            reply = self._decoder.decode(await connection.post("/admit", Admit(worker=worker, count=1)))
+        finally:
+            self._free.put_nowait((worker, connection))
+        self.latencies.append(time.monotonic() - due)
+        self.calls += 1
+        for admission in reply.admissions:
+            self._in_flight.append((worker, admission.seq))
+            self.admitted += 1
+
+    async def settle_down_to(self, groups: int) -> None:
+        """End the oldest groups so that `groups` are in flight: requests end, then the trainer stores them."""
+        ended = [self._in_flight.popleft() for _ in range(max(0, len(self._in_flight) - groups))]
+        if not ended:
+            return
+        by_worker: dict[int, list[GroupInFlight]] = {}
+        for worker, seq in ended:
+            by_worker.setdefault(worker, []).append(GroupInFlight(seq, 0, 0))
+        for worker, changes in by_worker.items():
+            await self._ends.post("/in_flight", InFlight(worker, changes))
+            self.calls += 1
+        await self._master.post("/settle", Settle([seq for _, seq in ended], []))
+        self.calls += 1
+
+    async def _settle_on(self, groups: int) -> None:
+        while True:
+            await self.settle_down_to(groups)
+            await asyncio.sleep(SETTLE_SECONDS)
+
+    async def fill(self, groups: int) -> None:
+        """Have `groups` in flight."""
+        while self.admitted < groups:
+            await asyncio.gather(*(self.admit(time.monotonic()) for _ in range(self._workers)))
+
+    async def at_full_speed(self, groups: int, seconds: float) -> None:
+        """As many admissions as the connections carry, with `groups` in flight."""
+        if groups == 1:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                await self.admit(time.monotonic())
+                await self.settle_down_to(0)
+            return
+        end = time.monotonic() + seconds
+
+        async def lane() -> None:
+            while time.monotonic() < end:
+                await self.admit(time.monotonic())
+
+        settling = asyncio.create_task(self._settle_on(groups))
+        await asyncio.gather(*(lane() for _ in range(self._workers)))
+        settling.cancel()
+
+    async def at_rate(self, groups: int, rate: float, seconds: float) -> None:
+        """`rate` admissions a second, whatever the manager answers, with `groups` in flight."""
+        began, issued = time.monotonic(), 0
+        settling = asyncio.create_task(self._settle_on(groups))
+        async with asyncio.TaskGroup() as calls:
+            while (now := time.monotonic() - began) < seconds:
+                while issued < int(now * rate):
+                    calls.create_task(self.admit(began + issued / rate))
+                    issued += 1
+                await asyncio.sleep(TICK_SECONDS)
+        settling.cancel()
+
+
+@asynccontextmanager
+async def simulated_gservers(*, capacity: int) -> AsyncIterator[str]:
+    """One server that answers the manager's questions for all of them: gserver n lives at URL/n."""
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        if request.path.endswith("/model_info"):
+            return web.json_response({"model_path": "simulated", "weight_version": "default"})
+        return web.json_response({"engine": "simulated", "max_running_requests": capacity})
+
+    runner = web.ServerRunner(web.Server(answer, access_log=None))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield "http://127.0.0.1:{1}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def figures(load: Load, *, seconds: float, manager_cpu: float, load_cpu: float) -> dict[str, Any]:
+    """What is reported of one measurement."""
+    return {
+        "admissions_per_second": round(len(load.latencies) / seconds, 1),
+        "calls_per_second": round(load.calls / seconds, 1),
+        "p50_ms": round(1e3 * percentile(load.latencies, 0.5), 3),
+        "p99_ms": round(1e3 * percentile(load.latencies, 0.99), 3),
+        "manager_cpu_share": round(manager_cpu / seconds, 3),
+        "manager_cpu_us_per_call": round(1e6 * manager_cpu / load.calls, 1),
+        "load_cpu_share": round(load_cpu / seconds, 3),
+    }

@@ -1,0 +1,144 @@
+"""The manager's calls about membership: who joins, lives, falls silent, and was told of the end.
+
+Owns nothing but the order of things: the registry says who is there, and what follows from a change is
+told to `on_joined`, `on_heard` and `on_silent`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from streamrl.config import Config
+from streamrl.errors import ConfigError, PeerError
+from streamrl.gserver.registry import Member, Registry
+from streamrl.gserver.run_state import RunState, Signals
+from streamrl.gserver.timeline import HeartbeatEntry, Timeline
+from streamrl.transport.control.members import (
+    Heartbeat,
+    HeartbeatReply,
+    Peer,
+    Register,
+    RegisterReply,
+    Role,
+    Topology,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """`on_heard` also hears whether the member had been silent; its `stats` are then those of this heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        registry: Registry,
+        state: RunState,
+        timeline: Timeline,
+        signals: Signals,
+        policy_version: Callable[[], int],
+        on_joined: Callable[[Member], None],
+        on_heard: Callable[[Member, bool], None],
+        on_silent: Callable[[Member], None],
+        long_poll_seconds: float,
+    ) -> None:
+        self._digest = config.digest()
+        self._heartbeat_seconds = config.manager.heartbeat_seconds
+        self._registry = registry
+        self._state = state
+        self._timeline = timeline
+        self._signals = signals
+        self._policy_version = policy_version
+        self._on_joined = on_joined
+        self._on_heard = on_heard
+        self._on_silent = on_silent
+        self._long_poll = long_poll_seconds
+
+    async def register(self, message: Register) -> RegisterReply:
+        who = f"{message.role}/{message.index}"
+        if message.config_digest != self._digest:
+            raise ConfigError(
+                f"{who} (process {message.pid} on {message.host}) has another configuration than the manager: "
+                f"{message.config_digest} instead of {self._digest}; start all processes of a run with the same "
+                "file and the same overrides ([run] and [manager] may differ)"
+            )
+        now = time.monotonic()
+        before = self._registry.get(message.role, message.index)
+        member, fresh = self._registry.register(message, now=now)
+        self._hear(member, now=now)
+        if fresh:
+            log.info("%s joined%s", who, f" at {message.address}" if message.address else "")
+            if before is not None:
+                log.warning("%s: process %d on %s took the place of %d", who, member.pid, member.host, before.pid)
+            self._on_joined(member)
+            self._signals.deadlines.notify()
+            self._signals.joined.notify()
+        return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
+
+    async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
+        if message.error and message.role != "gserver":
+            self._state.end("failed", message.error)
+        member = self._registry.get(message.role, message.index)
+        if member is not None:
+            member.stats = message.stats
+            member.waiting_for = message.waiting_for
+            self._hear(member, now=time.monotonic())
+            if message.error and member.role == "gserver":  # its requests go on at others
+                log.error("%s", message.error)
+                self._registry.gave_up(member)
+                self._on_silent(member)
+            if self._state.over:
+                self.tell_over(member)
+            if member.role in ("gserver", "rollout"):
+                self._timeline.heartbeat(
+                    HeartbeatEntry(
+                        time=time.time(),
+                        role=member.role,
+                        index=member.index,
+                        stats=member.stats,
+                        waiting_for=member.waiting_for,
+                    )
+                )
+        return HeartbeatReply(
+            stop=self._state.over,
+            policy_version=self._policy_version(),
+            known=member is not None,
+            leave=member is not None and member.leaves,
+        )
+
+    async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
+        def complete() -> bool:
+            return all(self._registry.get(role, index) is not None for index in range(count))
+
+        await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
+        peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
+        return Topology(complete=complete(), peers=peers)
+
+    def caller(self, role: Role, index: int) -> Member:
+        """The registered process that makes a call, which is a sign of life; raises `PeerError` for a stranger."""
+        member = self._registry.get(role, index)
+        if member is None:
+            raise PeerError(f"{role}/{index} is not registered with this manager; register first")
+        self._hear(member, now=time.monotonic())
+        return member
+
+    def tell_over(self, member: Member) -> None:
+        """`member` hears, in the answer that is under way, that the run is over."""
+        member.told = True
+        self._signals.told.notify()
+
+    def notice_silence(self, *, now: float) -> None:
+        """Those who said nothing for too long count as gone."""
+        for member in self._registry.silence(now=now):
+            log.warning("%s has been silent for %.0f s", member.name, now - member.heard)
+            self._on_silent(member)
+
+    def _hear(self, member: Member, *, now: float) -> None:
+        was_silent = self._registry.hear(member, now=now)
+        if was_silent:
+            log.warning("%s is heard of again", member.name)
+            self._signals.deadlines.notify()
+        self._on_heard(member, was_silent)

@@ -1,0 +1,110 @@
+"""An SGLang server that somebody else started, taken into the run as it is.
+
+It is given the run's first weights and is left running, without a group, when the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from streamrl.errors import ConfigError, ModelError, PeerLost
+from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
+from streamrl.transport.generation import GenerationClient, UpdateWeightsFromDisk
+from streamrl.transport.keys import bearer
+
+log = logging.getLogger(__name__)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What of its own flags matters here; part of /server_info."""
+
+    disable_radix_cache: bool = False
+    context_length: int | None = None
+
+
+class JoinedServer:
+    """One server that runs elsewhere."""
+
+    name = "sglang"
+
+    def __init__(self, monitor: Monitor, *, url: str) -> None:
+        self.url = url
+        self._monitor = monitor
+
+    def stats(self) -> dict[str, float]:
+        """As of the last time that SGLang was asked."""
+        return self._monitor.stats()
+
+    async def failed(self) -> None:
+        """Wait until it answers no more, and raise `PeerLost`."""
+        await self._monitor.until_silent()
+
+
+@asynccontextmanager
+async def joined_server(
+    url: str,
+    *,
+    model_dir: Path,
+    weight_version: str,
+    max_context: int,
+    prompt_cache: bool,
+    load_seconds: float,
+    key: str = "",
+) -> AsyncIterator[JoinedServer]:
+    """The server at `url`, serving `model_dir` as `weight_version`.
+
+    `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
+    later requests; `load_seconds`: how long it may take to load weights; `key`: what it asks callers for.
+    Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
+    when it cannot load the model.
+    """
+    client = GenerationClient(timeout=load_seconds, key=key)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
+        try:
+            monitor = Monitor(session, url=url)
+            if not await monitor.is_ready():
+                raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
+            await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache)
+            await client.update(url, "/continue_generation")  # a run that died may have left it paused
+            await _load(client, url, model_dir, weight_version)
+        finally:
+            await client.close()
+        log.info("joined the SGLang server at %s; it is left running at the end", url)
+        figures = asyncio.create_task(monitor.keep_figures(), name="figures of SGLang")
+        try:
+            yield JoinedServer(monitor, url=url)
+        finally:
+            figures.cancel()
+            await asyncio.gather(figures, return_exceptions=True)
+
+
+async def _check_flags(client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool) -> None:
+    settings = await client.get(url, "/server_info", Settings, timeout=ANSWER_SECONDS)
+    problems = []
+    if not prompt_cache and not settings.disable_radix_cache:
+        problems.append(
+            'with weights.pause_mode = "in_place" prompts of old weights would stay in its cache: '
+            "start it with --disable-radix-cache, or choose retract or abort"
+        )
+    if settings.context_length is not None and settings.context_length < max_context:
+        problems.append(f"--context-length={settings.context_length} is less than gserver.max_context = {max_context}")
+    if problems:
+        raise ConfigError(f"the SGLang server at {url} does not fit the run: {'; '.join(problems)}")
+
+
+async def _load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:
+    request = UpdateWeightsFromDisk(model_path=str(model_dir), weight_version=weight_version, abort_all_requests=True)
+    outcome = await client.update(url, "/update_weights_from_disk", request)
+    if not outcome.success:
+        raise ModelError(
+            f"the SGLang server at {url} did not load {model_dir}: {outcome.message or 'no reason given'}; "
+            "it has to see that folder, and to serve a model of the same shape"
+        )

@@ -1,0 +1,66 @@
+"""What a running SGLang server says of itself: whether it is ready, and its figures.
+
+Owns nothing but the figures; the server and the HTTP session are others'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import aiohttp
+
+from streamrl.errors import PeerLost
+from streamrl.gserver.sglang.figures import Figures
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0
+"""For any question."""
+FIGURES_SECONDS = 2.0
+"""Between two questions for figures; each costs SGLang some milliseconds."""
+SILENT_SECONDS = 60.0
+"""A server that has answered nothing for so long is lost: long enough for a prefill that keeps it from answering."""
+
+
+class Monitor:
+    """Asks one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, url: str) -> None:
+        self._session = session
+        self._url = url
+        self._figures = Figures()
+        self._answered = time.monotonic()
+
+    def stats(self) -> dict[str, float]:
+        """As of the last time that the server was asked."""
+        return self._figures.stats()
+
+    async def is_ready(self) -> bool:
+        """Whether it answers that it is well."""
+        try:
+            async with self._session.get(f"{self._url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def keep_figures(self) -> None:
+        """Ask for figures again and again; while there is no answer the last ones stand."""
+        while True:
+            try:
+                async with self._session.get(f"{self._url}/metrics") as response:
+                    self._answered = time.monotonic()
+                    if response.status == 200:
+                        self._figures.update(await response.text(), now=self._answered)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                log.debug("no figures from SGLang: %s", error)
+            await asyncio.sleep(FIGURES_SECONDS)
+
+    async def until_silent(self) -> None:
+        """While `keep_figures` asks: wait until nothing was answered for long, and raise `PeerLost`."""
+        while True:
+            silent = time.monotonic() - self._answered
+            if silent >= SILENT_SECONDS:
+                raise PeerLost(f"the SGLang server at {self._url} has not answered for {silent:.0f} s; look at its log")
+            await asyncio.sleep(SILENT_SECONDS - silent)

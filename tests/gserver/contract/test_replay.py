@@ -1,0 +1,140 @@
+"""Responses across weight updates, aborts and the death of their gserver, token by token against a replay.
+
+The rollout worker's own generator asks; transformers then computes every token's log-probability
+under the weights of the version that the token is said to be of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.config import SamplingConfig
+from streamrl.rollout.partial import Generation, Generator
+from streamrl.rollout.replies import token_versions
+from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
+from tests.gserver.contract.fixture import START_SECONDS, TOLERANCE, Contract, contract
+from tests.gserver.contract.replay import replay
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.timeout(START_SECONDS + 120),
+    pytest.mark.xdist_group("contract"),
+]
+
+PROMPTS = [[3, 1, 4, 1, 5], [2] * 17, [9, 8, 7, 6], [3, 1, 4, 1, 5]]
+MOST_TOKENS = 8000
+"""More than a gserver makes while a test lasts."""
+LAST_TOKENS = 5
+FACTORS = (1.7, 0.6, 1.3)
+"""Of the initial weights, for each of the versions that are published: distributions differ by much."""
+
+
+class Recorder(GenerationClient):
+    """Remembers the parts in which each response came; none ends by itself, the last ones are short."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=60.0)
+        self.segments: dict[str, list[tuple[list[int], list[int]]]] = {}
+        self.ending = False
+
+    async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
+        budget = LAST_TOKENS if self.ending else request.sampling_params.max_new_tokens
+        params = msgspec.structs.replace(request.sampling_params, max_new_tokens=budget, ignore_eos=True)
+        request = msgspec.structs.replace(request, sampling_params=params)
+        reply = await super().generate(url, request)
+        assert request.rid is not None
+        versions = token_versions(reply.meta_info, tokens=len(reply.output_ids))
+        self.segments.setdefault(request.rid.partition("/")[0], []).append((reply.output_ids, versions))
+        return reply
+
+
+class FixedRoute:
+    """Goes on at the next gserver when one fails."""
+
+    def __init__(self, urls: list[str], first: int) -> None:
+        self._urls = urls
+        self._at = first
+
+    @property
+    def gserver(self) -> str:
+        return self._urls[self._at % len(self._urls)]
+
+    async def replace(self, failed: str) -> None:
+        self._at += 1
+
+
+class Responses:
+    """Responses to `PROMPTS`, on their way."""
+
+    def __init__(self, served: Contract) -> None:
+        self._served = served
+        self._recorder = Recorder()
+        self._generator = Generator(self._recorder, sampling=SamplingConfig(), seed=1, patience=60.0)
+        self._tasks = [
+            asyncio.create_task(
+                self._generator.generate(
+                    prompt, max_new_tokens=MOST_TOKENS, rid=f"r{n}", route=FixedRoute([*served.urls], first=n)
+                )
+            )
+            for n, prompt in enumerate(PROMPTS)
+        ]
+
+    async def have(self, tokens: int) -> None:
+        """Until the gservers have made so many more."""
+
+        async def made() -> float:
+            status = await self._served.run.client.status()
+            return sum(p.stats.get("tokens_generated_total", 0.0) for p in status.processes if p.role == "gserver")
+
+        begun = await made()
+        async with asyncio.timeout(60):
+            while await made() < begun + tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def end(self) -> list[Generation]:
+        """Cut all of them short, by an abort; each token's log-probability is checked."""
+        self._recorder.ending = True
+        for url in self._served.living:
+            assert (await self._served.client.update(url, "/abort_request", AbortRequest(abort_all=True))).success
+        responses = await asyncio.gather(*self._tasks)
+        await self._recorder.close()
+        for n, (prompt, response) in enumerate(zip(PROMPTS, responses, strict=True)):
+            segments = self._recorder.segments[f"r{n}"]
+            assert [token for tokens, _ in segments for token in tokens] == response.output_ids
+            assert [version for _, versions in segments for version in versions] == response.versions
+            expected = replay(prompt, segments, mode=self._served.pause_mode, model_of=self._served.model_of)
+            assert response.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        return list(responses)
+
+
+async def test_across_updates_and_an_abort(gserver: Contract) -> None:
+    before = gserver.version
+    responses = Responses(gserver)
+    for factor in FACTORS:
+        await responses.have(60)
+        await gserver.publish(factor)
+    await responses.have(60)
+    made = await responses.end()
+    assert {version for response in made for version in response.versions} >= {before, gserver.version}
+    for response in made:
+        assert response.versions == sorted(response.versions)
+        assert response.interruptions >= (1 + len(FACTORS) if gserver.pause_mode == "abort" else 1)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tmp_path: Path) -> None:
+    async with contract("embedded", tmp_path, pause_mode=mode, count=2) as served:  # type: ignore[arg-type]
+        responses = Responses(served)
+        await responses.have(40)
+        await served.publish(FACTORS[0])
+        await responses.have(40)
+        served.processes[1].kill()
+        await served.processes[1].wait()
+        await responses.have(40)
+        made = await responses.end()
+        assert [response.interruptions for response in made] == [1, 2, 1, 2]
+        assert {version for response in made for version in response.versions} == {0, 1}

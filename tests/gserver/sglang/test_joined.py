@@ -1,0 +1,133 @@
+"""A server that runs already is taken as it is, or refused with what is wrong; a small one in the place of SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from streamrl.config import Config, from_dict
+from streamrl.errors import ConfigError, ModelError, PeerLost
+from streamrl.gserver.process import running
+from streamrl.gserver.sglang import monitor
+
+
+class Elsewhere:
+    """Answers what a joining gserver asks; `calls` are those that changed it."""
+
+    def __init__(self, *, flags: dict[str, Any] | None = None, loads: bool = True) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.url = ""
+        self._flags = {"disable_radix_cache": False, "context_length": None} | (flags or {})
+        self._loads = loads
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def figures(self, _: web.Request) -> web.Response:
+        return web.Response(text="# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 5.0\n")
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(self._flags)
+
+    async def change(self, request: web.Request) -> web.Response:
+        self.calls.append((request.path, await request.json()))
+        message = "" if self._loads else "size mismatch"
+        return web.json_response({"success": self._loads, "message": message})
+
+
+@asynccontextmanager
+async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]]:
+    server = Elsewhere(**how)
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/health", server.health),
+            web.get("/metrics", server.figures),
+            web.get("/server_info", server.server_info),
+            web.post("/{call}", server.change),
+        ]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield server, runner
+    finally:
+        await runner.cleanup()
+
+
+def joining(url: str, *, pause_mode: str = "retract") -> Config:
+    sglang = {"addresses": [url + "/"]}
+    return from_dict({"gserver": {"engine": "sglang", "sglang": sglang}, "weights": {"pause_mode": pause_mode}})
+
+
+async def test_it_is_given_the_runs_weights_and_left_running(tmp_path: Path) -> None:
+    async with elsewhere() as (server, _):
+        async with running(joining(server.url), index=0, model_dir=tmp_path) as (served, url):
+            assert (served.name, url) == ("sglang", server.url)
+            assert [path for path, _ in server.calls] == ["/continue_generation", "/update_weights_from_disk"]
+            assert server.calls[1][1]["model_path"] == str(tmp_path)
+            assert server.calls[1][1]["weight_version"] == "default"
+        assert len(server.calls) == 2
+
+
+async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.05)
+    monkeypatch.setattr(monitor, "SILENT_SECONDS", 1.0)
+    async with (
+        elsewhere() as (server, runner),
+        running(joining(server.url), index=0, model_dir=tmp_path) as (served, _),
+    ):
+        async with asyncio.timeout(20):
+            while served.stats()["running"] != 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await runner.cleanup()
+        with pytest.raises(PeerLost, match=f"the SGLang server at {server.url} has not answered for 1 s"):
+            await served.failed()
+        assert served.stats()["running"] == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "pause_mode", "error", "said"),
+    [
+        ({}, "in_place", ConfigError, "start it with --disable-radix-cache, or choose retract or abort"),
+        ({"flags": {"context_length": 512}}, "abort", ConfigError, "--context-length=512 is less than gserver.max_con"),
+        ({"loads": False}, "retract", ModelError, "size mismatch; it has to see that folder"),
+    ],
+    ids=["keeps prompts", "context too short", "cannot load"],
+)
+async def test_one_that_does_not_fit_is_refused(
+    tmp_path: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
+) -> None:
+    async with elsewhere(**how) as (server, _):
+        with pytest.raises(error, match=said):
+            async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=tmp_path):
+                pass
+
+
+async def test_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async with elsewhere() as (server, runner):
+        await runner.cleanup()
+        with pytest.raises(PeerLost, match=rf"no SGLang server answers at {server.url} \(gserver.sglang.addresses\)"):
+            async with running(joining(server.url), index=0, model_dir=tmp_path):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("gserver", "said"),
+    [
+        ({"sglang": {"addresses": ["http://a", "http://a"]}, "count": 2}, "has 1 different URLs for gserver.count = 2"),
+        ({"sglang": {"addresses": ["http://a"], "args": ["--x=1"]}}, "servers that are joined"),
+    ],
+)
+def test_addresses_are_checked(gserver: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_dict({"gserver": {"engine": "sglang"} | gserver})

@@ -1,0 +1,138 @@
+"""The small HTTP server, spoken to byte by byte: framing, limits, refusals, hang-ups, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from streamrl.transport.http_server import MOST_HEAD_BYTES, Answer, Call, HttpServer
+
+BODY_LIMIT = 1000
+
+
+@dataclass
+class Echo:
+    """Answers with what it was asked; `/wait` is answered when `go` is set."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def handle(self, call: Call) -> Answer:
+        if call.path == "/wait":
+            self.began.set()
+            try:
+                await self.go.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        return Answer(f"{call.method} {call.path} {sorted(call.query.items())} {call.body!r}".encode())
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Echo, HttpServer, int]]:
+    echo = Echo()
+    server = HttpServer(echo.handle, refuse=lambda s, m: Answer(m.encode(), status=s), most_body_bytes=BODY_LIMIT)
+    _, port = await server.listen("127.0.0.1", 0)
+    try:
+        yield echo, server, port
+    finally:
+        await server.close(patience=0.1)
+
+
+async def ask(port: int, *parts: bytes, answers: int = 1) -> list[tuple[int, str, bytes]]:
+    """Status, head and body of each answer to `parts`, sent one after another on one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+    found = [await answer_on(reader) for _ in range(answers)]
+    writer.close()
+    return found
+
+
+async def answer_on(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+        return int(head.split()[1]), head, await reader.readexactly(length)
+
+
+async def test_calls_of_every_shape() -> None:
+    post = b"POST /a%20b?x=1&y=%2B HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello"
+    said = b"POST /a b [('x', '1'), ('y', '+')] b'hello'"
+    async with serving() as (_, _, port):
+        assert [body for _, _, body in await ask(port, post)] == [said]
+        assert [body for _, _, body in await ask(port, *(bytes([byte]) for byte in post))] == [said], "byte by byte"
+        assert [body for _, _, body in await ask(port, post * 3, answers=3)] == [said] * 3, "all at once"
+        assert [body for _, _, body in await ask(port, post, post, answers=2)] == [said] * 2, "one after another"
+        (_, head, body) = (await ask(port, b"GET / HTTP/1.0\r\n\r\n"))[0]
+        assert (body, "Connection: close" in head) == (b"GET / [] b''", True)
+
+
+async def test_a_body_that_is_announced_is_asked_for() -> None:
+    async with serving() as (_, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"ok")
+        assert (await answer_on(reader))[2] == b"POST / [] b'ok'"
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", 400),
+        (b"GET / HTTP/2\r\n\r\n", 400),
+        (b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length : 1\r\n\r\nx", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n", 413),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * (MOST_HEAD_BYTES + 1), 431),
+    ],
+)
+async def test_what_is_no_call_is_refused_and_the_connection_closed(request_bytes: bytes, status: int) -> None:
+    async with serving() as (_, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes)
+        assert (await answer_on(reader))[0] == status
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        assert (await ask(port, b"GET / HTTP/1.1\r\n\r\n"))[0][0] == 200, "others are answered"
+
+
+async def test_a_caller_that_hangs_up_cancels_its_call() -> None:
+    async with serving() as (echo, server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /wait HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(echo.began.wait(), 10)
+        writer.close()
+        await asyncio.wait_for(echo.cancelled.wait(), 10)
+        assert not server.connections
+
+
+async def test_the_end_answers_what_runs_and_cuts_what_does_not_end() -> None:
+    for ends in (True, False):
+        async with serving() as (echo, server, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /wait HTTP/1.1\r\n\r\n")
+            await asyncio.wait_for(echo.began.wait(), 10)
+            closing = asyncio.create_task(server.close(patience=10.0 if ends else 0.05))
+            await asyncio.sleep(0)
+            if ends:
+                echo.go.set()
+                assert (await answer_on(reader))[0] == 200
+            await asyncio.wait_for(closing, 20)
+            assert echo.cancelled.is_set() == (not ends)
+            with pytest.raises(ConnectionError):
+                await asyncio.open_connection("127.0.0.1", port)
+            writer.close()

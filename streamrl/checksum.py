@@ -1,4 +1,8 @@
-"""A fingerprint of weights: equal names, dtypes, shapes and bytes give equal answers, on any machine."""
+"""Fingerprints of weights: equal names, dtypes, shapes and bytes give equal answers, on any machine.
+
+`weights_checksum` is a cryptographic hash of every byte. `tensor_sums` reads a tensor at the speed of memory, on
+the device and in the layout in which it lies, and is meant for what goes wrong by accident.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,25 @@ def weights_checksum(weights: Mapping[str, Tensor]) -> WeightsChecksum:
         total.update(f"{name}={checksum}\n".encode())
     dtypes = sorted({dtype_name(tensor.dtype) for tensor in weights.values()})
     return WeightsChecksum(dtype="+".join(dtypes), total=total.hexdigest(), tensors=tensors)
+
+
+def tensor_sums(tensor: Tensor) -> str:
+    """Checksum of one tensor: a hash of the sums of its rows and of its columns, where numbers are taken as the
+    integers that their bits spell, modulo two to the power of their width.
+
+    Any error in one number changes it, as do numbers, rows or columns that have changed places.
+    """
+    matrix = tensor.detach().reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
+    integers = matrix.view(_INTEGERS[tensor.element_size()])
+    digest = hashlib.blake2b(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode(), digest_size=16)
+    for dimension in (0, 1):
+        sums = integers.sum(dimension, dtype=integers.dtype).cpu().contiguous()
+        digest.update(sums.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes → integer of that width."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -221,6 +221,11 @@ class GserverConfig(Section, frozen=True):
     """Requests waiting beyond those; one more is answered 503."""
     max_context: Positive = 2048
     """Prompt and response, in tokens."""
+    max_restarts: NonNegative = 3
+    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; then the run stops."""
+    restart_window_seconds: PositiveFloat = 600.0
+    restart_delay_seconds: PositiveFloat = 1.0
+    """Before the first restart; each further one waits twice as long, a minute at most."""
     deterministic: bool = False
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
@@ -265,6 +270,12 @@ class StalenessConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How new weights reach the gservers."""
 
+    mode: Literal["collective", "disk", "shared_memory"] = "collective"
+    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host."""
+    dir: str = ""
+    """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
+    checksum: bool = True
+    """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

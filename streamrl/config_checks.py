@@ -56,6 +56,10 @@ def found_in(config: Config) -> list[str]:
         problems.append("stream.capacity_groups must be at least trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
+    if config.weights.dir and config.weights.mode != "disk":
+        problems.append('weights.dir is of weights.mode = "disk"')
+    if config.weights.backend != "auto" and config.weights.mode != "collective":
+        problems.append('weights.backend is of weights.mode = "collective"')
     return (
         problems
         + _sglang_problems(config)

@@ -71,8 +71,9 @@ class GserverChecks:
             gserver.standing = Standing.SERVING
         elif gserver.standing is Standing.UNCHECKED:
             gserver.standing = Standing.EVICTED
+            gserver.failed_catch_ups = 0
             log.info(
-                "%s serves weights %r instead of %d: it takes groups after the next update",
+                "%s serves weights %r instead of %d: it takes groups once it has them",
                 gserver.name,
                 label,
                 self._version(),

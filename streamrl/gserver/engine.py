@@ -182,9 +182,15 @@ class Engine(Served, Protocol):
         """Swap the staged weights in between two steps; answers what was done."""
 
     async def load(self, folder: Path, version: str | None) -> str:
-        """Swap in the checkpoint in `folder`; answers what was done."""
+        """Take the weights in `folder`: aside in an update that has begun, else they are swapped in at once.
+
+        Answers what was done.
+        """
 
     async def set_version(self, version: str) -> None: ...
 
     async def checksum(self) -> Any:
         """Equal weights give equal answers."""
+
+    async def staged_sums(self) -> dict[str, str]:
+        """`checksum.tensor_sums` of each tensor that waits aside, by name."""

@@ -89,6 +89,8 @@ class Manager:
             calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
+            on_hopeless=lambda reason: self._state.end("failed", reason),
+            version=self._ledger.policy_version,
         )
         self.members = Members(
             config=config,
@@ -208,7 +210,7 @@ class Manager:
 
     def _joined(self, member: Member) -> None:
         if member.role == "gserver":
-            self._checks.start(self._fleet.join(member.index, member.address))
+            self._checks.start(self._fleet.join(member.index, member.address, host=member.host))
             self._fleet.news += 1
             self._signals.gservers.notify()
         elif member.role == "rollout":
@@ -253,6 +255,7 @@ class Manager:
         self._signals.deadlines.notify()
 
     def _gserver_checked(self) -> None:
+        self.weights.look_for_laggards()
         if self._fleet.serving_count >= self._config.gserver.count:
             self.groups.start()
 

@@ -95,6 +95,7 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
         "/finish_run": _post(FinishRun, manager.finish_run),
     }
     gets = {
+        "/publish/wanted": _wanted(manager),
         "/topology": _topology(manager),
         "/rejections": _rejections(manager),
         "/evaluations": _evaluations(manager),
@@ -147,6 +148,13 @@ def _rejections(manager: Manager) -> Handler:
 def _evaluations(manager: Manager) -> Handler:
     async def handle(request: Call) -> Answer:
         return _json(await manager.evaluations.reports(int(_number(request, "after", 0))))
+
+    return handle
+
+
+def _wanted(manager: Manager) -> Handler:
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.weights.wanted(timeout=LONG_POLL_SECONDS))
 
     return handle
 

@@ -79,13 +79,17 @@ class Members:
         return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        if message.error:
+        if message.error and message.role != "gserver":
             self._state.end("failed", message.error)
         member = self._registry.get(message.role, message.index)
         if member is not None:
             member.stats = message.stats
             member.waiting_for = message.waiting_for
             self._hear(member, now=time.monotonic())
+            if message.error and member.role == "gserver":  # its requests go on at others
+                log.error("%s", message.error)
+                self._registry.gave_up(member)
+                self._on_silent(member)
             if self._state.over:
                 self.tell_over(member)
             if member.role in ("gserver", "rollout"):

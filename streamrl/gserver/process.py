@@ -64,7 +64,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 
 async def _until_over(membership: Membership, engine: Served) -> None:
-    """Wait for the end of the run, or to be asked to leave it; an engine that fails before it stops the run."""
+    """Wait for the end of the run, or to be asked to leave it; an engine that fails before it is told to the manager,
+    and ends this process."""
     stopping = asyncio.create_task(membership.stopping.wait())
     leaving = asyncio.create_task(membership.leaving.wait())
     failed = asyncio.create_task(engine.failed())

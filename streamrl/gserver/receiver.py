@@ -1,7 +1,8 @@
 """The receiving end of a weight update: process groups, and the set of tensors that waits aside.
 
 Between `begin` and `take` tensors are stored aside, where nobody serves them. Receiving blocks a
-thread of its own, so that generation goes on. A receive that fails discards the set.
+thread of its own, so that generation goes on; one bucket is stored while the next one is received.
+A receive that fails discards the set.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.checksum import dtype_name
+from streamrl.checksum import dtype_name, tensor_sums
 from streamrl.device import compute_with
-from streamrl.errors import PublicationError
+from streamrl.errors import ModelError, PublicationError
 from streamrl.gserver.engine import Refused
 from streamrl.transport.collective import broadcast, destroy_group, form_group
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
@@ -47,10 +50,13 @@ class Expected(msgspec.Struct, frozen=True):
 class Staged(msgspec.Struct):
     """What was received since `begin`."""
 
-    names: set[str] = set()
+    sums: dict[str, str] = {}
+    """Name → `tensor_sums` of each tensor as it lies stored; empty strings where none is kept."""
     version: str | None = None
     """The last one that was named."""
     abort_all_requests: bool = False
+    storing: asyncio.Task[None] | None = None
+    """What was received last is on its way to where it is kept."""
 
 
 class WeightReceiver:
@@ -60,11 +66,11 @@ class WeightReceiver:
         self,
         *,
         expected: Expected | None,
-        store: Callable[[str, Tensor], None] | None,
+        store: Callable[[str, Tensor], Tensor] | None,
         device: torch.device,
         timeout: float,
     ) -> None:
-        """`store` keeps a received tensor aside; it is called in the receiver's thread.
+        """`store` keeps a received tensor aside and answers it as it is kept; it is called in a thread.
 
         Without `expected` tensors of any name are received and thrown away.
         """
@@ -89,33 +95,64 @@ class WeightReceiver:
             raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
         await self.exclusively(lambda: self._leave_group(name))
 
-    def begin(self) -> None:
-        """Start an empty staged set."""
-        self._staged = Staged(names=set())
+    @property
+    def begun(self) -> bool:
+        """Whether tensors that come now are kept aside."""
+        return self._staged is not None
 
-    def discard(self) -> None:
+    async def begin(self) -> None:
+        """Start an empty staged set."""
+        await self.discard()
+        self._staged = Staged(sums={})
+
+    async def discard(self) -> None:
         """Forget an unfinished staged set."""
-        self._staged = None
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.storing is not None:
+            await asyncio.wait({staged.storing})
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive what `message` announces, in its order; all or nothing."""
-        if self._staged is None:
-            raise Refused("no weight update has begun; call /begin_weight_update first")
+        staged = self._expecting()
         if message.group_name not in self._groups:
             raise Refused(
                 f"there is no weight group {message.group_name}; call /init_weights_update_group first "
                 f"(known: {', '.join(self._groups) or 'none'})"
             )
-        self._check(message)
-        await self.exclusively(lambda: self._receive(message))
+        self._check(message.names, message.dtypes, message.shapes)
+        try:
+            received = await self.exclusively(lambda: self._receive(message))
+        except PublicationError:
+            self._drop(staged)
+            raise
+        await self._store_next(staged, received)
+        staged.version = message.weight_version or staged.version
+        staged.abort_all_requests |= message.abort_all_requests
 
-    def take(self) -> Staged:
+    async def load(self, folder: Path, version: str | None) -> None:
+        """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
+        staged = self._expecting()
+        await self._settled(staged)
+        try:
+            await self.exclusively(lambda: self._load(folder, staged))
+        except ModelError:
+            self._drop(staged)
+            raise
+        staged.version = version or staged.version
+
+    async def staged_sums(self) -> dict[str, str]:
+        """Checksums of the tensors that are kept aside."""
+        staged = self._expecting()
+        await self._settled(staged)
+        return {name: sums for name, sums in staged.sums.items() if sums}
+
+    async def take(self) -> Staged:
         """End the update, whose tensors are all stored; raises `Refused` when some are missing."""
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
+        staged = self._expecting()
+        await self._settled(staged)
+        self._drop(staged)
         if self._expected is not None:
-            missing = [name for name in self._expected.shapes if name not in staged.names]
+            missing = [name for name in self._expected.shapes if name not in staged.sums]
             if missing:
                 raise Refused(
                     f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
@@ -164,51 +201,78 @@ class WeightReceiver:
         group, _ = self._groups.pop(name)
         destroy_group(group)
 
-    def _check(self, message: UpdateWeightsFromDistributed) -> None:
-        if not len(message.names) == len(message.dtypes) == len(message.shapes) > 0:
+    def _expecting(self) -> Staged:
+        if self._staged is None:
+            raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
+        return self._staged
+
+    def _drop(self, staged: Staged) -> None:
+        if self._staged is staged:
+            self._staged = None
+
+    async def _settled(self, staged: Staged) -> None:
+        """Until what was received is stored; raises what kept it from that."""
+        if staged.storing is not None:
+            await asyncio.shield(staged.storing)
+
+    async def _store_next(self, staged: Staged, received: Mapping[str, Tensor]) -> None:
+        """Begin to store `received`, once what came before it is stored."""
+        await self._settled(staged)
+        if self._staged is not staged:
+            raise Refused("another weight update has begun meanwhile")
+        staged.storing = asyncio.create_task(in_thread(lambda: self._keep(received, staged)), name="storing weights")
+
+    def _keep(self, received: Mapping[str, Tensor], staged: Staged) -> None:
+        for name, tensor in received.items():
+            ignored = self._expected is not None and name in self._expected.ignored
+            stored = None if ignored or self._store is None else self._store(name, tensor)
+            staged.sums[name] = "" if stored is None else tensor_sums(stored.to(tensor.dtype))
+
+    def _load(self, folder: Path, staged: Staged) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder} has no safetensors files (is it on this host?)")
+        try:
+            for file in files:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - no mapping
+                        tensor = opened.get_tensor(name)
+                        self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                        self._keep({name: tensor}, staged)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        if not len(names) == len(dtypes) == len(shapes) > 0:
             raise Refused("names, dtypes and shapes must be lists of equal length, one entry for each tensor")
-        unknown = [f"{n}: {d}" for n, d in zip(message.names, message.dtypes, strict=True) if d not in DTYPES]
+        unknown = [f"{n}: {d}" for n, d in zip(names, dtypes, strict=True) if d not in DTYPES]
         if unknown:
             raise Refused(f"dtypes must be {', '.join(DTYPES)}; got {_some(unknown)}")
         if self._expected is None:
             return
         problems = []
-        for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name in self._expected.ignored:
                 continue
             if name not in self._expected.shapes:
                 problems.append(f"{name} is unknown")
             elif tuple(shape) != self._expected.shapes[name]:
-                problems.append(f"{name} has shape {shape} instead of {list(self._expected.shapes[name])}")
+                problems.append(f"{name} has shape {list(shape)} instead of {list(self._expected.shapes[name])}")
             elif DTYPES[dtype] != self._expected.dtype:
                 problems.append(f"{name} is {dtype}, served as {dtype_name(self._expected.dtype)}")
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive(self, message: UpdateWeightsFromDistributed) -> None:
-        staged = self._staged
+    def _receive(self, message: UpdateWeightsFromDistributed) -> dict[str, Tensor]:
         group, device = self._groups[message.group_name]
         dtypes = [DTYPES[dtype] for dtype in message.dtypes]
-        try:
-            if message.load_format == "flattened_bucket":
-                received = self._receive_bucket(message, dtypes, group, device)
-            else:
-                received = {}
-                for name, dtype, shape in zip(message.names, dtypes, message.shapes, strict=True):
-                    received[name] = torch.empty(shape, dtype=dtype, device=device)
-                    broadcast(received[name], group, what=name)
-        except PublicationError:
-            if self._staged is staged:
-                self._staged = None
-            raise
-        if staged is None:
-            return
-        for name, tensor in received.items():
-            if self._store is not None and not (self._expected and name in self._expected.ignored):
-                self._store(name, tensor)
-            staged.names.add(name)
-        staged.version = message.weight_version or staged.version
-        staged.abort_all_requests |= message.abort_all_requests
+        if message.load_format == "flattened_bucket":
+            return self._receive_bucket(message, dtypes, group, device)
+        received = {}
+        for name, dtype, shape in zip(message.names, dtypes, message.shapes, strict=True):
+            received[name] = torch.empty(shape, dtype=dtype, device=device)
+            broadcast(received[name], group, what=name)
+        return received
 
     def _receive_bucket(
         self, message: UpdateWeightsFromDistributed, dtypes: list[torch.dtype], group: Any, device: torch.device

@@ -93,6 +93,11 @@ class Registry:
         self._live[member.role] += self.get(member.role, member.index) is member
         return True
 
+    def gave_up(self, member: Member) -> None:
+        """`member` says that it ends; whoever takes its place is another."""
+        self._live[member.role] -= not member.silent
+        member.silent = True
+
     def silence(self, *, now: float) -> list[Member]:
         """Mark those who said nothing for too long; answers the newly silent."""
         gone = [m for m in self._all() if not m.silent and now >= self._falls_silent(m)]

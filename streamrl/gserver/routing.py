@@ -32,7 +32,7 @@ class Standing(Enum):
     SERVING = "serving"
     """Serves the current weights: takes groups."""
     EVICTED = "evicted"
-    """Serves other weights, or failed in a weight update: waits for the next update."""
+    """Serves other weights, or failed in a weight update: waits until it has the current ones."""
     SILENT = "silent"
     """No heartbeat."""
 
@@ -43,11 +43,15 @@ class Gserver:
     `on_change` hears of changes that routing depends on.
     """
 
-    def __init__(self, index: int, address: str, *, on_change: Callable[[Gserver], None]) -> None:
+    def __init__(self, index: int, address: str, *, host: str = "", on_change: Callable[[Gserver], None]) -> None:
         self.index = index
         self.address = address
+        self.host = host
+        """Of its process, as it calls itself."""
         self.failed_version: int | None = None
         """The last weight update that failed because of it."""
+        self.failed_catch_ups = 0
+        """How often in a row it could not be brought to the current weights."""
         self.stuck = False
         """Its generation was paused and could not be resumed."""
         self.groups: dict[Key, Work] = {}
@@ -123,10 +127,10 @@ class Fleet:
         self._speeds: dict[int, float] = {}
         self._speed_sum = 0.0
 
-    def join(self, index: int, address: str) -> Gserver:
+    def join(self, index: int, address: str, *, host: str = "") -> Gserver:
         """A process took the place `index`."""
         self.remove(index)
-        gserver = Gserver(index, address, on_change=self._refresh)
+        gserver = Gserver(index, address, host=host, on_change=self._refresh)
         self._gservers[index] = gserver
         return gserver
 

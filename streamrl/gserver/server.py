@@ -37,6 +37,7 @@ from streamrl.transport.generation import (
     Outcome,
     PauseGeneration,
     SamplingParams,
+    StagedSums,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
     WeightsChecker,
@@ -254,6 +255,8 @@ class Server:
         return Outcome(success=True, message=f"the weights are now called {message.new_version}")
 
     async def _checksum(self, message: WeightsChecker) -> Any:
+        if message.action == "staged":
+            return StagedSums(tensors=await self._engine.staged_sums())
         return await self._engine.checksum()
 
 

@@ -189,13 +189,13 @@ class SimulatedEngine:
         await self._receiver.leave_group(name)
 
     async def begin_update(self) -> None:
-        self._receiver.begin()
+        await self._receiver.begin()
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         await self._receiver.receive(message)
 
     async def end_update(self) -> str:
-        staged = self._receiver.take()
+        staged = await self._receiver.take()
         if staged.abort_all_requests:
             await self.abort_all()
         if staged.version is not None:
@@ -204,6 +204,9 @@ class SimulatedEngine:
         return "a simulated engine has no weights to swap"
 
     async def load(self, folder: Path, version: str | None) -> str:
+        if self._receiver.begun:
+            await self._receiver.load(folder, version)
+            return "a simulated engine has no weights to load"
         if version is not None:
             await self.set_version(version)
         self.model_path = str(folder)
@@ -218,6 +221,9 @@ class SimulatedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return WeightsChecksum(dtype="none", total=self._version, tensors={})
+
+    async def staged_sums(self) -> dict[str, str]:
+        return await self._receiver.staged_sums()
 
     def stats(self) -> dict[str, float]:
         self._count()

@@ -5,12 +5,12 @@ All raise `StreamRLError`: for a gserver that is lost or late, and for one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.errors import PublicationError, StreamRLError
-from streamrl.gserver.routing import Gserver, serves
+from streamrl.errors import PublicationError
+from streamrl.gserver.routing import Gserver
 from streamrl.transport.control.publication import TensorSpec
 from streamrl.transport.generation import (
     AbortRequest,
@@ -21,7 +21,10 @@ from streamrl.transport.generation import (
     PauseGeneration,
     PauseMode,
     ServerInfo,
+    StagedSums,
+    UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
+    WeightsChecker,
 )
 
 PROBE_SECONDS = 5.0
@@ -60,6 +63,27 @@ class WeightCalls:
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 
+    async def load(self, gserver: Gserver, folder: str, *, version: int, flush_cache: bool) -> None:
+        """Have the weights in `folder` taken: aside in an update that has begun, else at once."""
+        message = UpdateWeightsFromDisk(model_path=folder, weight_version=str(version), flush_cache=flush_cache)
+        await self._post(gserver, "/update_weights_from_disk", message)
+
+    async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
+        """Raises `PublicationError` when what is staged is not what was `trained` (name → checksum)."""
+        if not trained:
+            return
+        found = await self._client.post(
+            gserver.address, "/weights_checker", WeightsChecker(action="staged"), StagedSums, timeout=self._timeout
+        )
+        wrong = [name for name, checksum in found.tensors.items() if trained.get(name, checksum) != checksum]
+        missing = [name for name in found.tensors if name not in trained]
+        if wrong or missing:
+            raise PublicationError(
+                f"{gserver.name} received other weights than were trained: {len(wrong)} of {len(found.tensors)} "
+                f"tensors differ ({', '.join(wrong[:3]) or 'none'}), {len(missing)} were not told "
+                f"({', '.join(missing[:3]) or 'none'})"
+            )
+
     async def end(self, gserver: Gserver) -> None:
         await self._post(gserver, "/end_weight_update")
 
@@ -80,21 +104,6 @@ class WeightCalls:
         """What it calls the weights that it serves."""
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
-
-    async def lives(self, gserver: Gserver) -> bool:
-        """Whether it answers a simple question."""
-        try:
-            await self.info(gserver)
-        except StreamRLError:
-            return False
-        return True
-
-    async def serves(self, gserver: Gserver, version: int) -> bool:
-        """Whether it says that it serves `version`."""
-        try:
-            return serves(await self.label(gserver), version)
-        except StreamRLError:
-            return False
 
     async def _post(
         self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None

@@ -1,12 +1,7 @@
-"""One attempt to bring new weights to the gservers of a weight group: a transaction.
+"""One attempt to bring new weights to gservers: takes the steps that `update_states.py` decides on.
 
-Every gserver joins the group, begins, and receives bucket after bucket while the publisher broadcasts
-them. After the publisher's commit each gserver on its own pauses, swaps and resumes. Gservers that
-cannot stage (real SGLang) write buckets straight into their weights: they pause before they begin.
-
-Invariants: until the first swap succeeds, every failure rolls back, and gservers that hold unmixed
-weights go on at the old version; from then on the update stands, and a gserver that fails is evicted.
-Every call has a deadline. Whoever was paused is resumed, whatever happens.
+Invariants: every call has a deadline; a step that does not matter any more is cut off; `run` ends only after
+everyone who was paused was asked to resume. What an update *is* stands in `update_states.py`.
 """
 
 from __future__ import annotations
@@ -16,17 +11,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import msgspec
 
 from streamrl.config import WeightsConfig
-from streamrl.errors import DeadlineExceeded, PeerLost, PublicationError, StreamRLError
-from streamrl.gserver.blame import Seen, culprits
-from streamrl.gserver.routing import Gserver, Standing
+from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
+from streamrl.gserver.blame import Seen
+from streamrl.gserver.routing import Gserver, Standing, serves
+from streamrl.gserver.update_states import ORDER, Do, Serves, Stage, Step, UpdateStates, plan_for
 from streamrl.gserver.weight_calls import WeightCalls
-from streamrl.transport.control.publication import PublishBegin, PublishReply
+from streamrl.transport.control.publication import Broadcast, PublishReply, Snapshot
 from streamrl.transport.generation import InitWeightsUpdateGroup
 
 log = logging.getLogger(__name__)
@@ -37,26 +32,10 @@ CLOSING_SECONDS = 2.0
 """For each gserver to be resumed when the manager itself leaves."""
 
 
-class Stage(Enum):
-    """How far an update is; in the order of an update that succeeds."""
-
-    IDLE = "idle"
-    FORMING = "forming"
-    TRANSFERRING = "transferring"
-    WAITING_COMMIT = "waiting_commit"
-    PAUSING = "pausing"
-    SWAPPING = "swapping"
-    RESUMING = "resuming"
-    DONE = "done"
-    ROLLED_BACK = "rolled_back"
-
-
-_ORDER = list(Stage)
-
-
 @dataclass(eq=False)
 class WeightGroup:
-    """A process group of the publisher (rank 0) and `members` (ranks from 1, in this order)."""
+    """Who takes part: `members`. Where weights are broadcast, a process group with the publisher as rank 0 and
+    them as the ranks from 1, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
@@ -76,7 +55,7 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     gservers: list[int]
     begin: float
     reached: dict[str, float] = {}
-    """Stage → when all gservers had reached it."""
+    """Stage → when all gservers had reached it, or one beyond it."""
     end: float = 0.0
     pause_seconds: float = 0.0
     """Longest pause of generation on any gserver."""
@@ -91,82 +70,84 @@ class WeightUpdate:
     def __init__(
         self,
         *,
-        message: PublishBegin,
+        version: int,
         old_version: int,
+        weights: Broadcast | Snapshot,
         group: WeightGroup,
         calls: WeightCalls,
         config: WeightsConfig,
         on_swapped: Callable[[int], None],
+        current: Callable[[], int],
     ) -> None:
-        self.version = message.version
+        """`on_swapped` hears the version as soon as the first gserver serves it. `current` tells the version that
+        gservers have to serve to be given groups; it may grow beyond this one before this update ends."""
+        self.version = version
         self.group = group
         self.record = UpdateRecord(
-            version=message.version, group=group.name, gservers=[g.index for g in group.members], begin=time.time()
+            version=version, group=group.name, gservers=[g.index for g in group.members], begin=time.time()
         )
-        self._message = message
+        self.checksums: dict[str, str] = {}
+        """Of the weights as they were trained, by name; known from the commit on."""
         self._old_version = old_version
+        self._weights = weights
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
+        self._current = current
+        self._states: UpdateStates[Gserver] = UpdateStates(
+            {
+                gserver: plan_for(
+                    way="broadcast" if isinstance(weights, Broadcast) else "snapshot",
+                    staged=_stages_weights(gserver),
+                    joined=group.formed,
+                    verified=config.checksum,
+                )
+                for gserver in group.members
+            }
+        )
         self._resume_timeout = config.timeout_seconds
-        self._stages = dict.fromkeys(group.members, Stage.FORMING)
-        self._final: Stage | None = None
-        self._seen = dict.fromkeys(group.members, Seen.FINE)
-        self._said: dict[Gserver, str] = {}
-        self._committed = asyncio.Event()
-        self._aborted = asyncio.Event()
-        self._abort_reason = ""
+        self._tasks: dict[Do[Gserver], asyncio.Task[None]] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_for = ""
         self._paused_at: dict[Gserver, float] = {}
-        self._mixed: set[Gserver] = set()
-        self._swapped: list[Gserver] = []
-        self._evicted: list[Gserver] = []
+        self._in_force = False
+        self._ended = asyncio.Event()
 
     @property
-    def stage(self) -> Stage:
-        """Of the update: that of the gserver furthest behind."""
-        return self._final or min(self._stages.values(), key=_ORDER.index)
+    def lost(self) -> bool:
+        """Whether a gserver did not answer at all."""
+        return self._states.lost
 
     def status(self) -> dict[str, Any]:
         """For people."""
         return {
-            "state": self.stage.value,
+            "state": self._states.stage.value,
             "version": self.version,
             "group": self.group.name,
-            "gservers": {g.name: stage.value for g, stage in self._stages.items()},
+            "gservers": {g.name: stage.value for g, stage in self._states.stages().items()},
         }
 
-    def commit(self, error: str) -> None:
-        """The publisher has sent everything, or failed with `error`."""
+    def commit(self, error: str, checksums: dict[str, str]) -> None:
+        """The publisher has brought everything, or failed with `error`."""
         if error:
             self.abort(f"the publisher failed: {error}")
-        else:
-            self._committed.set()
+        elif not self._ended.is_set():
+            self.checksums = self.checksums or checksums
+            self._take(self._states.commit())
 
     def abort(self, reason: str) -> None:
         """Roll back, unless the publisher had committed before."""
-        if not self._committed.is_set():
-            self._abort_reason = self._abort_reason or reason
-            self._aborted.set()
+        self._take(self._states.abort(reason))
 
-    def hurry(self) -> None:
-        """Keep the clean-up short: the manager is leaving."""
+    def leave(self) -> None:
+        """The manager is leaving: resume whom this update has paused, and end."""
         self._resume_timeout = min(self._resume_timeout, CLOSING_SECONDS)
+        self._take(self._states.leave("the manager leaves"))
 
     async def run(self) -> PublishReply:
         """The whole transaction; answers what the publisher is told."""
-        try:
-            try:
-                await self._receive_everywhere()
-                await self._await_commit()
-            except PublicationError as error:
-                await self._roll_back(str(error))
-            else:
-                await self._swap_everywhere()
-        finally:
-            await self._resume(list(self._paused_at))
-            self._final = Stage.DONE if self.record.done else Stage.ROLLED_BACK
-            self.record.end = time.time()
-            self.record.evicted = sorted(g.index for g in self._evicted)
+        self._take(self._states.start())
+        await self._ended.wait()
         return PublishReply(
             done=self.record.done,
             error=self.record.error,
@@ -174,178 +155,156 @@ class WeightUpdate:
             evicted=self.record.evicted,
         )
 
-    async def _receive_everywhere(self) -> None:
-        """All gservers up to their last bucket; the first failure, or the publisher's, ends it."""
-        tasks = [asyncio.create_task(self._receive(g), name=f"weights to {g.name}") for g in self._stages]
-        aborted = asyncio.create_task(self._aborted.wait())
-        pending: set[asyncio.Task[Any]] = set(tasks)
-        try:
-            while pending and not self._said and not self._aborted.is_set():
-                done, _ = await asyncio.wait({*pending, aborted}, return_when=asyncio.FIRST_COMPLETED)
-                pending -= done
-                for task in done:
-                    task.result()
-            if self._said and pending:
-                await asyncio.wait(pending, timeout=min(GRACE_SECONDS, self._config.timeout_seconds))
-        finally:
-            for task in (*tasks, aborted):
+    def _take(self, steps: Iterable[Do[Gserver]]) -> None:
+        """Set off `steps`, cut off those that do not matter any more, and note how far the update is."""
+        for do in steps:
+            self._tasks[do] = asyncio.create_task(self._carry_out(do), name=f"{do.step.value} on {do.who.name}")
+        outstanding = set(self._states.outstanding)
+        for do in [do for do in self._tasks if do not in outstanding]:
+            task = self._tasks.pop(do)
+            if task is not asyncio.current_task():
                 task.cancel()
-            await asyncio.gather(*tasks, aborted, return_exceptions=True)
-        if self._aborted.is_set():
-            raise PublicationError(self._abort_reason)
-        if self._said:
-            raise PublicationError("; ".join(self._said.values()))
-        self.group.formed = True
+        self._note()
+        self._watch_the_clock()
 
-    async def _receive(self, gserver: Gserver) -> None:
+    def _note(self) -> None:
+        self._note_stage(self._states.stage)
+        if self._states.phase.value not in ("prepare", "ended") and not self.record.error:
+            self.group.formed = True
+        if self._states.done and not self._in_force:
+            self._in_force = True
+            self._on_swapped(self.version)
+        for gserver in self._states.swapped if self.version == self._current() else ():
+            if gserver.standing is not Standing.SILENT and not gserver.stuck:
+                gserver.standing = Standing.SERVING
+        self.record.error = self._states.reason
+        if self.record.error:
+            self.group.broken = True
+        if self._states.ended and not self._ended.is_set():
+            self._conclude()
+
+    def _note_stage(self, stage: Stage) -> None:
+        passed = [stage] if stage is Stage.ROLLED_BACK else [s for s in Stage if ORDER[s] <= ORDER[stage]]
+        for reached in passed:
+            if reached is not Stage.IDLE:
+                self.record.reached.setdefault(reached.value, time.time())
+
+    def _conclude(self) -> None:
+        for gserver in self._states.evicted:
+            if gserver.standing is not Standing.SILENT:
+                gserver.standing = Standing.EVICTED
+        for gserver in self._states.blamed:
+            gserver.failed_version = self.version
+        self.record.done = self._states.done
+        self.record.end = time.time()
+        self.record.evicted = sorted(g.index for g in self._states.evicted)
+        self._ended.set()
+
+    def _watch_the_clock(self) -> None:
+        awaits = self._states.awaits
+        if awaits == self._alarm_for:
+            return
+        self._alarm_for = awaits
+        if self._alarm is not None:
+            self._alarm.cancel()
+        limit = self._config.timeout_seconds
+        seconds = limit if awaits == "commit" else min(GRACE_SECONDS, limit)
+        reason = f"the publisher did not commit within {limit:g} s after the last gserver was ready"
+        if awaits:
+            self._alarm = asyncio.get_running_loop().call_later(
+                seconds, lambda: self._take(self._states.overdue(reason))
+            )
+
+    async def _carry_out(self, do: Do[Gserver]) -> None:
+        """One step, and what it leads to."""
+        gserver = do.who
         try:
-            if not self.group.formed:
-                await self._form(gserver)
-            if not _stages_weights(gserver):
-                await self._pause(gserver)
-            await self._calls.begin(gserver)
-            self._advance(gserver, Stage.TRANSFERRING)
-            await self._receive_buckets(gserver)
-            self._advance(gserver, Stage.WAITING_COMMIT)
+            if do.step is Step.ASK:
+                answer = self._meaning(await self._calls.label(gserver))
+                self._take(self._states.serves(do, answer))
+                return
+            await self._call(do.step, gserver)
         except StreamRLError as error:
-            self._seen[gserver] = _classify(error)
-            self._said[gserver] = f"{gserver.name} while {self._stages[gserver].value}: {error}"
+            self._failed(do, error)
+            return
+        if do.step is Step.RESUME:
+            gserver.stuck = False
+            pause = time.monotonic() - self._paused_at.pop(gserver)
+            self.record.pause_seconds = max(self.record.pause_seconds, pause)
+        self._take(self._states.succeeded(do))
 
-    async def _form(self, gserver: Gserver) -> None:
+    def _failed(self, do: Do[Gserver], error: StreamRLError) -> None:
+        gserver = do.who
+        if do.step is Step.RESUME:
+            log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
+            gserver.stuck = True
+            if gserver.standing is Standing.SERVING:
+                gserver.standing = Standing.UNCHECKED
+        elif do.step is Step.CLEAR:
+            log.warning("%s: requests could not be aborted: %s", gserver.name, error)
+        stage = self._states.stages()[gserver].value
+        self._take(self._states.failed(do, _classify(error), f"{gserver.name} while {stage}: {error}"))
+
+    async def _call(self, step: Step, gserver: Gserver) -> None:
+        match step:
+            case Step.JOIN:
+                await self._join(gserver)
+            case Step.BEGIN:
+                await self._calls.begin(gserver)
+            case Step.RECEIVE:
+                await self._receive(gserver)
+            case Step.VERIFY:
+                await self._calls.verify(gserver, self.checksums)
+            case Step.PAUSE:
+                self._paused_at[gserver] = time.monotonic()
+                await self._calls.pause(gserver, self._config.pause_mode)
+            case Step.SWAP if isinstance(self._weights, Snapshot) and not _stages_weights(gserver):
+                await self._load(gserver)
+            case Step.SWAP:
+                await self._calls.end(gserver)
+            case Step.CLEAR:
+                await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
+            case Step.RESUME:
+                await self._calls.resume(gserver, timeout=self._resume_timeout)
+
+    async def _join(self, gserver: Gserver) -> None:
+        assert isinstance(self._weights, Broadcast)
         message = InitWeightsUpdateGroup(
-            master_address=self._message.master_address,
-            master_port=self._message.master_port,
+            master_address=self._weights.master_address,
+            master_port=self._weights.master_port,
             rank_offset=self.group.members.index(gserver) + 1,
             world_size=self.group.world_size,
             group_name=self.group.name,
-            backend=self._message.backend,
+            backend=self._weights.backend,
         )
         await self._calls.join_group(gserver, message)
 
-    async def _receive_buckets(self, gserver: Gserver) -> None:
-        staged = _stages_weights(gserver)
-        # SGLang refuses to flush its cache while requests stay in place.
-        flush = not staged and self._config.pause_mode != "in_place"
-        last = len(self._message.buckets)
-        for number, bucket in enumerate(self._message.buckets, start=1):
-            if not staged:
-                self._mixed.add(gserver)
+    async def _receive(self, gserver: Gserver) -> None:
+        if isinstance(self._weights, Snapshot):
+            await self._load(gserver)
+            return
+        last = len(self._weights.buckets)
+        for number, bucket in enumerate(self._weights.buckets, start=1):
             await self._calls.receive(
                 gserver,
                 bucket,
                 group=self.group.name,
                 version=self.version,
-                flush_cache=flush and number == last,
+                flush_cache=self._flushes(gserver) and number == last,
             )
 
-    async def _await_commit(self) -> None:
-        timeout = self._config.timeout_seconds
-        events = [asyncio.create_task(event.wait()) for event in (self._committed, self._aborted)]
-        try:
-            await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for event in events:
-                event.cancel()
-            await asyncio.gather(*events, return_exceptions=True)
-        if not self._committed.is_set():
-            self.abort(f"the publisher did not commit within {timeout:g} s after the last bucket arrived")
-            raise PublicationError(self._abort_reason)
+    async def _load(self, gserver: Gserver) -> None:
+        assert isinstance(self._weights, Snapshot)
+        await self._calls.load(gserver, self._weights.folder, version=self.version, flush_cache=self._flushes(gserver))
 
-    async def _swap_everywhere(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for gserver in self._stages:
-                tasks.create_task(self._swap(gserver), name=f"swap on {gserver.name}")
-        if self._swapped:
-            for gserver in self._said:
-                self._evict(gserver)
-            self.record.done = True
-        else:
-            await self._roll_back("; ".join(self._said.values()))
+    def _flushes(self, gserver: Gserver) -> bool:
+        """SGLang refuses to flush its cache while requests stay in place; a swap of staged weights needs no word."""
+        return not _stages_weights(gserver) and self._config.pause_mode != "in_place"
 
-    async def _swap(self, gserver: Gserver) -> None:
-        """Pause, swap, resume one gserver; what fails here concerns it alone."""
-        try:
-            if gserver not in self._paused_at:
-                self._advance(gserver, Stage.PAUSING)
-                await self._pause(gserver)
-            self._advance(gserver, Stage.SWAPPING)
-            await self._calls.end(gserver)
-            self._mixed.discard(gserver)
-            self._has_swapped(gserver)
-        except StreamRLError as error:
-            # A lost answer is no failure: the label tells whether the swap took place.
-            if _stages_weights(gserver) and await self._calls.serves(gserver, self.version):
-                self._has_swapped(gserver)
-            else:
-                self._seen[gserver] = _classify(error)
-                self._said[gserver] = f"{gserver.name} while {self._stages[gserver].value}: {error}"
-        finally:
-            self._advance(gserver, Stage.RESUMING)
-            await self._resume([gserver])
-        self._advance(gserver, Stage.DONE)
-
-    def _has_swapped(self, gserver: Gserver) -> None:
-        self._swapped.append(gserver)
-        if len(self._swapped) == 1:
-            self._on_swapped(self.version)
-        if gserver.standing is not Standing.SILENT:
-            gserver.standing = Standing.SERVING
-
-    async def _roll_back(self, reason: str) -> None:
-        """Leave the old version standing: resume whom it can be kept on, evict whom it cannot."""
-        self.group.broken = True
-        self.record.error = reason
-        answers = await asyncio.gather(*(self._calls.lives(g) for g in self._stages))
-        for gserver, answered in zip(self._stages, answers, strict=True):
-            if not answered:
-                self._seen[gserver] = Seen.LOST
-        for gserver in culprits(self._seen, publisher_failed=self._aborted.is_set()) | self._mixed:
-            self._evict(gserver)
-        await self._resume(list(self._paused_at))
-        if self._committed.is_set():  # a swap was tried: trust nobody's word but the label
-            labels = await asyncio.gather(*(self._calls.serves(g, self._old_version) for g in self._stages))
-            for gserver, kept in zip(self._stages, labels, strict=True):
-                if not kept:
-                    self._evict(gserver)
-
-    async def _pause(self, gserver: Gserver) -> None:
-        self._paused_at[gserver] = time.monotonic()
-        await self._calls.pause(gserver, self._config.pause_mode)
-
-    async def _resume(self, gservers: Iterable[Gserver]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for gserver in gservers:
-                if gserver in self._paused_at:
-                    tasks.create_task(self._resume_one(gserver, since=self._paused_at.pop(gserver)))
-
-    async def _resume_one(self, gserver: Gserver, *, since: float) -> None:
-        try:
-            if gserver in self._mixed:  # its requests must not go on under weights of two versions
-                await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
-        except StreamRLError as error:
-            log.warning("%s: requests could not be aborted: %s", gserver.name, error)
-        try:
-            await self._calls.resume(gserver, timeout=self._resume_timeout)
-        except StreamRLError as error:
-            log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
-            gserver.stuck = True
-            if gserver.standing is Standing.SERVING:
-                gserver.standing = Standing.UNCHECKED
-        else:
-            self.record.pause_seconds = max(self.record.pause_seconds, time.monotonic() - since)
-
-    def _evict(self, gserver: Gserver) -> None:
-        gserver.failed_version = self.version
-        if gserver.standing is not Standing.SILENT:
-            gserver.standing = Standing.EVICTED
-        if gserver not in self._evicted:
-            self._evicted.append(gserver)
-
-    def _advance(self, gserver: Gserver, stage: Stage) -> None:
-        before = self.stage
-        self._stages[gserver] = stage
-        if self.stage is not before:
-            self.record.reached[self.stage.value] = time.time()
+    def _meaning(self, label: str) -> Serves:
+        if serves(label, self.version):
+            return "new"
+        return "old" if serves(label, self._old_version) else "other"
 
 
 def _stages_weights(gserver: Gserver) -> bool:

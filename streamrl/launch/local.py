@@ -16,7 +16,8 @@ import asyncio
 import fcntl
 import itertools
 import logging
-from collections import Counter
+import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -40,6 +41,7 @@ from streamrl.launch.plan import (
     visible_gpus,
 )
 from streamrl.launch.process import run_until_stopped
+from streamrl.launch.restarts import Restarts
 from streamrl.launch.supervise import until_finished
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.keys import manager_key
@@ -121,7 +123,15 @@ class LocalRun:
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
-        self._restarts: Counter[str] = Counter()
+        self._restarts = Restarts(most=config.rollout.restarts, window=math.inf, delay=0.0)
+        self._gserver_restarts = Restarts(
+            most=config.gserver.max_restarts,
+            window=config.gserver.restart_window_seconds,
+            delay=config.gserver.restart_delay_seconds,
+        )
+        self._came_up: set[str] = set()
+        """Names of gservers that have joined the run at least once."""
+        self._starting: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Start everything, watch it to the end, and leave nothing behind."""
@@ -183,6 +193,9 @@ class LocalRun:
         try:
             await until_finished(children, client=client, restart=self._restart)
         finally:
+            for task in self._starting:
+                task.cancel()
+            await asyncio.gather(*self._starting, return_exceptions=True)
             following.cancel()
             (ended,) = await asyncio.gather(following, return_exceptions=True)
             if isinstance(ended, Exception):
@@ -199,17 +212,46 @@ class LocalRun:
         )
         await children.start(process, words)
 
-    async def _restart(self, child: Child) -> bool:
-        """Replace a rollout worker or evaluator that died, as often as `rollout.restarts` allows."""
+    async def _restart(self, child: Child, had_joined: bool) -> bool:
+        """Have a process started again that died, if its role and the number of its deaths allow it."""
         assert child.process is not None
-        assert self._children is not None
+        if child.process.role == "gserver":
+            return self._restart_gserver(child, child.process, had_joined)
         work = RESTARTED.get(child.process.role)
-        if work is None or self._restarts[child.name] >= self._config.rollout.restarts:
+        delay = self._restarts.allow(child.name, now=time.monotonic()) if work is not None else None
+        if work is None or delay is None:
             return False
-        self._restarts[child.name] += 1
+        self._announce(child, work, self._restarts, delay)
+        await self._start_again(child.process, delay)
+        return True
+
+    def _restart_gserver(self, child: Child, process: ProcessPlan, had_joined: bool) -> bool:
+        """In the background, with a pause that grows; one that never came up is not tried again."""
+        if had_joined:
+            self._came_up.add(child.name)
+        restarts = self._gserver_restarts
+        delay = restarts.allow(child.name, now=time.monotonic()) if child.name in self._came_up else None
+        if delay is None:
+            if child.name in self._came_up and restarts.most:
+                log.error(
+                    "%s died although it was started again %d times within %.0f s (gserver.max_restarts)",
+                    child.name,
+                    restarts.most,
+                    restarts.window,
+                )
+            return False
+        self._announce(child, "its requests go on at others", restarts, delay)
+        self._starting.append(asyncio.create_task(self._start_again(process, delay), name=f"restart of {child.name}"))
+        return True
+
+    def _announce(self, child: Child, work: str, restarts: Restarts, delay: float) -> None:
         self._display.note(
             f"{child.name} {describe_exit(child.exit_code)}; {work}, and it is started again "
-            f"({self._restarts[child.name]} of {self._config.rollout.restarts}); see {child.log_file}"
+            f"({restarts.count(child.name)} of {restarts.most}{f', in {delay:g} s' if delay else ''}); "
+            f"see {child.log_file}"
         )
-        await self._start(self._children, child.process)
-        return True
+
+    async def _start_again(self, process: ProcessPlan, delay: float) -> None:
+        assert self._children is not None
+        await asyncio.sleep(delay)
+        await self._start(self._children, process)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from typing import Literal
+from collections.abc import Awaitable, Callable
 
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
 from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,11 @@ LEAVE_SECONDS = 10.0
 CULPRIT_SECONDS = 3.0
 """How long a process that gave up may take to end, so that its log is complete."""
 
-RunState = Literal["joining", "running", "finished", "failed", "unknown"]
-Restart = Callable[[Child], Awaitable[bool]]
+Restart = Callable[[Child, bool], Awaitable[bool]]
+"""From a child that died, and whether it had joined the run as far as is known, to whether another takes its place."""
 
 
-async def never(child: Child) -> bool:
+async def never(child: Child, had_joined: bool) -> bool:
     """Restart nothing."""
     return False
 
@@ -35,23 +35,24 @@ async def never(child: Child) -> bool:
 async def until_finished(children: Children, *, client: ControlClient, restart: Restart = never) -> None:
     """Wait until the master has ended well and all others had time to leave.
 
-    `restart` is asked about each child that died while the run went on; it answers whether it
-    started another in its place. Raises `ProcessDied` when the run cannot go on.
+    `restart` is asked about each child that died while the run went on; it answers whether another
+    takes its place. Raises `ProcessDied` when the run cannot go on.
     """
     while True:
         child = await children.next_exit()
         assert child.process is not None
-        state, message, members = await _state(client)
-        if state == "failed":
-            raise ProcessDied(await _failure(children, child, message))
+        status = await _status(client)
+        state = "unknown" if status is None else status.state
+        if status is not None and state == "failed":
+            raise ProcessDied(await _failure(children, child, status.message))
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
         if child.exit_code == 0 and state in ("finished", "unknown"):
             log.debug("%s left", child.name)
             if child.process.role == "master":
                 break
-        elif child.exit_code == 0 and state == "running" and child.name not in members and _may_leave(child):
+        elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
-        elif not (child.exit_code != 0 and await restart(child)):
+        elif not (child.exit_code != 0 and await restart(child, _had_joined(child, status))):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             raise ProcessDied(early + child.obituary())
     await _let_leave(children)
@@ -75,14 +76,22 @@ def _may_leave(child: Child) -> bool:
     return child.process is not None and child.process.role in ("gserver", "rollout")
 
 
-async def _state(client: ControlClient) -> tuple[RunState, str, Collection[str]]:
-    """Where the run stands, why, and the names of its members."""
+async def _status(client: ControlClient) -> Status | None:
     try:
-        status = await client.status()
+        return await client.status()
     except StreamRLError as error:  # the manager may be the one that died
         log.debug("the manager does not tell its state: %s", error)
-        return "unknown", "", ()
-    return status.state, status.message, [f"{process.role}/{process.index}" for process in status.processes]
+        return None
+
+
+def _had_joined(child: Child, status: Status | None) -> bool:
+    """Whether the manager has heard of `child`; True if it cannot be asked."""
+    return status is None or any(process.pid == child.pid for process in status.processes)
+
+
+def _is_no_member(child: Child, status: Status | None) -> bool:
+    names = {f"{process.role}/{process.index}" for process in status.processes} if status is not None else set()
+    return child.name not in names
 
 
 async def _failure(children: Children, first: Child, message: str) -> str:

@@ -19,7 +19,7 @@ from streamrl.progress import Progress
 from streamrl.trainer.hooks import Hook
 from streamrl.types import SampleMeta
 
-PUBLICATION_STEPS = 6
+PUBLICATION_STEPS = 7
 """Waits of `weights.timeout_seconds` in one attempt of `Publish`."""
 
 
@@ -97,6 +97,8 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
     """Bring the policy's weights to the gservers as `version`; worker 0 sends, the others give it their parts."""
 
     version: int
+    again: bool = False
+    """The version that is served already, for gservers that came too late for it."""
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):

@@ -121,6 +121,8 @@ class Master:
         self._saves = SaveDesk(config, channel=self._channel)
         self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
         self._publication: asyncio.Task[None] | None = None
+        self._weights_at_rest = asyncio.Lock()
+        """Held while a step may change the weights, and while their publication is being set up."""
         self._counted: list[WorkerSpec] = []
         self._history = History(config)
         self._former.reject(self._history.rejected)
@@ -150,6 +152,7 @@ class Master:
                 helpers.create_task(self._settlement.report(), name="settlement"),
                 helpers.create_task(self._take_in(), name="arrivals"),
                 helpers.create_task(self._follow_rejections(), name="rejections"),
+                helpers.create_task(self._follow_late_gservers(), name="late gservers"),
             ]
             if self._config.evaluation.enabled:
                 background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
@@ -257,6 +260,15 @@ class Master:
                 generation.cancel()
         if not batch:
             return
+        async with self._weights_at_rest:
+            save = await self._train(batch, version=version, begin=begin)
+        if save:
+            self.membership.waiting_for = f"checkpoint {self.policy_version}"
+            await self._saves.save(self._history.reached(data_rows=self._control.data_rows))
+            self.membership.waiting_for = ""
+
+    async def _train(self, batch: Sequence[SampleMeta], *, version: int, begin: float) -> bool:
+        """Train on `batch` and begin to publish the new weights; answers whether a checkpoint is due."""
         formed = time.time()
         result = await self._executor.execute_step(batch, policy_version=version)
         seqs = [meta.seq for meta in batch]
@@ -272,10 +284,7 @@ class Master:
         self._publication = asyncio.create_task(
             self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
-        if save:
-            self.membership.waiting_for = f"checkpoint {self.policy_version}"
-            await self._saves.save(self._history.reached(data_rows=self._control.data_rows))
-            self.membership.waiting_for = ""
+        return save
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
         """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
@@ -378,6 +387,28 @@ class Master:
             metas = await self._inbox.get()
             self._settlement.stored(meta.seq for meta in metas)
             await self._executor.load_data(metas)
+
+    async def _follow_late_gservers(self) -> None:
+        """Send the weights that are served already to gservers that came too late for them, between two steps."""
+        while True:
+            wanted = await self._client.weights_wanted()
+            if not wanted.gservers:
+                continue
+            if self._publication is not None and not self._publication.done():
+                await asyncio.wait({self._publication})
+                continue
+            async with self._weights_at_rest:
+                if self._publication is not None and not self._publication.done():
+                    continue  # newer weights are on their way
+                log.info("weights v%d go again, to %s", self.policy_version, ", ".join(wanted.gservers))
+                self._publication = asyncio.create_task(self._publish_again(), name="publication again")
+            await asyncio.wait({self._publication})
+
+    async def _publish_again(self) -> None:
+        try:
+            await self._workforce.publish(self.policy_version, again=True)
+        finally:
+            await self._buffer.wake()
 
     async def _follow_rejections(self) -> None:
         while True:

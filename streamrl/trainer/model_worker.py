@@ -54,7 +54,7 @@ from streamrl.trainer.computation import Computation
 from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
-from streamrl.trainer.publisher import Publisher
+from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.transport.collective import join_world, open_store
@@ -290,22 +290,25 @@ class ModelWorker:
         async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
             return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
-        default = "nccl" if self._device.type == "cuda" else "gloo"
-        return Publisher(
-            client=self._client,
-            config=weights,
-            backend=default if weights.backend == "auto" else weights.backend,  # type: ignore[arg-type]
+        backend = weights.backend
+        if backend == "auto":
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+        carrier = carrier_for(
+            self._config,
+            backend=backend,
             dtype=resolve_dtype(self._config.gserver.dtype, self._device),
             device=self._device,
-            in_thread=in_thread,
         )
+        return Publisher(client=self._client, config=weights, carrier=carrier, in_thread=in_thread)
 
     async def _publish(self, call: Publish) -> Published:
         if self._source is None:
             raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
         try:
             if self._publisher is not None:
-                return await self._publisher.publish(call.version, self._source)
+                return await self._publisher.publish(
+                    call.version, self._source, again=call.again, on_read=self._weights_free.set
+                )
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._publishing, self._source.serve)
             return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)

@@ -1,9 +1,8 @@
-"""The trainer's side of a weight update: buckets of weights, broadcast from rank 0 to all gservers.
+"""The trainer's side of a weight update: brings the weights of a version to all gservers.
 
-The manager runs the transaction (`gserver/weights.py`); the publisher tells it what will come,
-forms the weight group when the gservers have changed, broadcasts, and commits. It only reads
-weights, so the next training step may compute meanwhile; it must not update them before
-`publish` has returned.
+The manager runs the transaction (`gserver/weights.py`); a carrier brings the weights, by broadcast
+(`broadcaster.py`) or through files (`weight_files.py`). The publisher only reads weights, so the next training
+step may compute meanwhile; it must not update them before `on_read` was called or `publish` has returned.
 """
 
 from __future__ import annotations
@@ -11,167 +10,134 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 
-from streamrl.config import WeightsConfig
+from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
+from streamrl.trainer.broadcaster import Broadcaster
 from streamrl.trainer.calls import Published
+from streamrl.trainer.weight_files import WeightFiles
 from streamrl.trainer.weight_source import WeightSource
-from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
 from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, TensorSpec
+from streamrl.transport.control.publication import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
 
 log = logging.getLogger(__name__)
 
-Bucket = Sequence[tuple[str, tuple[int, ...]]]
-"""Names and shapes."""
 RunInThread = Callable[..., Awaitable[Any]]
 
 COMMIT_MARGIN_SECONDS = 10.0
 """How much longer than the manager's own deadlines the publisher waits for its answer."""
-MANAGER_STEPS = 4
+MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+
+
+class Carrier(Protocol):
+    """Brings weights to gservers; its methods block, and may raise `PublicationError`."""
+
+    dtype: torch.dtype
+    """In which weights are brought."""
+    reads_once: bool
+    """Whether `prepare` reads all there is to read of the source."""
+
+    def prepare(self, version: int, source: WeightSource) -> None:
+        """These weights come next."""
+
+    def announce(self) -> Broadcast | Snapshot:
+        """What the manager is told of them."""
+
+    def bring(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Do the publisher's part of one attempt; answers the checksums of what was brought, by name."""
+
+    def give_up(self) -> None:
+        """The attempt failed."""
+
+    def close(self) -> None:
+        """No version comes any more."""
 
 
 class Publisher:
     """Brings weights to the gservers; one for each run, on the trainer's rank 0."""
 
     def __init__(
-        self,
-        *,
-        client: ControlClient,
-        config: WeightsConfig,
-        backend: Literal["gloo", "nccl"],
-        dtype: torch.dtype,
-        device: torch.device,
-        in_thread: RunInThread,
+        self, *, client: ControlClient, config: WeightsConfig, carrier: Carrier, in_thread: RunInThread
     ) -> None:
         self._client = client
         self._config = config
-        self._backend: Literal["gloo", "nccl"] = backend
-        self._dtype = dtype
-        self._device = device
+        self._carrier = carrier
         self._in_thread = in_thread
-        self._store: Any = None
-        self._group: Any = None
-        self._group_name = ""
 
-    async def publish(self, version: int, source: WeightSource) -> Published:
-        """Bring the weights of `source` to every live gserver as `version`.
+    async def publish(
+        self, version: int, source: WeightSource, *, again: bool = False, on_read: Callable[[], None] = lambda: None
+    ) -> Published:
+        """Bring the weights of `source` to every live gserver as `version`; with `again` to those that lack it.
 
-        Raises `PublicationError` when all attempts failed; the gservers then serve what they served.
+        `on_read` hears that `source` is not read any more. Raises `PublicationError` when all attempts failed; the
+        gservers then serve what they served. `again` does not: the manager decides what becomes of those gservers.
         """
         began = time.monotonic()
-        specs = source.specs()
-        buckets = plan_buckets(specs, itemsize=self._dtype.itemsize, limit_bytes=int(self._config.bucket_mb * 2**20))
+        size = sum(math.prod(shape) for _, shape in source.specs()) * self._carrier.dtype.itemsize
+        reading = True
         problems: list[str] = []
         try:
-            for attempt in range(1, self._config.attempts + 1):
-                pause, problem = await self._attempt(version, buckets, source)
+            await self._in_thread(self._carrier.prepare, version, source)
+            if self._carrier.reads_once:
+                reading = False
+                await self._in_thread(source.end)
+                on_read()
+            while len(problems) < self._config.attempts:
+                pause, problem = await self._attempt(version, again=again)
                 if not problem:
-                    return Published(
-                        seconds=time.monotonic() - began,
-                        pause_seconds=pause,
-                        bytes=sum(math.prod(shape) for _, shape in specs) * self._dtype.itemsize,
-                        attempts=attempt,
-                    )
+                    break
                 problems.append(problem)
-                log.warning("weights of version %d: attempt %d failed: %s", version, attempt, problem)
+                log.warning("weights of version %d: attempt %d failed: %s", version, len(problems), problem)
+            else:
+                if not again:
+                    raise PublicationError(
+                        f"weights of version {version} did not reach the gservers in {len(problems)} attempts; "
+                        f"the last failed because: {problems[-1]}"
+                    )
         finally:
-            await self._in_thread(source.end)
-        raise PublicationError(
-            f"weights of version {version} did not reach the gservers in {len(problems)} attempts; "
-            f"the last failed because: {problems[-1]}"
-        )
+            if reading:
+                await self._in_thread(source.end)
+        return Published(seconds=time.monotonic() - began, pause_seconds=pause, bytes=size, attempts=len(problems) + 1)
 
     def close(self) -> None:
-        """Leave the weight group."""
-        if self._group is not None:
-            destroy_group(self._group)
-            self._group, self._group_name = None, ""
+        """Leave the weight group, or remove the files."""
+        self._carrier.close()
 
-    async def _attempt(self, version: int, buckets: Sequence[Bucket], source: WeightSource) -> tuple[float, str]:
+    async def _attempt(self, version: int, *, again: bool) -> tuple[float, str]:
         """Pause in seconds, and why the attempt failed, if it did."""
-        if self._store is None:
-            self._store = open_store(self._config.host)
         limit = self._config.timeout_seconds
-        begin = await self._client.publish_begin(
-            PublishBegin(
-                version=version,
-                buckets=[self._specs(bucket) for bucket in buckets],
-                master_address=self._config.host,
-                master_port=self._store.port,
-                backend=self._backend,
-                group_name=self._group_name,
-            ),
-            timeout=limit + COMMIT_MARGIN_SECONDS,
-        )
+        message = PublishBegin(version=version, weights=self._carrier.announce(), again=again)
+        begin = await self._client.publish_begin(message, timeout=limit + COMMIT_MARGIN_SECONDS)
+        if begin.world_size == 1:
+            return 0.0, ""
         error = ""
+        checksums: dict[str, str] = {}
         try:
-            await self._in_thread(self._send, begin, buckets, source)
+            checksums = await self._in_thread(self._carrier.bring, begin)
         except PublicationError as failure:
             error = str(failure)
         reply = await self._client.publish_commit(
-            PublishCommit(version=version, group_name=begin.group_name, error=error),
+            PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
             timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,
         )
         if reply.done:
             return reply.pause_seconds, ""
-        self.close()
+        self._carrier.give_up()
         return 0.0, reply.error or error
 
-    def _send(self, begin: PublishBeginReply, buckets: Sequence[Bucket], source: WeightSource) -> None:
-        if begin.group_name != self._group_name:
-            self.close()
-            self._group = form_group(
-                address=self._config.host,
-                port=self._store.port,
-                rank=0,
-                world_size=begin.world_size,
-                name=begin.group_name,
-                backend=self._backend,
-                timeout=self._config.timeout_seconds,
-                store=self._store,
-            )
-            self._group_name = begin.group_name
-        with closing(source.weights()) as weights:
-            for number, bucket in enumerate(buckets):
-                flat = flatten(bucket, weights, dtype=self._dtype, device=self._device)
-                broadcast(flat, self._group, what=f"weight bucket {number + 1} of {len(buckets)}")
 
-    def _specs(self, bucket: Bucket) -> list[TensorSpec]:
-        dtype = str(self._dtype).removeprefix("torch.")
-        return [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
-
-
-def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Cut weights in order into buckets of at most `limit_bytes`; a larger one is a bucket alone."""
-    buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-    room = 0
-    for name, shape in specs:
-        size = math.prod(shape) * itemsize
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit_bytes
-        buckets[-1].append((name, shape))
-        room -= size
-    return buckets
-
-
-def flatten(
-    bucket: Bucket, weights: Iterator[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The bytes of the next weights, those of `bucket`, as `dtype`, one after another: uint8 `[bytes]`."""
-    flat = torch.empty(sum(math.prod(shape) for _, shape in bucket), dtype=dtype, device=device)
-    offset = 0
-    for (name, shape), (found, tensor) in zip(bucket, weights, strict=False):
-        if found != name or tuple(tensor.shape) != tuple(shape):
-            raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
-        flat[offset : offset + tensor.numel()].copy_(tensor.reshape(-1))
-        offset += tensor.numel()
-    return flat.view(torch.uint8)
+def carrier_for(
+    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device
+) -> Carrier:
+    """The carrier that `weights.mode` names; `backend` is for a broadcast."""
+    weights = config.weights
+    if weights.mode == "shared_memory":
+        return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
+    if weights.mode == "disk":
+        return WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum)
+    return Broadcaster(weights, backend=backend, dtype=dtype, device=device)

@@ -67,11 +67,11 @@ class Workforce:
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
         await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
 
-    async def publish(self, version: int) -> Published:
-        """Have the policy's weights brought to the gservers as `version`."""
+    async def publish(self, version: int, *, again: bool = False) -> Published:
+        """Have the policy's weights brought to the gservers as `version`; `again`: to those that lack it."""
         weights = self._config.weights
         limit = weights.attempts * PUBLICATION_STEPS * weights.timeout_seconds
-        return (await self._channel.request(self._all(Publish(version)), Published, timeout=limit))[0]
+        return (await self._channel.request(self._all(Publish(version, again=again)), Published, timeout=limit))[0]
 
     def _all(self, call: Call) -> dict[int, Call]:
         return dict.fromkeys(self._workers, call)

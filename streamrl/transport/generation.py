@@ -146,7 +146,15 @@ class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
 
 
 class WeightsChecker(msgspec.Struct, frozen=True):
-    action: Literal["checksum"] = "checksum"
+    action: Literal["checksum", "staged"] = "checksum"
+    """Of the weights that are served, or (not SGLang) of those that wait aside: `StagedSums`."""
+
+
+class StagedSums(msgspec.Struct, frozen=True):
+    """Checksums of the weights that wait aside in an update; empty tensors: the gserver keeps none."""
+
+    tensors: dict[str, str]
+    """Hugging Face name → `checksum.tensor_sums`."""
 
 
 class Outcome(msgspec.Struct, frozen=True):

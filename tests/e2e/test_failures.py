@@ -188,8 +188,36 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     assert (run_dir / "summary.json").exists()
 
 
-@pytest.mark.parametrize("role", ["gserver", "model-worker"])
-def test_the_death_of_a_process_stops_the_run_and_is_named(tmp_path, role):
+@pytest.mark.parametrize("mode", ["collective", "disk", "shared_memory"])
+def test_a_killed_gserver_comes_back_with_the_current_weights(tmp_path, mode):
+    """The only one: nobody but the trainer, or the files that it wrote, has the weights."""
+    run_dir = tmp_path / "returned"
+    settings = overrides(
+        tmp_path,
+        "returned",
+        **(LONG | {"run__total_train_steps": 30, "rollout__workers": 1}),
+        weights__mode=mode,
+        gserver__restart_delay_seconds=0.1,
+    )
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 5)
+    process_of(run_dir, "gserver").send_signal(signal.SIGKILL)
+    assert process.wait(180) == 0, "".join(output)[-4000:]
+    reader.join(10)
+    assert_exactly_once(run_dir)
+    assert summary(run_dir)["steps"] == 30
+    assert "it is started again (1 of 3, in 0.1 s)" in " ".join("".join(output).split())
+    log = (run_dir / "logs" / "manager-0.log").read_text()
+    assert "took the place of" in log
+    compared = [step["metrics"].get("logprob_diff_max", 0.0) for step in steps(run_dir)]
+    assert max(compared) < 1e-4  # what it sampled after its return is what the policy of that version samples
+    wait_until_gone(run_dir, seconds=10)
+    assert not (run_dir / "weights").exists()
+
+
+def test_the_death_of_a_process_stops_the_run_and_is_named(tmp_path):
+    role = "model-worker"
     run_dir = tmp_path / "died"
     process = start(COPY_SCRATCH, overrides(tmp_path, "died", **QUICK))
     reader, output = collected(process)

@@ -17,6 +17,7 @@ from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.groups import Admission, Admit
 from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply, Role
 from streamrl.transport.control.publication import (
+    Broadcast,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
@@ -50,15 +51,22 @@ class Run:
         self.serving = serving
         self.client = ControlClient(url, timeout=10.0)
 
-    def registration(self, role: Role, index: int = 0, *, address: str = "", pid: int = 1) -> Register:
-        return Register(
-            role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host="here"
-        )
+    def registration(
+        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, host: str = "here"
+    ) -> Register:
+        return Register(role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host=host)
 
     async def register(
-        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, digest: str | None = None
+        self,
+        role: Role,
+        index: int = 0,
+        *,
+        address: str = "",
+        pid: int = 1,
+        host: str = "here",
+        digest: str | None = None,
     ) -> RegisterReply:
-        message = self.registration(role, index, address=address, pid=pid)
+        message = self.registration(role, index, address=address, pid=pid, host=host)
         if digest is not None:
             message = msgspec.structs.replace(message, config_digest=digest)
         return await self.client.register(message, patience=5.0)
@@ -120,11 +128,13 @@ async def publish(
 async def begin_publication(run: Run, version: int, *, group: str = "", buckets: int = 2) -> PublishBeginReply:
     message = PublishBegin(
         version=version,
-        buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
-        master_address="127.0.0.1",
-        master_port=29500,
-        backend="gloo",
-        group_name=group,
+        weights=Broadcast(
+            buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
+            master_address="127.0.0.1",
+            master_port=29500,
+            backend="gloo",
+            group_name=group,
+        ),
     )
     return await run.client.publish_begin(message, timeout=10.0)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
+from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo, StagedSums
 
 Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "nonsense_after"]
 """`..._after`: the call takes effect, but its answer is late or nonsense."""
@@ -31,6 +31,8 @@ class ScriptedGserver:
         self.began = False
         self.buckets = 0
         self.pending_version = ""
+        self.sums: dict[str, str] = {}
+        """Checksums of what it says is staged."""
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._stalled = asyncio.Event()
@@ -108,6 +110,12 @@ class ScriptedGserver:
                 self.pending_version = self.bodies[path][-1]["weight_version"]
                 if not self.staged:
                     self.weight_version = self.pending_version
+            case "/update_weights_from_disk":
+                self.pending_version = self.bodies[path][-1]["weight_version"]
+                if not self.staged:
+                    self.weight_version = self.pending_version
+            case "/weights_checker":
+                return StagedSums(tensors=self.sums)
             case "/end_weight_update":
                 self.began = False
                 self.weight_version = self.pending_version

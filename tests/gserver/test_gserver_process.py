@@ -99,7 +99,9 @@ async def test_cancellation_leaves_nothing_behind(manager: Manager, folder: Path
         assert "gserver" not in repr(task), task
 
 
-async def test_a_dead_engine_stops_the_run(manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_engine_is_told_and_ends_the_gserver(
+    manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
     member = await asyncio.wait_for(manager.registered.get(), 20)
     monkeypatch.setattr(Scheduler, "_next_batch", lambda self: 1 / 0)

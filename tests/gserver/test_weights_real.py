@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.publisher import Publisher
+from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
@@ -89,9 +89,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         publisher = Publisher(
             client=control,
             config=config.weights,
-            backend="gloo",
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
         status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)

@@ -47,7 +47,7 @@ async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[s
             state=state["state"],  # type: ignore[arg-type]
             message=state["message"],
             ledger=LedgerStatus(3, 4, 10, 6, 2, 0, 0, 0, 0, 5),
-            processes=[ProcessStatus("gserver", 0, "", 1, "here", 0.1, {}, "", "live")],
+            processes=[ProcessStatus("gserver", 0, "", pid, "here", 0.1, {}, "", "live") for pid in joined(config)],
             last_step=StepReport(step=3, time=began, metrics={"reward_mean": 0.5}, token_ages={0: 10}),
             publication={},
         )
@@ -132,11 +132,17 @@ async def _member(config: Config, role: str, manager_url: str, index: int) -> No
         raise ModelError("out of memory")
 
 
+def joined(config: Config) -> list[int]:
+    """Ids of the gservers that have joined, as the manager knows them."""
+    file = config.run_dir / "gserver0.pid"
+    return [int(file.read_text() or 0)] if config.data.args.get("gserver") != "die-first" and file.exists() else [1]
+
+
 async def _act(config: Config, role: str, index: int) -> None:
     """Misbehave as told."""
-    count = len((config.run_dir / "starts.txt").read_text().split())
+    count = len((config.run_dir / f"{'gserver-' * (role == 'gserver')}starts.txt").read_text().split())
     action = config.data.args.get(role, "work")
-    if action == "die":
+    if action in ("die", "die-first"):
         log.error("%s %d: something broke", role, index)
         os._exit(3)
     if action == "raise":
@@ -158,6 +164,9 @@ def _note(config: Config, name: str) -> None:
     (config.run_dir / f"{name}.pid").write_text(str(os.getpid()))
     if name.startswith("rollout"):
         with (config.run_dir / "starts.txt").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    elif name.startswith("gserver"):
+        with (config.run_dir / "gserver-starts.txt").open("a") as file:
             file.write(f"{os.getpid()}\n")
     elif not (config.run_dir / "starts.txt").exists():
         (config.run_dir / "starts.txt").touch()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 30.0
+PATIENCE = 90.0
 MEMBERS = ("manager", "gserver0", "model_worker0", "rollout0", "master")
 
 
@@ -118,13 +118,31 @@ def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launch
     assert "rollout/0 did not stop within 5 s" in run.said()
 
 
-def test_death_of_a_gserver_stops_the_run(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait"}')
-    pids = run.until_all_run()
-    os.kill(pids["gserver0"], signal.SIGKILL)
+def starts(run: Launched, name: str = "starts.txt") -> int:
+    file = run.run_dir / name
+    return len(file.read_text().split()) if file.exists() else 0
+
+
+def test_a_gserver_that_dies_is_started_again_until_it_was_too_often(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait"}', "gserver.max_restarts=2", "gserver.restart_delay_seconds=0.1")
+    for count in (1, 2, 3):
+        until(lambda count=count: starts(run, "gserver-starts.txt") == count, run)  # type: ignore[misc]
+        pids = run.until_all_run()
+        os.kill(pids["gserver0"], signal.SIGKILL)
     assert run.ends() == 1
-    assert alive(pids) == []
-    assert f"gserver/0 (pid {pids['gserver0']}) was ended by SIGKILL (out of memory?)" in run.said()
+    assert alive(run.pids()) == []
+    said = " ".join(run.said().split())
+    assert f"gserver/0 (pid {pids['gserver0']}) was ended by SIGKILL (out of memory?)" in said
+    assert "its requests go on at others, and it is started again (2 of 2, in 0.2 s)" in said
+    assert "although it was started again 2 times within 600 s (gserver.max_restarts)" in said
+
+
+def test_a_gserver_that_never_comes_up_stops_the_run_at_once(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait", gserver="die-first"}')
+    assert run.ends() == 1
+    assert starts(run, "gserver-starts.txt") == 1
+    assert "gserver 0: something broke" in run.said()
+    assert alive(run.pids()) == []
 
 
 def test_error_shows_the_last_lines_of_the_log(launch: Callable[..., Launched]) -> None:

@@ -123,6 +123,8 @@ class EmbeddedEngine:
         self._requests_total = 0
         self._weight_updates = 0
         self._pause_seconds = 0.0
+        self._pause_mode: PauseMode = "in_place"
+        """What was asked for last."""
         self._paused_at: float | None = None
 
     @property
@@ -170,6 +172,7 @@ class EmbeddedEngine:
         return await self._do(self._scheduler.abort_all)
 
     async def pause(self, mode: PauseMode) -> None:
+        self._pause_mode = mode
         await self._do(lambda: self._scheduler.pause(mode))
         if self._paused_at is None:
             self._paused_at = time.monotonic()
@@ -190,21 +193,24 @@ class EmbeddedEngine:
         await self._receiver.leave_group(name)
 
     async def begin_update(self) -> None:
-        self._receiver.begin()
+        await self._receiver.begin()
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         await self._receiver.receive(message)
 
     async def end_update(self) -> str:
-        staged = self._receiver.take()
+        staged = await self._receiver.take()
         return await self._receiver.apart(lambda: self._swap(staged))
 
     async def load(self, folder: Path, version: str | None) -> str:
+        if self._receiver.begun:
+            await self._receiver.load(folder, version)
+            return f"the weights in {folder} wait for /end_weight_update"
         if read_architecture(folder) != self._architecture:
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
-        self._receiver.discard()
 
         async def replace() -> str:
+            await self._receiver.discard()
             await in_thread(lambda: self._other().load(folder))
             self.model_path = str(folder)
             return await self._swap(Staged(version=version))
@@ -216,6 +222,9 @@ class EmbeddedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return await self._receiver.exclusively(lambda: self._live.checksum())
+
+    async def staged_sums(self) -> dict[str, str]:
+        return await self._receiver.staged_sums()
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler
@@ -235,8 +244,9 @@ class EmbeddedEngine:
             "cache_bytes": float(scheduler.cache_bytes),
         }
 
-    def _store(self, name: str, tensor: torch.Tensor) -> None:
+    def _store(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._other().update({name: tensor})
+        return self._other().named[name]
 
     def _other(self) -> Parameters:
         """The weights that nobody serves."""
@@ -252,8 +262,13 @@ class EmbeddedEngine:
             began = time.perf_counter()
             if staged.abort_all_requests:
                 self._scheduler.abort_all()
+            going_on = not self._scheduler.paused
+            if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
+                self._scheduler.pause(self._pause_mode)
             self._live, self._standby = self._other(), self._live
             self._scheduler.new_weights(self._live, staged.version)
+            if going_on:
+                self._scheduler.resume()
             return time.perf_counter() - began
 
         seconds = await self._do(swap)

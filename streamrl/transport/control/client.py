@@ -48,7 +48,7 @@ from streamrl.transport.control.members import (
     Role,
     Topology,
 )
-from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit, PublishReply, Wanted
 from streamrl.transport.control.status import Status
 from streamrl.transport.keys import bearer
 
@@ -166,6 +166,10 @@ class ControlClient:
 
     async def publish_commit(self, message: PublishCommit, *, timeout: float) -> PublishReply:
         return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
+
+    async def weights_wanted(self) -> Wanted:
+        """Waits a while for a gserver that needs the weights that are served already."""
+        return await self._get("/publish/wanted", Wanted)
 
     async def report(self, message: StepReport) -> None:
         await self._post("/report", message.finite(), Done)

@@ -15,10 +15,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: list[int]
 
 
-class PublishBegin(msgspec.Struct, frozen=True):
-    """The publisher has weights of `version` ready, in these buckets, sent in this order."""
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
+    """Weights that rank 0 of a weight group sends, in these buckets, in this order."""
 
-    version: int
     buckets: list[list[TensorSpec]]
     master_address: str
     """Host of rank 0's store for a new weight group."""
@@ -28,20 +27,52 @@ class PublishBegin(msgspec.Struct, frozen=True):
     """Name of the weight group that the publisher has now; empty: none."""
 
 
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """Weights that lie in a folder, as safetensors."""
+
+    folder: str
+    host: str = ""
+    """The only host that can read it; empty: every host has the folder."""
+
+    def readable_on(self, host: str) -> bool:
+        return self.host in ("", host)
+
+
+class PublishBegin(msgspec.Struct, frozen=True):
+    """The publisher has weights of `version` ready."""
+
+    version: int
+    weights: Broadcast | Snapshot
+    again: bool = False
+    """The version that is served already, for those gservers alone that came too late for it."""
+
+
 class PublishBeginReply(msgspec.Struct, frozen=True):
     group_name: str
-    """The group to broadcast in. If it is not the one that the publisher has, it must form it now,
-    as rank 0 of `world_size`, on the address that it gave."""
+    """Names the update for the commit, and is the group to broadcast in: if it is not the one that the publisher
+    has, it must form it now, as rank 0 of `world_size`, on the address that it gave."""
     world_size: int
-    """Publisher and gservers."""
+    """Publisher and gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):
-    """The publisher sent every bucket (or failed to: `error`)."""
+    """The publisher has brought everything (or failed to: `error`)."""
 
     version: int
     group_name: str
     error: str = ""
+    checksums: dict[str, str] = {}
+    """Name → `checksum.tensor_sums` of each weight as it was trained; empty: nothing is compared."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Which gservers wait for weights that nobody but the publisher has."""
+
+    version: int
+    """What the others serve."""
+    gservers: list[str]
+    serving: int
+    """How many serve."""
 
 
 class PublishReply(msgspec.Struct, frozen=True):

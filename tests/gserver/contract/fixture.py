@@ -20,7 +20,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.publisher import Publisher
+from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from tests.gserver.contract.installed import sglang_python
@@ -193,9 +193,7 @@ async def contract(
         publisher = Publisher(
             client=control,
             config=config.weights,
-            backend="gloo",
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
         found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes)

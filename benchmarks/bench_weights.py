@@ -1,0 +1,283 @@
+"""What it costs to bring new weights to gservers, by their number, the size of the model, and the way.
+
+    python benchmarks/bench_weights.py [--quick] [--sizes 0.5M 5M 135M] [--gservers 1 2 4] [--modes collective ...]
+
+A real manager, real gservers (embedded, in processes of their own, otherwise idle) and the trainer's publisher.
+
+| figure | meaning |
+|---|---|
+| first token | from the end of a step, when the publisher is called, to the first answer of the new weights |
+| publish | until the publisher knows that all gservers have them |
+| pause | longest pause of generation on any gserver |
+| share | bytes per second of `publish`, relative to bare ones among the same processes in the same run |
+
+Bare is, for `collective`, a broadcast of the same buckets into a buffer that is there, and for files a copy in
+memory. Repeats of both take turns; of the bare ones the best counts, of `publish` the median.
+
+Checksums are on, as they are in a run unless `weights.checksum` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from common import RESULTS, write_results
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from weights_gserver import bare_broadcasts
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.gserver import manager
+from streamrl.models import ensure_checkpoint
+from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.broadcaster import plan_buckets
+from streamrl.trainer.publisher import Publisher, carrier_for
+from streamrl.transport.collective import open_store
+from streamrl.transport.control.client import ControlClient
+from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+
+Mode = Literal["collective", "disk", "shared_memory"]
+MODES: tuple[Mode, ...] = ("collective", "disk", "shared_memory")
+SIZES: dict[str, dict[str, int]] = {
+    "0.5M": {"hidden_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32},
+    "5M": {"hidden_size": 320, "layers": 5, "heads": 5, "kv_heads": 5, "head_dim": 64},
+    "135M": {"hidden_size": 1024, "layers": 11, "heads": 16, "kv_heads": 16, "head_dim": 64},
+    "1.5B": {"hidden_size": 2048, "layers": 30, "heads": 16, "kv_heads": 16, "head_dim": 128},
+}
+"""About so many parameters; vocabulary and context are tiny."""
+START_SECONDS = 300.0
+
+
+class Weights:
+    """What a `WeightSource` is to the publisher, of tensors that are there."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+    def end(self) -> None:
+        """Nobody else has a part of them."""
+
+
+class Point:
+    """One run: a manager, `count` gservers, and a publisher."""
+
+    def __init__(
+        self, config: Config, client: ControlClient, gservers: list[asyncio.subprocess.Process], urls: list[str]
+    ) -> None:
+        self.config = config
+        self._client = client
+        self._gservers = gservers
+        self._urls = urls
+        self._generation = GenerationClient(timeout=START_SECONDS)
+        self._store = open_store("127.0.0.1")
+        self._bare = 0
+        self._publisher = Publisher(
+            client=client,
+            config=config.weights,
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
+            in_thread=asyncio.to_thread,
+        )
+
+    async def publish(self, version: int, weights: Weights) -> dict[str, float]:
+        began = time.perf_counter()
+        first = asyncio.create_task(self._first_token(version))
+        published = await self._publisher.publish(version, weights)  # type: ignore[arg-type]
+        publish_seconds = time.perf_counter() - began
+        first_token = await first - began
+        return {"publish": publish_seconds, "first_token": first_token, "pause": published.pause_seconds}
+
+    async def bare(self, weights: Weights) -> float:
+        """Seconds of the same bytes without anything around them."""
+        if self.config.weights.mode != "collective":
+            order: dict[str, Any] = {"do": "copy", "bytes": weights.bytes, "repeats": 2}
+            return min((await asyncio.gather(*(self._order(g, order) for g in self._gservers)))[0])
+        self._bare += 1
+        limit = int(self.config.weights.bucket_mb * 2**20)
+        buckets = plan_buckets(weights.specs(), itemsize=4, limit_bytes=limit)
+        sizes = [sum(weights.tensors[name].nbytes for name, _ in bucket) for bucket in buckets]
+        order = {
+            "do": "broadcast",
+            "port": self._store.port,
+            "world_size": len(self._gservers) + 1,
+            "name": f"bare-{self._bare}",
+            "buckets": sizes,
+            "repeats": 2,
+        }
+        others = [asyncio.create_task(self._order(gserver, order)) for gserver in self._gservers]
+        await asyncio.to_thread(bare_broadcasts, order, rank=0, store=self._store)
+        return min(max(repeat) for repeat in zip(*await asyncio.gather(*others), strict=True))
+
+    async def close(self) -> None:
+        self._publisher.close()
+        await self._generation.close()
+
+    async def _first_token(self, version: int) -> float:
+        request = GenerateRequest(
+            input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=1, ignore_eos=True)
+        )
+        while True:
+            reply = await self._generation.generate(self._urls[0], request)
+            if reply.meta_info.weight_version == str(version):
+                return time.perf_counter()
+            await asyncio.sleep(0.001)
+
+    async def _order(self, gserver: asyncio.subprocess.Process, order: dict[str, Any]) -> list[float]:
+        assert gserver.stdin is not None
+        assert gserver.stdout is not None
+        gserver.stdin.write(json.dumps(order).encode() + b"\n")
+        await gserver.stdin.drain()
+        answer: list[float] = json.loads(await gserver.stdout.readline())
+        return answer
+
+
+@asynccontextmanager
+async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[Point]:
+    file = folder / "config.toml"
+    file.write_text(configuration.to_toml(config))
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    managing = asyncio.create_task(manager.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
+    url = await ready
+    client = ControlClient(url)
+    gservers = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, str(Path(__file__).with_name("weights_gserver.py")), str(file), url, str(index)),
+            str(model_dir),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for index in range(config.gserver.count)
+    ]
+    try:
+        peers = await client.topology("gserver", config.gserver.count, patience=START_SECONDS)
+        found = Point(config, client, gservers, [peer.address for peer in peers])
+        try:
+            yield found
+        finally:
+            await found.close()
+    finally:
+        managing.cancel()
+        await asyncio.gather(managing, return_exceptions=True)
+        await client.close()
+        for gserver in gservers:
+            gserver.kill()
+            await gserver.wait()
+
+
+async def measure(size: str, count: int, mode: Mode, *, repeats: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = configuration.from_dict(
+            {
+                "run": {"dir": name, "device": "cpu"},
+                "model": {"path": "scratch", "scratch": SIZES[size]},
+                "data": {"max_prompt_tokens": 64},
+                "rollout": {"sampling": {"max_new_tokens": 64}},
+                "gserver": {"count": count, "max_context": 256, "max_running": 4, "dtype": "float32"},
+                "weights": {"mode": mode},
+                "manager": {"heartbeat_seconds": 0.5},
+            }
+        )
+        model_dir = ensure_checkpoint(config, cache=folder / "cache")
+        files = TensorFiles(model_dir, "model")
+        weights = Weights({name: files.read(name).float() for name in files.names()})
+        rows, bare = [], []
+        async with point(config, folder, model_dir) as here:
+            await here.publish(1, weights)  # forms the group, makes the second set of weights
+            for version in range(2, repeats + 2):
+                bare.append(await here.bare(weights))
+                rows.append(await here.publish(version, weights))
+        figures = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        best = min(bare)
+        return {
+            "mode": mode,
+            "size": size,
+            "parameters": weights.bytes // 4,
+            "gservers": count,
+            "megabytes": weights.bytes / 2**20,
+            **{f"{key}_seconds": seconds for key, seconds in figures.items()},
+            "bare_seconds": best,
+            "share": best / figures["publish"],
+        }
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("way", "model", "gservers", "MiB", "first token", "publish", "pause", "bare", "share of bare")
+    for row in rows:
+        table.add_row(
+            *(row["mode"], row["size"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
+            *(f"{1000 * row[f'{key}_seconds']:.1f} ms" for key in ("first_token", "publish", "pause", "bare")),
+            f"{row['share']:.2f}",
+        )
+    return table
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        for count in dict.fromkeys(row["gservers"] for row in rows):
+            chosen = [row for row in rows if (row["mode"], row["gservers"]) == (mode, count)]
+            sizes = [row["megabytes"] for row in chosen]
+            label = f"{mode}, {count} gserver{'s' * (count > 1)}"
+            times.plot(sizes, [row["first_token_seconds"] for row in chosen], marker="o", label=label)
+            shares.plot(sizes, [row["share"] for row in chosen], marker="o", label=label)
+    for axes, title in ((times, "end of step to first new token, s"), (shares, "share of bare bytes per second")):
+        axes.set(xscale="log", xlabel="MiB of weights", title=title)
+    times.set_yscale("log")
+    shares.legend(fontsize="x-small")
+    path = RESULTS / "bench_weights.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what it costs to bring new weights to gservers")
+    parser.add_argument("--quick", action="store_true", help="small models, at most two gservers")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
+    parser.add_argument("--gservers", nargs="+", type=int)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=5)
+    chosen = parser.parse_args()
+    sizes = chosen.sizes or (["0.5M", "5M"] if chosen.quick else ["0.5M", "5M", "135M"])
+    counts = chosen.gservers or ([1, 2] if chosen.quick else [1, 2, 4])
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    rows = []
+    for mode in chosen.modes:
+        for size in sizes:
+            for count in counts:
+                rows.append(asyncio.run(measure(size, count, mode, repeats=chosen.repeats)))
+                console.print(table_of(rows[-1:]))
+    console.print(table_of(rows))
+    settings = {"repeats": chosen.repeats, "dtype": "float32", "checksum": True, "engine": "embedded"}
+    console.print(f"written: {write_results('bench_weights', settings, rows)}, {plot(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Carries weights in safetensors files that gservers read: on a disk that all hosts have, or in memory.
+
+Owns the folder of one run. A version appears there at once or not at all, and stays until the next one but one
+is written, so that a gserver may read the latest at any time. The folder goes with the run; what a run left
+that was killed, the next one removes (`shared_memory`: of any run whose process is gone).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import mmap
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from streamrl.checksum import tensor_sums
+from streamrl.errors import PublicationError
+from streamrl.trainer.weight_source import WeightSource
+from streamrl.transport.control.publication import PublishBeginReply, Snapshot
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "streamrl-"
+OWNER = "owner.lock"
+"""Locked by the process that writes into the folder, for as long as it lives."""
+ALIGNMENT = 64
+"""Bytes; where the tensors begin in a file."""
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+Specs = Sequence[tuple[str, tuple[int, ...]]]
+
+
+class WeightFiles:
+    """A `Carrier` that writes one version after another."""
+
+    reads_once = True
+
+    def __init__(self, folder: Path, *, durable: bool, host: str, dtype: torch.dtype, checksum: bool) -> None:
+        """`durable`: each version is on the disk before it appears. Removes what is in `folder`."""
+        self.dtype = dtype
+        self.folder = folder
+        self._durable = durable
+        self._host = host
+        self._checksum = checksum
+        self._latest = folder
+        self._sums: dict[str, str] = {}
+        self._lock = _claim(folder)
+
+    @classmethod
+    def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
+        """In `folder`, or in `run_dir` if that is empty."""
+        where = Path(folder, run_dir.name) if folder else run_dir / "weights"
+        return cls(where.absolute(), durable=True, host="", dtype=dtype, checksum=checksum)
+
+    @classmethod
+    def in_memory(cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, root: Path = SHARED_MEMORY) -> WeightFiles:
+        """In this host's memory; removes what dead runs left there."""
+        for folder in root.glob(f"{PREFIX}*"):
+            _remove_if_abandoned(folder)
+        folder = root / f"{PREFIX}{run_dir.name}-{os.getpid()}"
+        return cls(folder, durable=False, host=socket.gethostname(), dtype=dtype, checksum=checksum)
+
+    def prepare(self, version: int, source: WeightSource) -> None:
+        """Write the weights; raises `PublicationError` when there is no room."""
+        target = self.folder / f"v{version:06d}"
+        if target == self._latest:
+            return
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder != self._latest:
+                shutil.rmtree(folder)
+        unfinished = self.folder / f".v{version:06d}.unfinished"
+        unfinished.mkdir()
+        try:
+            self._sums = self._write(unfinished / "model.safetensors", source)
+            if self._durable:
+                _synchronise(unfinished)
+            unfinished.rename(target)
+            if self._durable:
+                _synchronise(self.folder)
+        except OSError as error:
+            raise PublicationError(f"weights v{version} cannot be written: {error}") from error
+        self._latest = target
+
+    def announce(self) -> Snapshot:
+        return Snapshot(folder=str(self._latest), host=self._host)
+
+    def bring(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Everything is there already."""
+        return self._sums
+
+    def give_up(self) -> None:
+        """The files are as good as before."""
+
+    def close(self) -> None:
+        """Remove them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def _write(self, file: Path, source: WeightSource) -> dict[str, str]:
+        """Answers the checksum of each tensor as it lies in the file, by name."""
+        header, offsets, size = _layout(source.specs(), self.dtype)
+        sums = {}
+        with file.open("w+b") as opened:
+            try:
+                os.posix_fallocate(opened.fileno(), 0, size)
+            except OSError as error:
+                free = shutil.disk_usage(self.folder).free
+                raise PublicationError(
+                    f"the weights, {size / 2**20:.0f} MiB, do not fit into {self.folder} ({error.strerror}; "
+                    f'{free / 2**20:.0f} MiB are free): make room there, or take weights.mode = "collective"'
+                ) from error
+            with mmap.mmap(opened.fileno(), size) as memory:
+                memory[: len(header)] = header
+                with closing(source.weights()) as weights:
+                    for name, tensor in weights:
+                        place = torch.frombuffer(
+                            memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name]
+                        ).view(tensor.shape)
+                        place.copy_(tensor)
+                        if self._checksum:
+                            sums[name] = tensor_sums(place)
+                        del place  # or the memory could not be unmapped
+                if self._durable:
+                    memory.flush()
+            if self._durable:
+                os.fsync(opened.fileno())
+        return sums
+
+
+def _layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
+    """The header, where each tensor begins in the file, and the file's size.
+
+    The format: https://github.com/huggingface/safetensors.
+    """
+    entries: dict[str, Any] = {}
+    begins = {}
+    end = 0
+    for name, shape in specs:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        begins[name] = begin
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
+
+
+def _synchronise(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _claim(folder: Path) -> IO[bytes]:
+    """An empty `folder` of this process; answers its lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / OWNER).open("ab")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise PublicationError(
+            f"{folder} cannot be used for weights ({error.strerror}); is another run writing there?"
+        ) from error
+    for left in folder.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+    return lock
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    try:
+        with (folder / OWNER).open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            log.info("removed the weights that a dead run left in %s", folder)
+    except OSError:  # another's, or in use
+        log.debug("%s belongs to a run that lives, or to somebody else", folder)

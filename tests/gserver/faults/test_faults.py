@@ -1,0 +1,143 @@
+"""Something goes wrong at every step of a weight update, with real gservers and weights that really move.
+
+After each fault the update either stands or was made again by the publisher; what failed comes back, and then
+both gservers serve exactly the weights of the version that they name, unpaused. Meanwhile requests never stop,
+and every token that was answered is compared with the weights of its version. Generation that would hang, a
+mixture, or a gserver that does not come back fails the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import PublicationError
+from streamrl.trainer.broadcaster import Broadcaster
+from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
+from tests.gserver.faults.fleet import TIMEOUT, FaultyFleet, Weights, faulty_fleet
+from tests.gserver.faults.proxy import Fault
+
+pytestmark = pytest.mark.timeout(900)
+
+JOIN = "/init_weights_update_group"
+BEGIN = "/begin_weight_update"
+BUCKET = "/update_weights_from_distributed"
+LOAD = "/update_weights_from_disk"
+VERIFY = "/weights_checker"
+PAUSE = "/pause_generation"
+SWAP = "/end_weight_update"
+RESUME = "/continue_generation"
+
+STEPS = {
+    "collective": [(JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+    "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+    "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+}
+"""Of each way to bring weights: a call, and how many calls of its kind go well before."""
+QUICK: list[Fault] = ["kill", "error", "nonsense", "lost"]
+SLOW: list[Fault] = ["stop", "late"]
+"""They take as long as deadlines do, so each step has one of them, in turn."""
+
+
+def cases(mode: str) -> list[tuple[str, int, Fault]]:
+    found = []
+    for number, (path, skip) in enumerate(STEPS[mode]):
+        found += [(path, skip, fault) for fault in [*QUICK, SLOW[number % 2]]]
+    return found
+
+
+async def strike(fleet: FaultyFleet, path: str, skip: int, fault: Fault) -> None:
+    """One fault in one update, and what comes after it."""
+    if path == JOIN:
+        fleet.replace_publisher()  # the next update forms a new group
+    armed = fleet.arm(path, fault, skip=skip)
+    await fleet.publish()
+    assert armed.struck
+    await fleet.settle()
+
+
+@pytest.mark.parametrize("mode", list(STEPS))
+async def test_a_gserver_fails_at_every_step(tmp_path: Path, mode: str) -> None:
+    async with faulty_fleet(tmp_path, mode) as fleet:
+        for path, skip, fault in cases(mode):
+            try:
+                await strike(fleet, path, skip, fault)
+            except BaseException as error:
+                error.add_note(f"at {fault} in {path} (call {skip + 1}) of v{fleet.version + 1}")
+                raise
+        assert fleet.checked > len(cases(mode))
+        await publisher_faults(fleet)
+
+
+async def publisher_faults(fleet: FaultyFleet) -> None:
+    """The publisher dies or fails at every step of its own, and another one goes on."""
+    for how in ("before it sends", "before it commits", "in the middle"):
+        before = fleet.version
+        if how == "in the middle":
+            await fails_in_the_middle(fleet)
+        else:
+            await disappears(fleet, sends=how == "before it commits")
+        status = await fleet.run.until(lambda s: s.publication["state"] == "rolled_back", timeout=60)
+        assert status.ledger.policy_version == before
+        await fleet.settle()
+        fleet.replace_publisher()
+        await fleet.publish()
+        await fleet.settle()
+
+
+async def disappears(fleet: FaultyFleet, *, sends: bool) -> None:
+    """It begins, maybe sends everything, and is never heard of again."""
+    carrier = fleet.publisher._carrier
+    version = fleet.version + 1
+    await asyncio.to_thread(carrier.prepare, version, Weights(fleet.weights(version)))  # type: ignore[arg-type]
+    begin = await fleet.control.publish_begin(
+        PublishBegin(version=version, weights=carrier.announce()), timeout=TIMEOUT * 4
+    )
+    if sends:
+        await asyncio.to_thread(carrier.bring, begin)
+
+
+async def fails_in_the_middle(fleet: FaultyFleet) -> None:
+    """It sends a part, says that it failed, and nobody has to wait for a deadline."""
+    carrier = fleet.publisher._carrier
+    version = fleet.version + 1
+    await asyncio.to_thread(carrier.prepare, version, Weights(fleet.weights(version)))  # type: ignore[arg-type]
+    begin = await fleet.control.publish_begin(
+        PublishBegin(version=version, weights=carrier.announce()), timeout=TIMEOUT * 4
+    )
+    if isinstance(carrier, Broadcaster):
+        await asyncio.to_thread(send_a_part, carrier, begin)
+    reply = await fleet.control.publish_commit(
+        PublishCommit(version=version, group_name=begin.group_name, error="it broke"), timeout=TIMEOUT * 4
+    )
+    assert not reply.done
+    assert reply.error == "the publisher failed: it broke"
+
+
+def send_a_part(carrier: Broadcaster, begin: PublishBeginReply) -> None:
+    carrier._buckets = carrier._buckets[:1]
+    carrier.bring(begin)
+    carrier.give_up()
+
+
+async def test_weights_that_differ_from_those_that_were_trained_are_never_served(tmp_path: Path) -> None:
+    """The files are damaged after their checksums were taken."""
+    async with faulty_fleet(tmp_path, "disk") as fleet:
+        await fleet.publish()
+        carrier = fleet.publisher._carrier
+        prepare = carrier.prepare
+
+        def damage(version: int, source: object) -> None:
+            prepare(version, source)  # type: ignore[arg-type]
+            file = Path(carrier.announce().folder) / "model.safetensors"  # type: ignore[union-attr]
+            content = bytearray(file.read_bytes())
+            content[-3] ^= 4
+            file.write_bytes(content)
+
+        carrier.prepare = damage  # type: ignore[method-assign]
+        with pytest.raises(PublicationError, match=r"gserver/\d received other weights than were trained: 1 of"):
+            await fleet.publish()
+        await fleet.settle()
+        assert fleet.version == 1

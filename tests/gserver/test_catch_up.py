@@ -1,0 +1,160 @@
+"""Gservers that come late or back, weights in files, and checksums, with scripted gservers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.errors import PeerError
+from streamrl.transport.control.publication import PublishBegin, PublishCommit, PublishReply, Snapshot
+from tests.gserver.harness import Run, begin_publication, commit_publication, live_gservers, managed, small_config
+from tests.gserver.scripted import Fault, ScriptedGserver, scripted
+
+BEGIN = "/begin_weight_update"
+LOAD = "/update_weights_from_disk"
+VERIFY = "/weights_checker"
+PAUSE = "/pause_generation"
+END = "/end_weight_update"
+CONTINUE = "/continue_generation"
+
+
+@asynccontextmanager
+async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
+    config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": 2.0} | weights)
+    async with managed(config) as run, scripted(count, staged=staged) as gservers:
+        for index, gserver in enumerate(gservers):
+            await run.register("gserver", index, address=gserver.url, pid=100 + index)
+        await run.until_live(*range(count))
+        for gserver in gservers:
+            gserver.calls.clear()
+        yield run, gservers
+
+
+async def publish(
+    run: Run, version: int, *, host: str = "", checksums: dict[str, str] | None = None, again: bool = False
+) -> PublishReply:
+    snapshot = Snapshot(folder=f"/weights/v{version}", host=host)
+    begin = await run.client.publish_begin(PublishBegin(version=version, weights=snapshot, again=again), timeout=20.0)
+    message = PublishCommit(version=version, group_name=begin.group_name, checksums=checksums or {})
+    return await run.client.publish_commit(message, timeout=20.0)
+
+
+def calls(gserver: ScriptedGserver) -> list[str]:
+    return [path for path in gserver.calls if path not in ("/server_info", "/model_info")]
+
+
+async def test_files_are_staged_and_compared_before_anybody_pauses(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.sums = {"a": "1"}
+        assert (await publish(run, 1, checksums={"a": "1", "ignored": "2"})).done
+        for gserver in gservers:
+            assert calls(gserver) == [BEGIN, LOAD, VERIFY, PAUSE, END, CONTINUE]
+            assert gserver.bodies[LOAD][0]["model_path"] == "/weights/v1"
+            assert gserver.weight_version == "1"
+
+
+async def test_one_without_a_stage_is_paused_while_it_reads(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, staged=False, pause_mode="retract") as (run, (gserver,)):
+        assert (await publish(run, 1, checksums={"a": "1"})).done
+        assert calls(gserver) == [PAUSE, LOAD, CONTINUE]
+        assert gserver.bodies[LOAD][0]["flush_cache"] is True
+
+
+async def test_other_weights_than_were_trained_are_refused_and_named(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, (good, bad)):
+        good.sums, bad.sums = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
+        reply = await publish(run, 1, checksums={"a": "1", "b": "2"})
+        assert not reply.done
+        assert "gserver/1 received other weights than were trained: 1 of 2 tensors differ (b)" in reply.error
+        assert reply.evicted == [1]
+        assert PAUSE not in good.calls + bad.calls
+        assert (await publish(run, 1, checksums={"a": "1", "b": "2"})).done
+        assert (good.weight_version, bad.weight_version) == ("1", "default")
+
+
+async def test_a_late_gserver_takes_the_files_without_the_others(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (old,)), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        old.calls.clear()
+        await run.register("gserver", 1, address=late.url)
+        await run.until_live(0, 1)
+        assert late.weight_version == "1"
+        assert calls(late) == [BEGIN, LOAD, VERIFY, PAUSE, END, CONTINUE] or VERIFY not in late.calls
+        assert calls(old) == []
+
+
+@pytest.mark.parametrize("fault", ["error", "nonsense", "refuse"])
+@pytest.mark.parametrize("path", [BEGIN, LOAD, PAUSE, END, CONTINUE])
+async def test_a_catch_up_that_fails_is_tried_again(tmp_path: Path, path: str, fault: Fault) -> None:
+    async with fleet(tmp_path, 1) as (run, _), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        late.faults[path] = [fault]
+        await run.register("gserver", 1, address=late.url)
+        async with asyncio.timeout(30):
+            while live_gservers(await run.client.status()) != {0, 1} or late.paused:
+                await run.beat("gserver", 1)  # one that could not be resumed is asked again at its heartbeat
+                await asyncio.sleep(0.05)
+        assert late.weight_version == "1"
+        assert not late.paused
+
+
+async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_for_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, (old,)), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        late.faults[LOAD] = ["stall"]
+        await run.register("gserver", 1, address=late.url)
+        await run.until(lambda status: LOAD in late.calls, timeout=20)
+        assert (await publish(run, 2)).done
+        assert old.weight_version == "2"
+        late._stalled.set()  # the catch-up to version 1 goes on, and ends
+        await run.until_live(0, 1)
+        assert late.weight_version == "2"
+
+
+async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
+        with pytest.raises(PeerError, match=r"reaches gservers on there alone, and not gserver/0 on here"):
+            await publish(run, 1, host="there")
+        await run.register("gserver", 1, address=far.url, host="there")
+        await run.until_live(0, 1)
+        assert (await publish(run, 1, host="here")).done
+        assert (near.weight_version, far.weight_version) == ("1", "default")
+        assert live_gservers(await run.client.status()) == {0}
+
+
+async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (old,)), scripted() as (late,):
+        begin = await begin_publication(run, 1)
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        waiting = asyncio.create_task(run.client.weights_wanted())
+        done, _ = await asyncio.wait({waiting}, timeout=0.2)
+        assert not done
+        await run.register("gserver", 1, address=late.url)
+        wanted = await asyncio.wait_for(waiting, 10)
+        assert (wanted.version, wanted.gservers, wanted.serving) == (1, ["gserver/1"], 1)
+        old.calls.clear()
+        assert (await publish(run, 1, again=True)).done
+        assert live_gservers(await run.client.status()) == {0, 1}
+        assert calls(old) == []
+        begin = await run.client.publish_begin(
+            PublishBegin(version=1, weights=Snapshot(folder="/weights/v1"), again=True), timeout=10.0
+        )
+        assert begin.world_size == 1, "nobody lacks it any more"
+
+
+async def test_a_run_without_hope_ends_with_the_reason(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, attempts=2) as (run, (gserver,)), scripted() as (broken,):
+        assert (await publish(run, 1)).done
+        await gserver.die()
+        broken.faults[LOAD] = ["error", "error"]
+        await run.register("gserver", 0, address=broken.url, pid=999)
+        status = await run.until(lambda status: status.state == "failed", timeout=20)
+        assert (
+            "no gserver serves weights v1, and gserver/0 could not be brought to them in 2 attempts" in status.message
+        )

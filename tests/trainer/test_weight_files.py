@@ -1,0 +1,128 @@
+"""Weights in files: what is written, what stays, what is removed, and by whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from streamrl.checksum import tensor_sums
+from streamrl.errors import PublicationError
+from streamrl.trainer.weight_files import PREFIX, WeightFiles
+from streamrl.transport.control.publication import PublishBeginReply
+
+
+class Weights:
+    """What a `WeightSource` is to a carrier."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        yield from self._tensors.items()
+
+
+def some(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn(5, 3, generator=generator),
+        "a.bias": torch.randn(7, generator=generator),
+        "b.weight": torch.randn(4, 6, generator=generator).t(),
+    }
+
+
+def files(folder: Path, *, dtype: torch.dtype = torch.float32) -> WeightFiles:
+    return WeightFiles(folder, durable=True, host="", dtype=dtype, checksum=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: torch.dtype) -> None:
+    carrier = files(tmp_path / "weights", dtype=dtype)
+    weights = some(1)
+    carrier.prepare(1, Weights(weights))  # type: ignore[arg-type]
+    found = load_file(Path(carrier.announce().folder) / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(weights, dtype)
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor.to(dtype))
+    sums = carrier.bring(PublishBeginReply(group_name="g", world_size=2))
+    assert sums == {name: tensor_sums(tensor) for name, tensor in found.items()}
+    carrier.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_the_last_two_versions_stay(tmp_path: Path) -> None:
+    carrier = files(tmp_path)
+    for version in (1, 2, 3):
+        carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
+        carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000002", "v000003"]
+
+
+def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "v000007").mkdir()
+    carrier = files(tmp_path)
+    assert not (tmp_path / "v000007").exists()
+    with pytest.raises(PublicationError, match="is another run writing there"):
+        files(tmp_path)
+    carrier.close()
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    class Huge(Weights):
+        def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+            return [("huge", (2**20, 2**23))]
+
+        def weights(self) -> Generator[tuple[str, Tensor]]:
+            raise AssertionError("nothing is to be read")
+
+    carrier = files(tmp_path)
+    with pytest.raises(PublicationError, match="do not fit into"):
+        carrier.prepare(1, Huge({}))  # type: ignore[arg-type]
+    carrier.prepare(1, Weights(some(1)))  # type: ignore[arg-type]
+    assert carrier.announce().folder.endswith("v000001")
+
+
+DYING = """
+import os, sys, torch
+from pathlib import Path
+from streamrl.trainer.weight_files import WeightFiles
+WeightFiles.in_memory(Path("dead"), dtype=torch.float32, checksum=True, root=Path(sys.argv[1]))
+os._exit(0)
+"""
+
+
+def test_memory_of_a_dead_run_is_freed_by_the_next_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    living = WeightFiles.in_memory(Path("living"), dtype=torch.float32, checksum=True, root=tmp_path)
+    subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], check=True, timeout=120)
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+    mine = WeightFiles.in_memory(Path("mine"), dtype=torch.float32, checksum=True, root=tmp_path)
+    assert set(tmp_path.glob(f"{PREFIX}*")) == {living.folder, mine.folder}
+    assert mine.announce().host
+
+
+@given(st.integers(0, 14), st.integers(1, 2**32 - 1))
+def test_any_error_in_one_number_changes_the_sums(place: int, flips: int) -> None:
+    tensor = some(1)["a.weight"]
+    bits = tensor.clone().view(torch.int32)
+    bits.view(-1)[place] ^= flips - 2**32 if flips >= 2**31 else flips
+    assert tensor_sums(bits.view(torch.float32)) != tensor_sums(tensor)
+
+
+def test_sums_do_not_depend_on_the_layout_but_on_the_order() -> None:
+    tensor = torch.randn(6, 8)
+    assert tensor_sums(tensor.t().contiguous().t()) == tensor_sums(tensor)
+    assert tensor_sums(tensor.flip(0)) != tensor_sums(tensor)
+    assert tensor_sums(tensor.t()) != tensor_sums(tensor)
+    assert tensor_sums(tensor.bfloat16()) != tensor_sums(tensor)
+    assert tensor_sums(torch.arange(5.0)) != tensor_sums(torch.arange(5.0).flip(0))

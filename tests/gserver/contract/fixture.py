@@ -26,7 +26,7 @@ from streamrl.transport.generation import GenerateReply, GenerateRequest, Genera
 from tests.gserver.contract.installed import sglang_python
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
 MAX_CONTEXT = 8192
 TOLERANCE = 1e-4

@@ -25,7 +25,6 @@ from tests.gserver.contract.fixture import (
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(START_SECONDS + 120),
-    pytest.mark.xdist_group("contract"),
 ]
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -22,7 +22,6 @@ from tests.gserver.contract.replay import replay
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(START_SECONDS + 120),
-    pytest.mark.xdist_group("contract"),
 ]
 
 PROMPTS = [[3, 1, 4, 1, 5], [2] * 17, [9, 8, 7, 6], [3, 1, 4, 1, 5]]

@@ -88,7 +88,8 @@ class WeightReceiver:
             raise Refused(f"weight group {message.group_name} exists already; destroy it first")
         if message.backend == "nccl" and self._device.type != "cuda":
             raise Refused('backend "nccl" needs a CUDA device and this gserver computes on the CPU; use "gloo"')
-        await self.exclusively(lambda: self._join_group(message))
+        # Not `exclusively`: whoever was asked to meet a publisher that is gone must not wait for it with the next one.
+        await in_thread(lambda: self._join_group(message))
 
     async def leave_group(self, name: str) -> None:
         if name not in self._groups:

@@ -63,6 +63,7 @@ def found_in(config: Config) -> list[str]:
     return (
         problems
         + _sglang_problems(config)
+        + _mismatch_problems(config)
         + _layout_problems(config)
         + _length_problems(config)
         + _evaluation_problems(config)
@@ -84,6 +85,13 @@ _SGLANG_PARALLEL_FLAGS = {
     *("--data-parallel-size", "--dp-size", "--dp", "--nnodes"),
 }
 """Flags that make several ranks of a server, for which weight groups have no place."""
+
+
+def _mismatch_problems(config: Config) -> list[str]:
+    warning, limit = config.trainer.logprob_diff_warning, config.trainer.logprob_diff_limit
+    if limit is not None and limit < warning:
+        return [f"trainer.logprob_diff_limit = {limit:g} is below trainer.logprob_diff_warning = {warning:g}"]
+    return []
 
 
 def _sglang_problems(config: Config) -> list[str]:

@@ -90,6 +90,11 @@ class TrainerConfig(Section, frozen=True):
     """Of one model function call."""
     wait_warning_seconds: PositiveFloat = 30.0
     """A wait for data longer than this is named in the log."""
+    logprob_diff_warning: PositiveFloat = 0.05
+    """Mean difference between the engine's and the trainer's log-probabilities, on responses of age 0, that is warned
+    of, in nats. In float32 it is about 1e-6, in bfloat16 about 0.02."""
+    logprob_diff_limit: PositiveFloat | None = None
+    """One at which the run stops."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @property

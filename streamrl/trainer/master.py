@@ -31,6 +31,7 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.history import History
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.hooks import EvaluateHook, SaveHook
+from streamrl.trainer.mismatch import MismatchWatch
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.save_desk import SaveDesk
@@ -125,6 +126,7 @@ class Master:
         """Held while a step may change the weights, and while their publication is being set up."""
         self._counted: list[WorkerSpec] = []
         self._history = History(config)
+        self._mismatch = MismatchWatch(config.trainer)
         self._former.reject(self._history.rejected)
         self._former.trained(seq for first, end in self._history.trained for seq in range(first, end))
 
@@ -278,6 +280,7 @@ class Master:
         if self._publication is not None:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
+        self._mismatch.look(figures, policy_version=version)
         self._history.add_step(batch, reward=figures["reward_mean"])
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)

@@ -1,6 +1,7 @@
 """An SGLang server that somebody else started, taken into the run as it is.
 
-It is given the run's first weights and is left running, without a group, when the run ends.
+It is given the run's first weights and is left running when the run ends. SGLang keeps its end of the run's weight
+group until it is ended itself, which does no harm: each run's groups have names of their own.
 """
 
 from __future__ import annotations

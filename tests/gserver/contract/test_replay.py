@@ -16,7 +16,7 @@ from streamrl.config import SamplingConfig
 from streamrl.rollout.partial import Generation, Generator
 from streamrl.rollout.replies import token_versions
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
-from tests.gserver.contract.fixture import START_SECONDS, TOLERANCE, Contract, contract
+from tests.gserver.contract.fixture import START_SECONDS, TOLERANCE, Contract, contract, request
 from tests.gserver.contract.replay import replay
 
 pytestmark = [
@@ -83,16 +83,9 @@ class Responses:
         ]
 
     async def have(self, tokens: int) -> None:
-        """Until the gservers have made so many more."""
-
-        async def made() -> float:
-            status = await self._served.run.client.status()
-            return sum(p.stats.get("tokens_generated_total", 0.0) for p in status.processes if p.role == "gserver")
-
-        begun = await made()
-        async with asyncio.timeout(60):
-            while await made() < begun + tokens:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        """Until about so many more were sampled for each: another request, which runs beside them, has as many."""
+        client = self._served.client
+        await asyncio.gather(*(client.generate(url, request([7], tokens)) for url in self._served.living))
 
     async def end(self) -> list[Generation]:
         """Cut all of them short, by an abort; each token's log-probability is checked."""

@@ -55,7 +55,7 @@ def collected(process):
 
 def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     run_dir = tmp_path / "killed"
-    settings = overrides(tmp_path, "killed", **(LONG | {"run__total_train_steps": 30}), staleness__over_age="wait")
+    settings = overrides(tmp_path, "killed", **(LONG | {"run__total_train_steps": 60}), staleness__over_age="wait")
     process = start(COPY_SCRATCH, settings)
     reader, output = collected(process)
     wait_for_steps(run_dir, 5)
@@ -63,7 +63,7 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     assert process.wait(180) == 0, "".join(output)[-4000:]
     reader.join(10)
     assert_exactly_once(run_dir)
-    assert summary(run_dir)["steps"] == 30
+    assert summary(run_dir)["steps"] == 60
     trained = sorted(seq for step in steps(run_dir) for seq in step["seqs"])
     assert trained == list(range(len(trained)))  # "wait" trains in admission order: a lost group would be a gap
     assert json.loads((run_dir / "final.json").read_text())["status"]["ledger"]["expired"] > 0
@@ -99,7 +99,7 @@ def test_a_run_goes_on_after_everything_was_killed_with_another_number_of_worker
     settings = overrides(
         tmp_path,
         "resumed",
-        **(QUICK | {"run__total_train_steps": 30, "trainer__save_every_steps": 4}),
+        **(LONG | {"run__total_train_steps": 30, "trainer__save_every_steps": 4}),
         staleness__over_age="wait",  # trains in admission order, so a lost group would be a gap
     )
     process = start(COPY_SCRATCH, settings)
@@ -117,7 +117,7 @@ def test_a_run_goes_on_after_everything_was_killed_with_another_number_of_worker
     after = steps(run_dir)
     assert [step["step"] for step in after] == list(range(1, 31))
     kept = [step for step in after if step in before]
-    assert 4 <= len(kept) <= 20
+    assert 4 <= len(kept) <= 12
     assert after[: len(kept)] == kept  # the steps up to the checkpoint, untouched
     assert len(kept) % 4 == 0
     trained = sorted(seq for step in after for seq in step["seqs"])

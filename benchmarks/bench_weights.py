@@ -1,8 +1,10 @@
 """What it costs to bring new weights to gservers, by their number, the size of the model, and the way.
 
     python benchmarks/bench_weights.py [--quick] [--sizes 0.5M 5M 135M] [--gservers 1 2 4] [--modes collective ...]
+                                       [--engine simulated]
 
 A real manager, real gservers (embedded, in processes of their own, otherwise idle) and the trainer's publisher.
+With `--engine simulated` gservers receive the weights and throw them away: for models that have no room here twice.
 
 | figure | meaning |
 |---|---|
@@ -11,8 +13,8 @@ A real manager, real gservers (embedded, in processes of their own, otherwise id
 | pause | longest pause of generation on any gserver |
 | share | bytes per second of `publish`, relative to bare ones among the same processes in the same run |
 
-Bare is, for `collective`, a broadcast of the same buckets into a buffer that is there, and for files a copy in
-memory. Repeats of both take turns; of the bare ones the best counts, of `publish` the median.
+Bare is a broadcast (gloo) of the same buckets from and into buffers that are there, whatever the way. Repeats of
+both take turns; of the bare ones the best counts, of `publish` the median.
 
 Checksums are on, as they are in a run unless `weights.checksum` says otherwise.
 """
@@ -60,6 +62,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """About so many parameters; vocabulary and context are tiny."""
 START_SECONDS = 300.0
+ASK_SECONDS = 0.005
 
 
 class Weights:
@@ -108,16 +111,12 @@ class Point:
         return {"publish": publish_seconds, "first_token": first_token, "pause": published.pause_seconds}
 
     async def bare(self, weights: Weights) -> float:
-        """Seconds of the same bytes without anything around them."""
-        if self.config.weights.mode != "collective":
-            order: dict[str, Any] = {"do": "copy", "bytes": weights.bytes, "repeats": 2}
-            return min((await asyncio.gather(*(self._order(g, order) for g in self._gservers)))[0])
+        """Seconds of a broadcast of the same bytes without anything around it."""
         self._bare += 1
         limit = int(self.config.weights.bucket_mb * 2**20)
         buckets = plan_buckets(weights.specs(), itemsize=4, limit_bytes=limit)
         sizes = [sum(weights.tensors[name].nbytes for name, _ in bucket) for bucket in buckets]
-        order = {
-            "do": "broadcast",
+        order: dict[str, Any] = {
             "port": self._store.port,
             "world_size": len(self._gservers) + 1,
             "name": f"bare-{self._bare}",
@@ -133,14 +132,14 @@ class Point:
         await self._generation.close()
 
     async def _first_token(self, version: int) -> float:
+        """When the first token under `version` is there; asks for it only then, so that nothing else computes before."""
+        while (await self._generation.model_info(self._urls[0])).weight_version != str(version):
+            await asyncio.sleep(ASK_SECONDS)
         request = GenerateRequest(
             input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=1, ignore_eos=True)
         )
-        while True:
-            reply = await self._generation.generate(self._urls[0], request)
-            if reply.meta_info.weight_version == str(version):
-                return time.perf_counter()
-            await asyncio.sleep(0.001)
+        await self._generation.generate(self._urls[0], request)
+        return time.perf_counter()
 
     async def _order(self, gserver: asyncio.subprocess.Process, order: dict[str, Any]) -> list[float]:
         assert gserver.stdin is not None
@@ -185,7 +184,7 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
             await gserver.wait()
 
 
-async def measure(size: str, count: int, mode: Mode, *, repeats: int) -> dict[str, Any]:
+async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration.from_dict(
@@ -194,7 +193,13 @@ async def measure(size: str, count: int, mode: Mode, *, repeats: int) -> dict[st
                 "model": {"path": "scratch", "scratch": SIZES[size]},
                 "data": {"max_prompt_tokens": 64},
                 "rollout": {"sampling": {"max_new_tokens": 64}},
-                "gserver": {"count": count, "max_context": 256, "max_running": 4, "dtype": "float32"},
+                "gserver": {
+                    "engine": engine,
+                    "count": count,
+                    "max_context": 256,
+                    "max_running": 4,
+                    "dtype": "float32",
+                },
                 "weights": {"mode": mode},
                 "manager": {"heartbeat_seconds": 0.5},
             }
@@ -212,7 +217,9 @@ async def measure(size: str, count: int, mode: Mode, *, repeats: int) -> dict[st
         best = min(bare)
         return {
             "mode": mode,
+            "engine": engine,
             "size": size,
+            "repeats": repeats,
             "parameters": weights.bytes // 4,
             "gservers": count,
             "megabytes": weights.bytes / 2**20,
@@ -225,8 +232,9 @@ async def measure(size: str, count: int, mode: Mode, *, repeats: int) -> dict[st
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("way", "model", "gservers", "MiB", "first token", "publish", "pause", "bare", "share of bare")
     for row in rows:
+        simulated = " (simulated engine)" if row["engine"] == "simulated" else ""
         table.add_row(
-            *(row["mode"], row["size"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
+            *(row["mode"] + simulated, row["size"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
             *(f"{1000 * row[f'{key}_seconds']:.1f} ms" for key in ("first_token", "publish", "pause", "bare")),
             f"{row['share']:.2f}",
         )
@@ -262,20 +270,22 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES))
     parser.add_argument("--gservers", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--engine", choices=("embedded", "simulated"), default="embedded")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--append", action="store_true", help="keep the points that the last run has written")
     chosen = parser.parse_args()
     sizes = chosen.sizes or (["0.5M", "5M"] if chosen.quick else ["0.5M", "5M", "135M"])
     counts = chosen.gservers or ([1, 2] if chosen.quick else [1, 2, 4])
     torch.set_num_threads(1)
     console = Console(width=140)
-    rows = []
+    rows = json.loads((RESULTS / "bench_weights.json").read_text())["rows"] if chosen.append else []
     for mode in chosen.modes:
         for size in sizes:
             for count in counts:
-                rows.append(asyncio.run(measure(size, count, mode, repeats=chosen.repeats)))
+                rows.append(asyncio.run(measure(size, count, mode, engine=chosen.engine, repeats=chosen.repeats)))
                 console.print(table_of(rows[-1:]))
     console.print(table_of(rows))
-    settings = {"repeats": chosen.repeats, "dtype": "float32", "checksum": True, "engine": "embedded"}
+    settings = {"dtype": "float32", "checksum": True}
     console.print(f"written: {write_results('bench_weights', settings, rows)}, {plot(rows)}")
 
 

@@ -1,11 +1,7 @@
-"""A gserver of `bench_weights.py`: serves as always, and on demand moves bytes without any of streamrl around it.
+"""A gserver of `bench_weights.py`: serves as always, and on demand receives bytes without any of streamrl around it.
 
-Each line on stdin is a JSON object; the answer on stdout is the seconds that it took.
-
-| `do` | what |
-|---|---|
-| `broadcast` | receive `buckets` (bytes of each) in a process group, into a buffer that is there, `repeats` times |
-| `copy` | copy `bytes` from one buffer that is there to another, `repeats` times |
+Each line on stdin is a JSON object: receive `buckets` (bytes of each) in a process group, into a buffer that is
+there, `repeats` times. The answer on stdout is the seconds of each repeat.
 """
 
 from __future__ import annotations
@@ -50,24 +46,10 @@ def bare_broadcasts(order: dict[str, Any], *, rank: int, store: Any = None) -> l
     return seconds
 
 
-def bare_copies(size: int, repeats: int) -> list[float]:
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
 def follow_orders(index: int) -> None:
     for line in sys.stdin:
         order = json.loads(line)
-        match order["do"]:
-            case "broadcast":
-                seconds = bare_broadcasts(order, rank=index + 1)
-            case _:
-                seconds = bare_copies(order["bytes"], order["repeats"])
+        seconds = bare_broadcasts(order, rank=index + 1)
         sys.stdout.write(json.dumps(seconds) + "\n")
         sys.stdout.flush()
 

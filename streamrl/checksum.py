@@ -41,17 +41,52 @@ def tensor_sums(tensor: Tensor) -> str:
 
     Any error in one number changes it, as do numbers, rows or columns that have changed places.
     """
-    matrix = tensor.detach().reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
-    integers = matrix.view(_INTEGERS[tensor.element_size()])
+    return _sums(tensor.detach(), None)
+
+
+def copy_and_sum(target: Tensor, source: Tensor) -> str:
+    """Copy `source` into `target`, which is contiguous; answers `tensor_sums` of what `target` then holds.
+
+    Cheaper than one after the other: each piece is summed while it lies in the cache.
+    """
+    return _sums(target, source.detach())
+
+
+PIECE_BYTES = 2**19
+"""What is read twice is read so much at a time, to find it in the processor's cache the second time."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes → integer of that width."""
+
+
+def _sums(tensor: Tensor, source: Tensor | None) -> str:
+    """`tensor_sums`, after `source`, if there is one, was copied into `tensor`."""
+    numbers = _as_matrix(tensor)
+    matrix = numbers.view(_INTEGERS[tensor.element_size()])
+    new = None if source is None else _as_matrix(source)
+    of_rows = matrix.new_empty(matrix.shape[0])
+    of_columns = matrix.new_zeros(matrix.shape[1])
+    for piece in _pieces(matrix):
+        if new is not None:
+            numbers[piece].copy_(new[piece])
+        torch.sum(matrix[piece], 1, dtype=matrix.dtype, out=of_rows[piece])
+        of_columns += matrix[piece].sum(0, dtype=matrix.dtype)
     digest = hashlib.blake2b(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode(), digest_size=16)
-    for dimension in (0, 1):
-        sums = integers.sum(dimension, dtype=integers.dtype).cpu().contiguous()
-        digest.update(sums.view(torch.uint8).numpy().data)
+    for sums in (of_columns, of_rows):
+        digest.update(sums.cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes → integer of that width."""
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+
+
+def _pieces(matrix: Tensor) -> list[slice]:
+    """Rows that are worked on together."""
+    rows = matrix.shape[0]
+    if matrix.device.type != "cpu":
+        return [slice(0, rows)]
+    count = max(1, PIECE_BYTES // max(1, matrix.shape[1] * matrix.element_size()))
+    return [slice(start, start + count) for start in range(0, rows, count)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

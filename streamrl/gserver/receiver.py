@@ -80,6 +80,8 @@ class WeightReceiver:
         self._timeout = timeout
         self._groups: dict[str, tuple[Any, torch.device]] = {}
         self._staged: Staged | None = None
+        self._buffers: list[Tensor] = []
+        """For a bucket each: the one that comes next is received into the last."""
         self._busy = asyncio.Lock()
 
     async def join_group(self, message: InitWeightsUpdateGroup) -> None:
@@ -124,6 +126,7 @@ class WeightReceiver:
         try:
             received = await self.exclusively(lambda: self._receive(message))
         except PublicationError:
+            self._buffers.clear()  # who knows who still writes into them
             self._drop(staged)
             raise
         await self._store_next(staged, received)
@@ -279,7 +282,7 @@ class WeightReceiver:
         self, message: UpdateWeightsFromDistributed, dtypes: list[torch.dtype], group: Any, device: torch.device
     ) -> dict[str, Tensor]:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(message.shapes, dtypes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        flat = self._buffer(sum(sizes), device)
         broadcast(flat, group, what=f"a bucket of {len(sizes)} tensors from {message.names[0]} on")
         received = {}
         offset = 0
@@ -290,6 +293,16 @@ class WeightReceiver:
             received[name] = piece.view(dtype).view(shape)
             offset += size
         return received
+
+    def _buffer(self, size: int, device: torch.device) -> Tensor:
+        """`size` bytes that nobody stores from: of two buffers in turn, which stay (new memory costs as much as a copy
+        into it)."""
+        while len(self._buffers) < 2:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=device))
+        self._buffers.reverse()
+        if self._buffers[-1].numel() < size or self._buffers[-1].device != device:
+            self._buffers[-1] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffers[-1][:size]
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:

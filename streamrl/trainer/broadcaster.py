@@ -1,7 +1,7 @@
 """Carries weights by collective broadcast: rank 0 of the weight group, which all gservers join.
 
-Owns the group and the store at which it meets. While one bucket is on its way the next one is laid out and its
-checksums are taken, in a thread of its own.
+Owns the group, the store at which it meets, and two buffers of the size of a bucket: while one bucket is on its way
+the next one is laid out and its checksums are taken, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from streamrl.checksum import dtype_name, tensor_sums
+from streamrl.checksum import copy_and_sum, dtype_name
 from streamrl.config import WeightsConfig
 from streamrl.device import compute_with
 from streamrl.errors import PublicationError
@@ -44,6 +45,7 @@ class Broadcaster:
         self._group_name = ""
         self._source: WeightSource
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
+        self._buffers: tuple[Tensor, Tensor] | None = None
         self._laying_out = ThreadPoolExecutor(1, "weight buckets", initializer=compute_with, initargs=(1,))
 
     def prepare(self, version: int, source: WeightSource) -> None:
@@ -52,6 +54,10 @@ class Broadcaster:
         limit = int(self._config.bucket_mb * 2**20)
         self._source = source
         self._buckets = plan_buckets(source.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
+        if self._buffers is None:  # the model stays the same
+            largest = max(_numbers(bucket) for bucket in self._buckets)
+            empty = torch.empty(largest, dtype=self.dtype, device=self._device)
+            self._buffers = empty, torch.empty_like(empty)
 
     def announce(self) -> Broadcast:
         dtype = dtype_name(self.dtype)
@@ -71,12 +77,12 @@ class Broadcaster:
             self._form(begin)
         checksums: dict[str, str] = {}
         with closing(self._source.weights()) as weights:
-            next_one = self._laying_out.submit(self._lay_out, self._buckets[0], weights)
+            next_one = self._laying_out.submit(self._lay_out, 0, weights)
             try:
                 for number in range(1, len(self._buckets) + 1):
                     flat, sums = next_one.result()
                     if number < len(self._buckets):
-                        next_one = self._laying_out.submit(self._lay_out, self._buckets[number], weights)
+                        next_one = self._laying_out.submit(self._lay_out, number, weights)
                     checksums |= sums
                     broadcast(flat, self._group, what=f"weight bucket {number} of {len(self._buckets)}")
             finally:
@@ -107,15 +113,20 @@ class Broadcaster:
         )
         self._group_name = begin.group_name
 
-    def _lay_out(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> tuple[Tensor, dict[str, str]]:
-        flat = flatten(bucket, weights, dtype=self.dtype, device=self._device)
+    def _lay_out(self, number: int, weights: Iterator[tuple[str, Tensor]]) -> tuple[Tensor, dict[str, str]]:
+        """The next weights, those of bucket `number`, one after another as bytes, and their checksums by name."""
+        assert self._buffers is not None
+        bucket = self._buckets[number]
+        flat = self._buffers[number % 2][: _numbers(bucket)]
         sums: dict[str, str] = {}
-        if self._config.checksum:
-            offset = 0
-            for name, shape in bucket:
-                piece = flat[offset : offset + math.prod(shape)].view(shape)
-                sums[name] = tensor_sums(piece)
-                offset += piece.numel()
+        places = torch.split(flat, [math.prod(shape) for _, shape in bucket])
+        for place, (name, shape), (found, tensor) in zip(places, bucket, islice(weights, len(bucket)), strict=True):
+            if found != name or tuple(tensor.shape) != tuple(shape):
+                raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
+            if self._config.checksum:
+                sums[name] = copy_and_sum(place.view(shape), tensor)
+            else:
+                place.view(shape).copy_(tensor)
         return flat.view(torch.uint8), sums
 
 
@@ -133,15 +144,5 @@ def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list
     return buckets
 
 
-def flatten(
-    bucket: Bucket, weights: Iterator[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The next weights, those of `bucket`, as `dtype`, one after another: `[numbers]`."""
-    flat = torch.empty(sum(math.prod(shape) for _, shape in bucket), dtype=dtype, device=device)
-    offset = 0
-    for (name, shape), (found, tensor) in zip(bucket, weights, strict=False):
-        if found != name or tuple(tensor.shape) != tuple(shape):
-            raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
-        flat[offset : offset + tensor.numel()].copy_(tensor.reshape(-1))
-        offset += tensor.numel()
-    return flat
+def _numbers(bucket: Bucket) -> int:
+    return sum(math.prod(shape) for _, shape in bucket)

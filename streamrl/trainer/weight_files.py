@@ -1,8 +1,9 @@
 """Carries weights in safetensors files that gservers read: on a disk that all hosts have, or in memory.
 
 Owns the folder of one run. A version appears there at once or not at all, and stays until the next one but one
-is written, so that a gserver may read the latest at any time. The folder goes with the run; what a run left
-that was killed, the next one removes (`shared_memory`: of any run whose process is gone).
+is written, so that a gserver may read the latest at any time. That one is written over it (new memory costs as much
+as what is written), unless somebody still reads it. The folder goes with the run; what a run left that was killed,
+the next one removes (`shared_memory`: of any run whose process is gone).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import mmap
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from streamrl.checksum import tensor_sums
+from streamrl.checksum import copy_and_sum
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.control.publication import PublishBeginReply, Snapshot
@@ -33,6 +35,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
+FILE = "model.safetensors"
 ALIGNMENT = 64
 """Bytes; where the tensors begin in a file."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -75,13 +78,10 @@ class WeightFiles:
         target = self.folder / f"v{version:06d}"
         if target == self._latest:
             return
-        for folder in self.folder.iterdir():
-            if folder.is_dir() and folder != self._latest:
-                shutil.rmtree(folder)
         unfinished = self.folder / f".v{version:06d}.unfinished"
-        unfinished.mkdir()
         try:
-            self._sums = self._write(unfinished / "model.safetensors", source)
+            self._make_place(unfinished)
+            self._sums = self._write(unfinished / FILE, source)
             if self._durable:
                 _synchronise(unfinished)
             unfinished.rename(target)
@@ -106,12 +106,25 @@ class WeightFiles:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
+    def _make_place(self, unfinished: Path) -> None:
+        """Make `unfinished`, of what was there before the latest if that can be written over."""
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder != self._latest:
+                if not unfinished.exists():
+                    folder.rename(unfinished)  # nobody finds it from here on
+                    if is_unused(unfinished / FILE):
+                        continue
+                    folder = unfinished
+                shutil.rmtree(folder)
+        unfinished.mkdir(exist_ok=True)
+
     def _write(self, file: Path, source: WeightSource) -> dict[str, str]:
         """Answers the checksum of each tensor as it lies in the file, by name."""
         header, offsets, size = _layout(source.specs(), self.dtype)
         sums = {}
-        with file.open("w+b") as opened:
+        with file.open("r+b" if file.exists() else "w+b") as opened:
             try:
+                os.truncate(opened.fileno(), size)
                 os.posix_fallocate(opened.fileno(), 0, size)
             except OSError as error:
                 free = shutil.disk_usage(self.folder).free
@@ -119,22 +132,36 @@ class WeightFiles:
                     f"the weights, {size / 2**20:.0f} MiB, do not fit into {self.folder} ({error.strerror}; "
                     f'{free / 2**20:.0f} MiB are free): make room there, or take weights.mode = "collective"'
                 ) from error
-            with mmap.mmap(opened.fileno(), size) as memory:
+            mapping = mmap.MAP_SHARED | (0 if self._durable else mmap.MAP_POPULATE)
+            with mmap.mmap(opened.fileno(), size, flags=mapping) as memory:
                 memory[: len(header)] = header
                 with closing(source.weights()) as weights:
                     for name, tensor in weights:
                         place = torch.frombuffer(
                             memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name]
                         ).view(tensor.shape)
-                        place.copy_(tensor)
                         if self._checksum:
-                            sums[name] = tensor_sums(place)
+                            sums[name] = copy_and_sum(place, tensor)
+                        else:
+                            place.copy_(tensor)
                         del place  # or the memory could not be unmapped
                 if self._durable:
                     memory.flush()
             if self._durable:
                 os.fsync(opened.fileno())
         return sums
+
+
+def is_unused(file: Path) -> bool:
+    """Whether nobody else has `file` open or mapped; False where the system cannot tell."""
+    try:
+        with file.open("r+b") as opened:
+            fcntl.fcntl(opened, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it just now: one that is ignored
+            fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
 
 
 def _layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:

@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from streamrl.checksum import tensor_sums
+from streamrl import checksum
+from streamrl.checksum import copy_and_sum, tensor_sums
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_files import PREFIX, WeightFiles
 from streamrl.transport.control.publication import PublishBeginReply
@@ -67,6 +70,22 @@ def test_the_last_two_versions_stay(tmp_path: Path) -> None:
         carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
         carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000002", "v000003"]
+
+
+def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path) -> None:
+    carrier = files(tmp_path)
+    reused = set()
+    for version in (1, 2, 3, 4):
+        carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
+        reused.add((Path(carrier.announce().folder) / "model.safetensors").stat().st_ino)
+    assert len(reused) == 2
+    with safe_open(tmp_path / "v000003" / "model.safetensors", framework="pt") as opened:
+        held = opened.get_tensor("a.weight")
+    carrier.prepare(5, Weights(some(5)))  # type: ignore[arg-type]
+    assert torch.equal(held, some(3)["a.weight"])
+    found = load_file(tmp_path / "v000005" / "model.safetensors")
+    assert torch.equal(found["a.weight"], some(5)["a.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000004", "v000005"]
 
 
 def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
@@ -126,3 +145,13 @@ def test_sums_do_not_depend_on_the_layout_but_on_the_order() -> None:
     assert tensor_sums(tensor.t()) != tensor_sums(tensor)
     assert tensor_sums(tensor.bfloat16()) != tensor_sums(tensor)
     assert tensor_sums(torch.arange(5.0)) != tensor_sums(torch.arange(5.0).flip(0))
+
+
+@given(st.integers(1, 300), st.integers(1, 70), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+def test_a_copy_has_the_sums_of_what_it_is_copied_to(rows: int, columns: int, dtype: torch.dtype, flat: bool) -> None:
+    source = torch.randn(rows * columns) if flat else torch.randn(columns, rows).t()
+    target = torch.zeros(source.shape, dtype=dtype)
+    with patch.object(checksum, "PIECE_BYTES", 64):
+        answered = copy_and_sum(target, source)
+    assert torch.equal(target, source.to(dtype))
+    assert answered == tensor_sums(source.to(dtype))

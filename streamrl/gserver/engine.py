@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -23,6 +23,10 @@ from streamrl.transport.generation import (
     UpdateWeightsFromDistributed,
     VersionSpan,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class QueueFull(StreamRLError):
@@ -117,6 +121,22 @@ class Ticket:
                 yield self._latest
                 if self._latest.finish_reason is not None:
                     return
+
+
+class WeightsAside(Protocol):
+    """Where the staged set of an update is kept, and nobody serves it. Called in a thread, by one at a time."""
+
+    def store(self, name: str, tensor: Tensor) -> Tensor:
+        """Keep a copy of `tensor`; answers it as it is kept."""
+
+    def destination(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The contiguous tensor into which `name`, sent as `dtype`, may be received until `make_ready` is called.
+
+        None: it is kept as another dtype, or not at all, and has to be received elsewhere.
+        """
+
+    def make_ready(self) -> None:
+        """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""
 
 
 class Served(Protocol):

@@ -69,13 +69,16 @@ class WeightReceiver:
         store: Callable[[str, Tensor], Tensor] | None,
         device: torch.device,
         timeout: float,
+        make_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store` keeps a received tensor aside and answers it as it is kept; it is called in a thread.
+        """`store` keeps a received tensor aside and answers it as it is kept; `make_ready` is called when the set is
+        complete, before it is taken (see `gserver.engine.WeightsAside`). Both are called in a thread.
 
         Without `expected` tensors of any name are received and thrown away.
         """
         self._expected = expected
         self._store = store
+        self._make_ready = make_ready
         self._device = device
         self._timeout = timeout
         self._groups: dict[str, tuple[Any, torch.device]] = {}
@@ -155,13 +158,13 @@ class WeightReceiver:
         staged = self._expecting()
         await self._settled(staged)
         self._drop(staged)
-        if self._expected is not None:
-            missing = [name for name in self._expected.shapes if name not in staged.sums]
-            if missing:
-                raise Refused(
-                    f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
-                    "the old weights are kept, begin again"
-                )
+        missing = self._missing(staged)
+        if missing and self._expected is not None:
+            raise Refused(
+                f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
+                "the old weights are kept, begin again"
+            )
+        await self.exclusively(self._make_ready)
         return staged
 
     async def close(self) -> None:
@@ -227,10 +230,16 @@ class WeightReceiver:
         staged.storing = asyncio.create_task(in_thread(lambda: self._keep(received, staged)), name="storing weights")
 
     def _keep(self, received: Mapping[str, Tensor], staged: Staged) -> None:
+        incomplete = self._missing(staged)
         for name, tensor in received.items():
             ignored = self._expected is not None and name in self._expected.ignored
             stored = None if ignored or self._store is None else self._store(name, tensor)
             staged.sums[name] = "" if stored is None else tensor_sums(stored.to(tensor.dtype))
+        if incomplete and not self._missing(staged):
+            self._make_ready()
+
+    def _missing(self, staged: Staged) -> list[str]:
+        return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
 
     def _load(self, folder: Path, staged: Staged) -> None:
         files = sorted(folder.glob("*.safetensors"))

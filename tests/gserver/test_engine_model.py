@@ -99,7 +99,7 @@ async def test_copies_into_named_views_update_the_fused_weights(shape: str, tmp_
     old, new = make_model(shape, seed=0), make_model(shape, seed=1)
     async with engine_for(save(old, tmp_path)) as engine:
         assert (await engine.checksum()).total == weights_checksum(weights_of(old)).total
-        parameters = engine._live
+        parameters = engine._weights.live
         await engine._do(lambda: parameters.update(weights_of(new)))
         assert (await engine.checksum()).total == weights_checksum(weights_of(new)).total
         [output] = await generate(engine, [job("a", prompt(20))])
@@ -136,11 +136,11 @@ async def test_bfloat16_is_computed_in_what_the_processor_has(
     model = make_model("qwen2-untied-linear-rope")
     new = {name: tensor * 1.1 for name, tensor in weights_of(model).items()}
     async with engine_for(save(model, tmp_path), dtype=torch.bfloat16) as engine:
-        await engine._do(lambda: engine._live.update(new))
+        await engine._do(lambda: engine._weights.live.update(new))
         served = await engine.checksum()
         [output] = await generate(engine, [job("a", prompt(20))])
-        assert engine._live.dtype_name == "bfloat16"
-        assert engine._live.held_in == (torch.bfloat16 if native else torch.float32)
+        assert engine._weights.live.dtype_name == "bfloat16"
+        assert engine._weights.live.held_in == (torch.bfloat16 if native else torch.float32)
     rounded = {name: tensor.bfloat16() for name, tensor in new.items()}
     assert served == weights_checksum(rounded)
     with torch.no_grad():

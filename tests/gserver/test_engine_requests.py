@@ -244,13 +244,13 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
 
 async def test_broken_weights_are_named(folder: Path) -> None:
     async with engine_for(folder) as engine:
-        norm = engine._live.named["model.norm.weight"]
-        good = norm.clone()
-        await engine._do(lambda: norm.fill_(float("nan")))
+        live = engine._weights.live
+        good = live.named["model.norm.weight"].clone()
+        await engine._do(lambda: live.update({"model.norm.weight": torch.full_like(good, float("nan"))}))
         ticket = engine.submit(job("a", prompt(5)))
         with pytest.raises(GenerationFailed, match="NaN"):
             await ticket.result()
-        await engine._do(lambda: norm.copy_(good))
+        await engine._do(lambda: live.update({"model.norm.weight": good}))
         [output] = await generate(engine, [job("b", prompt(50))])
     assert len(output.output_ids) == 20
 

@@ -3,8 +3,7 @@
 The thread takes commands between two steps, computes while there is something to compute, and
 sleeps otherwise. It touches no asyncio object: its news go to the event loop once a step.
 
-There are two sets of weights from the first update on: new weights are written to the one that
-stands by, and a swap only exchanges the two.
+New weights are written to the set that stands by, and a swap only exchanges the two (`weight_sets.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from streamrl.gserver.embedded.apart import ScheduleApart
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.cache import KVCache
 from streamrl.gserver.embedded.model import Model
-from streamrl.gserver.embedded.parameters import TIED_HEAD, Parameters
+from streamrl.gserver.embedded.parameters import TIED_HEAD
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Event, Scheduler
+from streamrl.gserver.embedded.weight_sets import WeightSets
 from streamrl.gserver.engine import Job, QueueFull, Ticket
 from streamrl.gserver.receiver import Expected, Staged, WeightReceiver, in_thread
 from streamrl.gserver.text import Text
@@ -90,14 +90,13 @@ class EmbeddedEngine:
             log.info(
                 "this processor only emulates %s: weights of it are held and computed with in %s", dtype, computes_in
             )
-        self._live = Parameters(architecture, dtype=dtype, device=device, held_in=computes_in)
-        self._standby: Parameters | None = None
+        self._weights = WeightSets(architecture, dtype=dtype, held_in=computes_in, device=device, threads=threads)
         cache = KVCache(
             architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device
         )
         schedule = ScheduleApart if deterministic else Scheduler
         self._scheduler: Scheduler = schedule(
-            model=Model(self._live, cache, max_length=self.max_context, copies_cache=deterministic),
+            model=Model(self._weights.live, cache, max_length=self.max_context, copies_cache=deterministic),
             cache=cache,
             max_running=max_running,
             version=version,
@@ -106,11 +105,12 @@ class EmbeddedEngine:
         )
         self._receiver = WeightReceiver(
             expected=Expected(
-                shapes={name: tuple(tensor.shape) for name, tensor in self._live.named.items()},
+                shapes={name: tuple(tensor.shape) for name, tensor in self._weights.live.named.items()},
                 dtype=dtype,
                 ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
             ),
-            store=self._store,
+            store=self._weights.store,
+            make_ready=self._weights.make_ready,
             device=device,
             timeout=update_timeout,
         )
@@ -134,7 +134,7 @@ class EmbeddedEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._do(lambda: self._live.load(self._folder))
+        await self._do(lambda: self._weights.live.load(self._folder))
 
     async def failed(self) -> None:
         await self._broken.wait()
@@ -211,7 +211,7 @@ class EmbeddedEngine:
 
         async def replace() -> str:
             await self._receiver.discard()
-            await in_thread(lambda: self._other().load(folder))
+            await in_thread(lambda: self._weights.load(folder))
             self.model_path = str(folder)
             return await self._swap(Staged(version=version))
 
@@ -221,7 +221,7 @@ class EmbeddedEngine:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        return await self._receiver.exclusively(lambda: self._live.checksum())
+        return await self._receiver.exclusively(lambda: self._weights.live.checksum())
 
     async def staged_sums(self) -> dict[str, str]:
         return await self._receiver.staged_sums()
@@ -244,17 +244,6 @@ class EmbeddedEngine:
             "cache_bytes": float(scheduler.cache_bytes),
         }
 
-    def _store(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._other().update({name: tensor})
-        return self._other().named[name]
-
-    def _other(self) -> Parameters:
-        """The weights that nobody serves."""
-        if self._standby is None:
-            live = self._live
-            self._standby = Parameters(self._architecture, dtype=live.dtype, device=self._device, held_in=live.held_in)
-        return self._standby
-
     async def _swap(self, staged: Staged) -> str:
         """Serve the weights that stand by, which are complete."""
 
@@ -265,15 +254,14 @@ class EmbeddedEngine:
             going_on = not self._scheduler.paused
             if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
                 self._scheduler.pause(self._pause_mode)
-            self._live, self._standby = self._other(), self._live
-            self._scheduler.new_weights(self._live, staged.version)
+            self._scheduler.new_weights(self._weights.exchange(), staged.version)
             if going_on:
                 self._scheduler.resume()
             return time.perf_counter() - began
 
         seconds = await self._do(swap)
         self._weight_updates += 1
-        return f"{len(self._live.named)} tensors swapped in within {seconds:.4f} s"
+        return f"{len(self._weights.live.named)} tensors swapped in within {seconds:.4f} s"
 
     async def _do(self, command: Callable[[], Result]) -> Result:
         """Run `command` in the engine's thread between two steps."""

@@ -105,9 +105,10 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, vocab]` in the dtype that is computed in."""
-        return self._norm(hidden, self.parameters.norm) @ self.parameters.head
+        return self.parameters.head(self._norm(hidden, self.parameters.norm))
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        self.parameters.make_ready()
         x = self.parameters.embedding.index_select(0, tokens)
         cos, sin = self._rotation[:, positions, None].unbind()
         for i, layer in enumerate(self.parameters.layers):
@@ -117,8 +118,7 @@ class Model:
     def _layer(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         a = self._a
         normed = self._norm(x, w.input_norm)
-        qkv = normed @ w.qkv if w.qkv_bias is None else torch.addmm(w.qkv_bias, normed, w.qkv)
-        qkv = qkv.view(x.shape[0], -1, a.head_dim)
+        qkv = w.qkv(normed, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
         rotated = qkv[:, : a.heads + a.kv_heads]
         if w.q_norm is not None and w.k_norm is not None:
             rotated = self._scaled(rotated)
@@ -128,11 +128,9 @@ class Model:
         rotated = torch.addcmul(rotated * cos, rotated.roll(a.head_dim // 2, -1), sin)
         keys_values = torch.cat((rotated[:, a.heads :], qkv[:, a.heads + a.kv_heads :]), 1)
         attended = attend(i, rotated[:, : a.heads], keys_values)
-        x = torch.addmm(x, attended, w.o)
-        if w.o_bias is not None:
-            x = x + w.o_bias
-        gate, up = (self._norm(x, w.post_norm) @ w.gate_up).chunk(2, -1)
-        return torch.addmm(x, F.silu(gate).mul_(up), w.down)
+        x = w.o(attended, w.o_bias).add_(x)
+        gate, up = w.gate_up(self._norm(x, w.post_norm)).chunk(2, -1)
+        return w.down(F.silu(gate).mul_(up)).add_(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension; torch's own is slow on a CPU in float32."""

@@ -1,9 +1,9 @@
-"""The weights that are served: laid out for speed, addressed by their Hugging Face names.
+"""The weights that are served: laid out as Hugging Face lays them out, and addressed by those names.
 
-Q, K and V share one tensor, gate and up another, and matrices are kept as `[in, out]`: for
-batches of 4 to 32 tokens on a CPU that is up to twice as fast as `[out, in]`. The names are views
-of these tensors in the shapes of Hugging Face. So a copy into a named view updates what the
-forward pass reads, and nothing has to be rebuilt after it.
+Q, K and V are neighbouring rows of one matrix, gate and up of another. So every name is a contiguous view, and an
+update is a plain copy into it, or a receive straight into it (`destination`). Where packed products are faster
+(`linear.py`), each matrix has a packed copy besides. Invariant: nothing is computed from packed copies that are older
+than the weights; what is written to is unpacked before, and packed again by `make_ready`.
 
 Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
 number that is held is one of the served dtype, so the checksum is that of the weights as served.
@@ -20,32 +20,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.checksum import WeightsChecksum, dtype_name, weights_checksum
+from streamrl.device import compute_with
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import Architecture
+from streamrl.gserver.embedded.linear import Matrix, packs, packs_exactly
 
 TIED_HEAD = "lm_head.weight"
 
 
-BLOCK = (128, 256)
-"""Rows and columns that are transposed together: source and target fit into the processor's cache."""
-
-
 class LayerWeights(msgspec.Struct):
-    """One decoder layer; matrices are `[in, out]`."""
+    """One decoder layer."""
 
     input_norm: Tensor
-    qkv: Tensor
-    """`[hidden, (heads + 2 * kv_heads) * head_dim]`"""
+    qkv: Matrix
+    """`[(heads + 2 * kv_heads) * head_dim, hidden]`"""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     """`[head_dim]`"""
     k_norm: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    """`[hidden, 2 * intermediate]`"""
-    down: Tensor
+    gate_up: Matrix
+    """`[2 * intermediate, hidden]`"""
+    down: Matrix
 
 
 class Parameters:
@@ -58,42 +56,70 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         held_in: torch.dtype | None = None,
+        threads: int = 1,
     ) -> None:
-        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given."""
+        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given.
+
+        `threads`: with as many as matrices are packed, which should be those that compute.
+        """
         self.architecture = architecture
         self.dtype = dtype
         self.held_in = held_in or dtype
         self.device = device
+        self.ready = False
+        """Whether they can be computed with: packed since they were written last, where they are packed at all."""
         self.named: dict[str, Tensor] = {}
-        """Hugging Face name → view of the live weights, in `held_in`; without a tied head."""
+        """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
+        self._threads = threads
+        self._matrices: list[Matrix] = []
         a = architecture
-        self.embedding: Tensor
+        self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         """`[vocab, hidden]`"""
-        self.head: Tensor
-        """`[hidden, vocab]`"""
-        if a.tied:
-            self.head = self._matrix({"model.embed_tokens.weight": a.vocab_size}, a.hidden_size)
-            self.embedding = self.head.t()
-        else:
-            self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-            self.head = self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
+        self.head = self._add(self.embedding) if a.tied else self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
+        """`[vocab, hidden]`"""
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
         self.norm = self._vector("model.norm.weight", a.hidden_size)
+        numbers = sum(matrix.weight.numel() for matrix in self._matrices)
+        self._packs = packs(numbers=numbers, dtype=self.held_in, device=device)
 
     def is_ignored(self, name: str) -> bool:
         """Whether `name` is a weight that repeats another one: the head of a tied model."""
         return self.architecture.tied and name == TIED_HEAD
 
+    def destination(self, name: str) -> Tensor:
+        """Where the weight `name` lies, to be written to until `make_ready` is called."""
+        if self.ready:
+            self.ready = False
+            for matrix in self._matrices:
+                matrix.unpack()
+        return self.named[name]
+
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` in place; all names must be known and all shapes right (see `problems`)."""
+        """Copy `weights` in place; all names must be known and all shapes right. `make_ready` comes next."""
         for name, tensor in weights.items():
-            _copy(tensor.to(self.dtype), self.named[name])  # rounded first where they are held wider
+            self.destination(name).copy_(tensor.to(self.dtype))  # rounded first where they are held wider
+
+    def make_ready(self) -> None:
+        """Everything is written: prepare to compute with it."""
+        if self.ready:
+            return
+        if self._packs:
+            before = torch.get_num_threads()
+            compute_with(self._threads)
+            try:
+                self._packs = packs_exactly(self._threads)
+                for matrix in self._matrices if self._packs else ():
+                    matrix.pack()
+            finally:
+                compute_with(before)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
+        self.ready = True
 
     def load(self, folder: Path) -> None:
-        """Copy the checkpoint in `folder` in place, converting its dtype."""
+        """Copy the checkpoint in `folder` in place, converting its dtype, and be ready."""
         self.update(self.read(folder))
+        self.make_ready()
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The checkpoint in `folder`, checked to have exactly these weights."""
@@ -146,38 +172,23 @@ class Parameters:
             down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
 
-    def _matrix(self, outputs: Mapping[str, int], inputs: int) -> Tensor:
-        """`[inputs, sum of outputs]`, whose columns belong to several names."""
-        matrix = self._zeros(inputs, sum(outputs.values()))
-        start = 0
-        for name, count in outputs.items():
-            self.named[name] = matrix[:, start : start + count].t()
-            start += count
-        return matrix
+    def _matrix(self, rows: Mapping[str, int], inputs: int) -> Matrix:
+        """`[sum of rows, inputs]`, whose rows belong to several names."""
+        return self._add(self._fused(rows, inputs))
+
+    def _add(self, weight: Tensor) -> Matrix:
+        self._matrices.append(Matrix(weight))
+        return self._matrices[-1]
 
     def _vector(self, name: str, *shape: int) -> Tensor:
         self.named[name] = self._zeros(*shape)
         return self.named[name]
 
-    def _fused(self, lengths: Mapping[str, int]) -> Tensor:
-        """One vector whose parts belong to several names."""
-        fused = self._zeros(sum(lengths.values()))
-        start = 0
-        for name, count in lengths.items():
-            self.named[name] = fused[start : start + count]
-            start += count
+    def _fused(self, rows: Mapping[str, int], *inputs: int) -> Tensor:
+        """One tensor whose rows belong to several names."""
+        fused = self._zeros(sum(rows.values()), *inputs)
+        self.named.update(zip(rows, torch.split(fused, list(rows.values())), strict=True))
         return fused
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.held_in, device=self.device)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy in place; block by block where the target lies transposed on a CPU, which is two to three times as fast."""
-    if target.dim() != 2 or target.is_contiguous() or target.device.type != "cpu":
-        target.copy_(source)
-        return
-    for rows in range(0, target.shape[0], BLOCK[0]):
-        for columns in range(0, target.shape[1], BLOCK[1]):
-            block = slice(rows, rows + BLOCK[0]), slice(columns, columns + BLOCK[1])
-            target[block].copy_(source[block])

@@ -1,0 +1,157 @@
+"""Whatever is written and swapped, the model computes with the weights that are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamrl.checksum import weights_checksum
+from streamrl.gserver.embedded import parameters as parameters_module
+from streamrl.gserver.embedded.architecture import Architecture, Rope
+from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.linear import has_packed_products
+from streamrl.gserver.embedded.model import Extension, Model
+from streamrl.gserver.embedded.parameters import TIED_HEAD, Parameters
+from streamrl.gserver.embedded.weight_sets import WeightSets
+from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
+
+CPU = torch.device("cpu")
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def architecture(*, tied: bool) -> Architecture:
+    return Architecture(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope=Rope(theta=10000.0),
+        max_position=64,
+        tied=tied,
+        qkv_bias=True,
+        o_bias=False,
+        qk_norm=True,
+        eos_token_ids=frozenset(),
+    )
+
+
+def model_of(parameters: Parameters) -> Model:
+    a = parameters.architecture
+    cache = KVCache(a, max_slots=2, max_length=32, dtype=parameters.held_in, device=CPU)
+    return Model(parameters, cache, max_length=32)
+
+
+@torch.inference_mode()
+def logits(model: Model, *, count: int = len(TOKENS)) -> Tensor:
+    hidden, _ = model.extend([Extension(slot=0, cached=0, tokens=TOKENS[:count])])
+    return model.logits(hidden)
+
+
+def fresh_logits(a: Architecture, weights: dict[str, Tensor], *, held_in: torch.dtype, count: int) -> Tensor:
+    parameters = Parameters(a, dtype=torch.bfloat16, device=CPU, held_in=held_in)
+    parameters.update(weights)
+    return logits(model_of(parameters), count=count)
+
+
+def random_weight(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(torch.bfloat16).to(like.dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), tied=st.booleans(), packs=st.booleans(), count=st.sampled_from([1, 3, 4, len(TOKENS)]))
+def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, packs: bool, count: int) -> None:
+    """Each set's weights are tracked by hand; the live one's logits are those of a fresh model with them."""
+    a = architecture(tied=tied)
+    sets = WeightSets(a, dtype=torch.bfloat16, held_in=torch.float32, device=CPU, threads=1)
+    names = sorted(sets.live.named)
+    if not packs:
+        sets.live._packs = False
+    model = model_of(sets.live)
+    live = {name: torch.zeros_like(tensor) for name, tensor in sets.live.named.items()}
+    aside = dict(live)
+    for seed, step in enumerate(
+        data.draw(st.lists(st.sampled_from(["store", "receive", "ready", "swap", "compute"]), min_size=1, max_size=12))
+    ):
+        changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step[0] in "sr" else []
+        if step == "store":
+            for name in changed:
+                aside[name] = random_weight(aside[name], seed)
+                assert torch.equal(sets.store(name, aside[name]), aside[name])
+        elif step == "receive":
+            for name in changed:
+                aside[name] = random_weight(aside[name], seed)
+                destination = sets.destination(name, torch.float32)
+                assert destination is not None
+                assert destination.is_contiguous()
+                destination.copy_(aside[name])
+        elif step == "ready":
+            sets.make_ready()
+        elif step == "swap":
+            model.parameters = sets.exchange()
+            live, aside = aside, live
+        assert torch.allclose(
+            logits(model, count=count), fresh_logits(a, live, held_in=torch.float32, count=count), atol=1e-4
+        )
+        assert sets.live.checksum() == weights_checksum({n: t.bfloat16() for n, t in live.items()})
+
+
+def test_only_what_is_kept_as_it_comes_has_a_destination() -> None:
+    sets = WeightSets(architecture(tied=True), dtype=torch.bfloat16, held_in=torch.float32, device=CPU, threads=1)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert sets.destination(TIED_HEAD, torch.float32) is None
+    assert sets.destination(name, torch.bfloat16) is None
+    destination = sets.destination(name, torch.float32)
+    assert destination is not None
+    assert destination.shape == sets.live.named[name].shape
+    assert destination.data_ptr() != sets.live.named[name].data_ptr()
+
+
+@pytest.mark.skipif(not has_packed_products(), reason="this torch has no packed products")
+def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = Parameters(architecture(tied=False), dtype=torch.float32, device=CPU)
+    save_file({name: random_weight(t, 1) for name, t in parameters.named.items()}, tmp_path / "model.safetensors")
+    packed = []
+    original = parameters_module.Matrix.pack
+    monkeypatch.setattr(parameters_module.Matrix, "pack", lambda matrix: (packed.append(matrix), original(matrix)))
+    parameters.load(tmp_path)
+    assert parameters.ready
+    assert len(packed) == 4 * 2 + 1
+    logits(model_of(parameters))
+    parameters.make_ready()
+    assert len(packed) == 4 * 2 + 1
+    parameters.destination("model.norm.weight")
+    assert not parameters.ready
+    assert all(matrix._packed is None for matrix in packed)
+    logits(model_of(parameters))
+    assert parameters.ready
+    assert len(packed) == 2 * (4 * 2 + 1)
+
+
+async def test_a_complete_set_is_made_ready_before_it_is_taken(tmp_path: Path) -> None:
+    old, new = make_model(seed=0), make_model(seed=1)
+    update = tmp_path / "new"
+    update.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in weights_of(new).items()}, update / "model.safetensors")
+    async with engine_for(save(old, tmp_path / "old")) as engine:
+        await engine.begin_update()
+        await engine.load(update, "1")
+        standing_by = engine._weights._standing_by()
+        assert standing_by.ready
+        await engine.end_update()
+        assert engine._weights.live is standing_by
+        assert engine.weight_version == "1"
+        outputs = await generate(engine, [job(str(i), prompt(20 + i)) for i in range(6)])
+    for i, output in enumerate(outputs):
+        expected = response_logprobs(new, prompt(20 + i), output.output_ids)
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)

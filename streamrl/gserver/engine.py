@@ -25,7 +25,6 @@ from streamrl.transport.generation import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -126,14 +125,8 @@ class Ticket:
 class WeightsAside(Protocol):
     """Where the staged set of an update is kept, and nobody serves it. Called in a thread, by one at a time."""
 
-    def store(self, name: str, tensor: Tensor) -> Tensor:
-        """Keep a copy of `tensor`; answers it as it is kept."""
-
-    def destination(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The contiguous tensor into which `name`, sent as `dtype`, may be received until `make_ready` is called.
-
-        None: it is kept as another dtype, or not at all, and has to be received elsewhere.
-        """
+    def store(self, name: str, tensor: Tensor) -> str:
+        """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept."""
 
     def make_ready(self) -> None:
         """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.checksum import dtype_name, tensor_sums
+from streamrl.checksum import dtype_name
 from streamrl.device import compute_with
 from streamrl.errors import ModelError, PublicationError
-from streamrl.gserver.engine import Refused
+from streamrl.gserver.engine import Refused, WeightsAside
 from streamrl.transport.collective import broadcast, destroy_group, form_group
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
 
@@ -66,19 +66,16 @@ class WeightReceiver:
         self,
         *,
         expected: Expected | None,
-        store: Callable[[str, Tensor], Tensor] | None,
+        aside: WeightsAside | None,
         device: torch.device,
         timeout: float,
-        make_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store` keeps a received tensor aside and answers it as it is kept; `make_ready` is called when the set is
-        complete, before it is taken (see `gserver.engine.WeightsAside`). Both are called in a thread.
+        """`aside`: where the weights are kept that `expected` describes.
 
-        Without `expected` tensors of any name are received and thrown away.
+        Without the two tensors of any name are received and thrown away.
         """
         self._expected = expected
-        self._store = store
-        self._make_ready = make_ready
+        self._aside = aside
         self._device = device
         self._timeout = timeout
         self._groups: dict[str, tuple[Any, torch.device]] = {}
@@ -130,7 +127,8 @@ class WeightReceiver:
             received = await self.exclusively(lambda: self._receive(message))
         except PublicationError:
             self._buffers.clear()  # who knows who still writes into them
-            self._drop(staged)
+            if self._staged is staged:
+                await self.discard()
             raise
         await self._store_next(staged, received)
         staged.version = message.weight_version or staged.version
@@ -164,7 +162,8 @@ class WeightReceiver:
                 f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
                 "the old weights are kept, begin again"
             )
-        await self.exclusively(self._make_ready)
+        if self._aside is not None:
+            await self.exclusively(self._aside.make_ready)
         return staged
 
     async def close(self) -> None:
@@ -227,33 +226,36 @@ class WeightReceiver:
         await self._settled(staged)
         if self._staged is not staged:
             raise Refused("another weight update has begun meanwhile")
-        staged.storing = asyncio.create_task(in_thread(lambda: self._keep(received, staged)), name="storing weights")
+        staged.storing = asyncio.create_task(
+            in_thread(lambda: self._keep(received.items(), staged)), name="storing weights"
+        )
 
-    def _keep(self, received: Mapping[str, Tensor], staged: Staged) -> None:
-        incomplete = self._missing(staged)
-        for name, tensor in received.items():
+    def _keep(self, received: Iterable[tuple[str, Tensor]], staged: Staged) -> None:
+        for name, tensor in received:
             ignored = self._expected is not None and name in self._expected.ignored
-            stored = None if ignored or self._store is None else self._store(name, tensor)
-            staged.sums[name] = "" if stored is None else tensor_sums(stored.to(tensor.dtype))
-        if incomplete and not self._missing(staged):
-            self._make_ready()
+            staged.sums[name] = "" if ignored or self._aside is None else self._aside.store(name, tensor)
+        if self._aside is not None and not self._missing(staged):
+            self._aside.make_ready()
 
     def _missing(self, staged: Staged) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
 
     def _load(self, folder: Path, staged: Staged) -> None:
+        try:
+            self._keep(self._read(folder), staged)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} has no safetensors files (is it on this host?)")
-        try:
-            for file in files:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 - no mapping
-                        tensor = opened.get_tensor(name)
-                        self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
-                        self._keep({name: tensor}, staged)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    tensor = opened.get_tensor(name)
+                    self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                    yield name, tensor
 
     def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         if not len(names) == len(dtypes) == len(shapes) > 0:

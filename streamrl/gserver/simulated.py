@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._running: dict[str, _Simulated] = {}
         self._waiting: deque[_Simulated] = deque()
         self._paused_at: float | None = None
-        self._receiver = WeightReceiver(expected=None, store=None, device=torch.device("cpu"), timeout=update_timeout)
+        self._receiver = WeightReceiver(expected=None, aside=None, device=torch.device("cpu"), timeout=update_timeout)
         self._counted_until = time.monotonic()
         self._totals = dict.fromkeys(
             ("tokens_generated", "prompt_tokens", "busy_seconds", "slot_seconds", "requests", "weight_updates"), 0.0

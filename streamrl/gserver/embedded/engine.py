@@ -109,8 +109,7 @@ class EmbeddedEngine:
                 dtype=dtype,
                 ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
             ),
-            store=self._weights.store,
-            make_ready=self._weights.make_ready,
+            aside=self._weights,
             device=device,
             timeout=update_timeout,
         )

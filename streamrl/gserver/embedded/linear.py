@@ -49,14 +49,17 @@ class Matrix:
             return F.linear(x, self.weight, bias)
         return _packed_product(x, self._packed, self.weight, bias)
 
+    @property
+    def packed(self) -> bool:
+        return self._packed is not None
+
     def unpack(self) -> None:
         """Forget the packed copy: the weights are about to change."""
         self._packed = None
 
     def pack(self) -> None:
         """Best with as many threads as compute with it: MKL divides the work when it packs."""
-        if self._packed is None:
-            self._packed = _pack(self.weight)
+        self._packed = _pack(self.weight)
 
 
 def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,9 +1,9 @@
 """The weights that are served: laid out as Hugging Face lays them out, and addressed by those names.
 
 Q, K and V are neighbouring rows of one matrix, gate and up of another. So every name is a contiguous view, and an
-update is a plain copy into it, or a receive straight into it (`destination`). Where packed products are faster
-(`linear.py`), each matrix has a packed copy besides. Invariant: nothing is computed from packed copies that are older
-than the weights; what is written to is unpacked before, and packed again by `make_ready`.
+update is a plain copy into it. Where packed products are faster (`linear.py`), each matrix has a packed copy besides.
+Invariant: nothing is computed from packed copies that are older than the weights; a matrix that is written to is
+unpacked before, and packed again when all of it has been written, or by `make_ready`.
 
 Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
 number that is held is one of the served dtype, so the checksum is that of the weights as served.
@@ -11,7 +11,7 @@ number that is held is one of the served dtype, so the checksum is that of the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.checksum import WeightsChecksum, dtype_name, weights_checksum
+from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
 from streamrl.device import compute_with
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import Architecture
@@ -71,11 +71,18 @@ class Parameters:
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
         self._threads = threads
-        self._matrices: list[Matrix] = []
+        self._matrices: dict[Matrix, frozenset[str]] = {}
+        """The names that each consists of."""
+        self._matrix_of: dict[str, Matrix] = {}
+        self._written_since: set[str] = set()
+        """Names that were written since this was ready."""
         a = architecture
         self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         """`[vocab, hidden]`"""
-        self.head = self._add(self.embedding) if a.tied else self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
+        if a.tied:
+            self.head = self._matrix_over(self.embedding, ["model.embed_tokens.weight"])
+        else:
+            self.head = self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
         """`[vocab, hidden]`"""
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
         self.norm = self._vector("model.norm.weight", a.hidden_size)
@@ -86,34 +93,40 @@ class Parameters:
         """Whether `name` is a weight that repeats another one: the head of a tied model."""
         return self.architecture.tied and name == TIED_HEAD
 
-    def destination(self, name: str) -> Tensor:
-        """Where the weight `name` lies, to be written to until `make_ready` is called."""
-        if self.ready:
-            self.ready = False
-            for matrix in self._matrices:
-                matrix.unpack()
-        return self.named[name]
-
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights` in place; all names must be known and all shapes right. `make_ready` comes next."""
+        """Write `weights`; `make_ready` comes next."""
         for name, tensor in weights.items():
-            self.destination(name).copy_(tensor.to(self.dtype))  # rounded first where they are held wider
+            self.write(name, tensor)
+
+    def write(self, name: str, tensor: Tensor) -> str:
+        """Copy one weight in place; its name must be known and its shape right. `make_ready` comes after the last.
+
+        Answers `tensor_sums` of what was written, as it is served.
+        """
+        self.ready = False
+        matrix = self._matrix_of.get(name)
+        if matrix is not None:
+            matrix.unpack()
+        place = self.named[name]
+        rounded = tensor.to(self.dtype)  # where they are held wider
+        if self.held_in == self.dtype:
+            sums = copy_and_sum(place, rounded)
+        else:
+            place.copy_(rounded)
+            sums = tensor_sums(place.to(self.dtype))
+        self._written_since.add(name)
+        if matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
+            self._pack([matrix])  # while it lies in the processor's cache
+        return sums
 
     def make_ready(self) -> None:
         """Everything is written: prepare to compute with it."""
         if self.ready:
             return
-        if self._packs:
-            before = torch.get_num_threads()
-            compute_with(self._threads)
-            try:
-                self._packs = packs_exactly(self._threads)
-                for matrix in self._matrices if self._packs else ():
-                    matrix.pack()
-            finally:
-                compute_with(before)
+        self._pack(matrix for matrix in self._matrices if not matrix.packed)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
+        self._written_since.clear()
         self.ready = True
 
     def load(self, folder: Path) -> None:
@@ -172,13 +185,27 @@ class Parameters:
             down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
 
+    def _pack(self, matrices: Iterable[Matrix]) -> None:
+        if not self._packs:
+            return
+        before = torch.get_num_threads()
+        compute_with(self._threads)
+        try:
+            self._packs = packs_exactly(self._threads)
+            for matrix in matrices if self._packs else ():
+                matrix.pack()
+        finally:
+            compute_with(before)
+
     def _matrix(self, rows: Mapping[str, int], inputs: int) -> Matrix:
         """`[sum of rows, inputs]`, whose rows belong to several names."""
-        return self._add(self._fused(rows, inputs))
+        return self._matrix_over(self._fused(rows, inputs), list(rows))
 
-    def _add(self, weight: Tensor) -> Matrix:
-        self._matrices.append(Matrix(weight))
-        return self._matrices[-1]
+    def _matrix_over(self, weight: Tensor, names: Sequence[str]) -> Matrix:
+        matrix = Matrix(weight)
+        self._matrices[matrix] = frozenset(names)
+        self._matrix_of.update(dict.fromkeys(names, matrix))
+        return matrix
 
     def _vector(self, name: str, *shape: int) -> Tensor:
         self.named[name] = self._zeros(*shape)

@@ -36,15 +36,8 @@ class WeightSets:
         self.live = self._new()
         self._standby: Parameters | None = None
 
-    def store(self, name: str, tensor: Tensor) -> Tensor:
-        standing_by = self._standing_by()
-        standing_by.update({name: tensor})
-        return standing_by.named[name]
-
-    def destination(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        if self.live.is_ignored(name) or dtype != self._held_in:
-            return None
-        return self._standing_by().destination(name)
+    def store(self, name: str, tensor: Tensor) -> str:
+        return self._standing_by().write(name, tensor)
 
     def make_ready(self) -> None:
         self._standing_by().make_ready()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.checksum import weights_checksum
+from streamrl.checksum import tensor_sums, weights_checksum
 from streamrl.gserver.embedded import parameters as parameters_module
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.cache import KVCache
 from streamrl.gserver.embedded.linear import has_packed_products
 from streamrl.gserver.embedded.model import Extension, Model
-from streamrl.gserver.embedded.parameters import TIED_HEAD, Parameters
+from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.weight_sets import WeightSets
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
 
@@ -81,20 +81,13 @@ def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, pack
     live = {name: torch.zeros_like(tensor) for name, tensor in sets.live.named.items()}
     aside = dict(live)
     for seed, step in enumerate(
-        data.draw(st.lists(st.sampled_from(["store", "receive", "ready", "swap", "compute"]), min_size=1, max_size=12))
+        data.draw(st.lists(st.sampled_from(["store", "ready", "swap", "compute"]), min_size=1, max_size=12))
     ):
-        changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step[0] in "sr" else []
+        changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step == "store" else []
         if step == "store":
             for name in changed:
                 aside[name] = random_weight(aside[name], seed)
-                assert torch.equal(sets.store(name, aside[name]), aside[name])
-        elif step == "receive":
-            for name in changed:
-                aside[name] = random_weight(aside[name], seed)
-                destination = sets.destination(name, torch.float32)
-                assert destination is not None
-                assert destination.is_contiguous()
-                destination.copy_(aside[name])
+                assert sets.store(name, aside[name]) == tensor_sums(aside[name].bfloat16())
         elif step == "ready":
             sets.make_ready()
         elif step == "swap":
@@ -104,17 +97,6 @@ def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, pack
             logits(model, count=count), fresh_logits(a, live, held_in=torch.float32, count=count), atol=1e-4
         )
         assert sets.live.checksum() == weights_checksum({n: t.bfloat16() for n, t in live.items()})
-
-
-def test_only_what_is_kept_as_it_comes_has_a_destination() -> None:
-    sets = WeightSets(architecture(tied=True), dtype=torch.bfloat16, held_in=torch.float32, device=CPU, threads=1)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    assert sets.destination(TIED_HEAD, torch.float32) is None
-    assert sets.destination(name, torch.bfloat16) is None
-    destination = sets.destination(name, torch.float32)
-    assert destination is not None
-    assert destination.shape == sets.live.named[name].shape
-    assert destination.data_ptr() != sets.live.named[name].data_ptr()
 
 
 @pytest.mark.skipif(not has_packed_products(), reason="this torch has no packed products")
@@ -130,12 +112,13 @@ def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: 
     logits(model_of(parameters))
     parameters.make_ready()
     assert len(packed) == 4 * 2 + 1
-    parameters.destination("model.norm.weight")
+    parameters.write("model.norm.weight", torch.ones(16))
     assert not parameters.ready
-    assert all(matrix._packed is None for matrix in packed)
+    parameters.write("model.layers.0.self_attn.k_proj.weight", torch.ones(16, 16))
+    assert [matrix.packed for matrix in parameters._matrices].count(False) == 1
     logits(model_of(parameters))
     assert parameters.ready
-    assert len(packed) == 2 * (4 * 2 + 1)
+    assert all(matrix.packed for matrix in parameters._matrices)
 
 
 async def test_a_complete_set_is_made_ready_before_it_is_taken(tmp_path: Path) -> None:

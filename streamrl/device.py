@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from streamrl.config_types import Device, DType
@@ -21,6 +24,24 @@ def compute_with(threads: int) -> None:
     """
     torch.get_num_threads()  # in a new thread torch first takes over what another set last; let that be done
     torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large pieces of memory that are freed, for those that are allocated next.
+
+    Else each large tensor is new memory, whose first touch costs as much as writing it once more. Only where the
+    C library is GNU's; a process then stays as large as it once was.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""malloc.h: from how many free bytes on the heap shrinks, and from which size on a piece is mapped on its own."""
 
 
 def resolve_device(device: Device, *, index: int = 0) -> torch.device:

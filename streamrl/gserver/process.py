@@ -13,7 +13,7 @@ from aiohttp import web
 from streamrl import progress
 from streamrl.checksum import dtype_name
 from streamrl.config import Config
-from streamrl.device import resolve_device, resolve_dtype
+from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.engine import Engine, Served
 from streamrl.gserver.server import Server
@@ -158,6 +158,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
             version=version,
             update_timeout=config.weights.timeout_seconds,
         )
+    keep_freed_memory()
     device = resolve_device(config.run.device, index=index)
     return EmbeddedEngine(
         folder=model_dir,

@@ -17,14 +17,18 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from streamrl.checksum import copy_and_sum
+from streamrl.device import compute_with
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.control.publication import PublishBeginReply, Snapshot
@@ -36,6 +40,8 @@ PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
 FILE = "model.safetensors"
+WRITERS = 2
+"""Threads; more would only wait for the memory."""
 ALIGNMENT = 64
 """Bytes; where the tensors begin in a file."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -135,21 +141,33 @@ class WeightFiles:
             mapping = mmap.MAP_SHARED | (0 if self._durable else mmap.MAP_POPULATE)
             with mmap.mmap(opened.fileno(), size, flags=mapping) as memory:
                 memory[: len(header)] = header
+
+                def write(name: str, tensor: Tensor) -> None:
+                    numbers = torch.frombuffer(memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
+                    if self._checksum:
+                        sums[name] = copy_and_sum(numbers.view(tensor.shape), tensor)
+                    else:
+                        numbers.view(tensor.shape).copy_(tensor)
+
                 with closing(source.weights()) as weights:
-                    for name, tensor in weights:
-                        place = torch.frombuffer(
-                            memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name]
-                        ).view(tensor.shape)
-                        if self._checksum:
-                            sums[name] = copy_and_sum(place, tensor)
-                        else:
-                            place.copy_(tensor)
-                        del place  # or the memory could not be unmapped
+                    in_threads(write, weights)
                 if self._durable:
                     memory.flush()
             if self._durable:
                 os.fsync(opened.fileno())
         return sums
+
+
+def in_threads(write: Callable[[str, Tensor], None], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Call `write` with each of `weights`, some of them at the same time."""
+    with ThreadPoolExecutor(WRITERS, "writing weights", initializer=compute_with, initargs=(1,)) as pool:
+        writing: deque[Future[None]] = deque()
+        for name, tensor in weights:
+            writing.append(pool.submit(write, name, tensor))
+            if len(writing) > WRITERS:
+                writing.popleft().result()
+        for written in writing:
+            written.result()
 
 
 def is_unused(file: Path) -> bool:

@@ -3,7 +3,8 @@
 Q, K and V are neighbouring rows of one matrix, gate and up of another. So every name is a contiguous view, and an
 update is a plain copy into it. Where packed products are faster (`linear.py`), each matrix has a packed copy besides.
 Invariant: nothing is computed from packed copies that are older than the weights; a matrix that is written to is
-unpacked before, and packed again when all of it has been written, or by `make_ready`.
+unpacked before, and packed again when all of it has been written, or by `make_ready`. A thread packs while the next
+weights are written.
 
 Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
 number that is held is one of the served dtype, so the checksum is that of the weights as served.
@@ -11,7 +12,8 @@ number that is held is one of the served dtype, so the checksum is that of the w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -56,12 +58,8 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         held_in: torch.dtype | None = None,
-        threads: int = 1,
     ) -> None:
-        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given.
-
-        `threads`: with as many as matrices are packed, which should be those that compute.
-        """
+        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given."""
         self.architecture = architecture
         self.dtype = dtype
         self.held_in = held_in or dtype
@@ -70,7 +68,8 @@ class Parameters:
         """Whether they can be computed with: packed since they were written last, where they are packed at all."""
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
-        self._threads = threads
+        self._packer = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(1,))
+        self._packing: dict[Matrix, Future[None]] = {}
         self._matrices: dict[Matrix, frozenset[str]] = {}
         """The names that each consists of."""
         self._matrix_of: dict[str, Matrix] = {}
@@ -106,6 +105,8 @@ class Parameters:
         self.ready = False
         matrix = self._matrix_of.get(name)
         if matrix is not None:
+            if matrix in self._packing:
+                self._packing.pop(matrix).result()
             matrix.unpack()
         place = self.named[name]
         rounded = tensor.to(self.dtype)  # where they are held wider
@@ -116,14 +117,19 @@ class Parameters:
             sums = tensor_sums(place.to(self.dtype))
         self._written_since.add(name)
         if matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
-            self._pack([matrix])  # while it lies in the processor's cache
+            self._start_packing(matrix)
         return sums
 
     def make_ready(self) -> None:
         """Everything is written: prepare to compute with it."""
         if self.ready:
             return
-        self._pack(matrix for matrix in self._matrices if not matrix.packed)
+        for matrix in self._matrices:
+            if not matrix.packed and matrix not in self._packing:
+                self._start_packing(matrix)
+        for packing in self._packing.values():
+            packing.result()
+        self._packing.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
         self._written_since.clear()
@@ -185,17 +191,15 @@ class Parameters:
             down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
 
-    def _pack(self, matrices: Iterable[Matrix]) -> None:
-        if not self._packs:
-            return
-        before = torch.get_num_threads()
-        compute_with(self._threads)
-        try:
-            self._packs = packs_exactly(self._threads)
-            for matrix in matrices if self._packs else ():
-                matrix.pack()
-        finally:
-            compute_with(before)
+    def _start_packing(self, matrix: Matrix) -> None:
+        if self._packs:
+            self._packing[matrix] = self._packer.submit(self._pack, matrix)
+
+    def _pack(self, matrix: Matrix) -> None:
+        if packs_exactly():
+            matrix.pack()
+        else:
+            self._packs = False
 
     def _matrix(self, rows: Mapping[str, int], inputs: int) -> Matrix:
         """`[sum of rows, inputs]`, whose rows belong to several names."""

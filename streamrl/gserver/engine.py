@@ -123,10 +123,10 @@ class Ticket:
 
 
 class WeightsAside(Protocol):
-    """Where the staged set of an update is kept, and nobody serves it. Called in a thread, by one at a time."""
+    """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
 
     def store(self, name: str, tensor: Tensor) -> str:
-        """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept."""
+        """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept. Several at a time."""
 
     def make_ready(self) -> None:
         """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""

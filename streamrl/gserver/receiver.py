@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.checksum import dtype_name
+from streamrl.copying import Copiers
 from streamrl.device import compute_with
 from streamrl.errors import ModelError, PublicationError
 from streamrl.gserver.engine import Refused, WeightsAside
@@ -83,6 +84,7 @@ class WeightReceiver:
         self._buffers: list[Tensor] = []
         """For a bucket each: the one that comes next is received into the last."""
         self._busy = asyncio.Lock()
+        self._copiers = Copiers()
 
     async def join_group(self, message: InitWeightsUpdateGroup) -> None:
         """Meet the others; raises `PublicationError` when they do not come."""
@@ -231,11 +233,13 @@ class WeightReceiver:
         )
 
     def _keep(self, received: Iterable[tuple[str, Tensor]], staged: Staged) -> None:
-        for name, tensor in received:
-            ignored = self._expected is not None and name in self._expected.ignored
-            staged.sums[name] = "" if ignored or self._aside is None else self._aside.store(name, tensor)
+        staged.sums |= self._copiers.each(self._store, received)
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
+
+    def _store(self, name: str, tensor: Tensor) -> str:
+        ignored = self._expected is not None and name in self._expected.ignored
+        return "" if ignored or self._aside is None else self._aside.store(name, tensor)
 
     def _missing(self, staged: Staged) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]

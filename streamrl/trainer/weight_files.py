@@ -17,9 +17,7 @@ import os
 import shutil
 import signal
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 from streamrl.checksum import copy_and_sum
-from streamrl.device import compute_with
+from streamrl.copying import Copiers
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.control.publication import PublishBeginReply, Snapshot
@@ -40,8 +38,6 @@ PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
 FILE = "model.safetensors"
-WRITERS = 2
-"""Threads; more would only wait for the memory."""
 ALIGNMENT = 64
 """Bytes; where the tensors begin in a file."""
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -64,6 +60,7 @@ class WeightFiles:
         self._latest = folder
         self._sums: dict[str, str] = {}
         self._lock = _claim(folder)
+        self._copiers = Copiers()
 
     @classmethod
     def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
@@ -127,7 +124,6 @@ class WeightFiles:
     def _write(self, file: Path, source: WeightSource) -> dict[str, str]:
         """Answers the checksum of each tensor as it lies in the file, by name."""
         header, offsets, size = _layout(source.specs(), self.dtype)
-        sums = {}
         with file.open("r+b" if file.exists() else "w+b") as opened:
             try:
                 os.truncate(opened.fileno(), size)
@@ -142,32 +138,20 @@ class WeightFiles:
             with mmap.mmap(opened.fileno(), size, flags=mapping) as memory:
                 memory[: len(header)] = header
 
-                def write(name: str, tensor: Tensor) -> None:
+                def write(name: str, tensor: Tensor) -> str:
                     numbers = torch.frombuffer(memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
                     if self._checksum:
-                        sums[name] = copy_and_sum(numbers.view(tensor.shape), tensor)
-                    else:
-                        numbers.view(tensor.shape).copy_(tensor)
+                        return copy_and_sum(numbers.view(tensor.shape), tensor)
+                    numbers.view(tensor.shape).copy_(tensor)
+                    return ""
 
                 with closing(source.weights()) as weights:
-                    in_threads(write, weights)
+                    sums = self._copiers.each(write, weights)
                 if self._durable:
                     memory.flush()
             if self._durable:
                 os.fsync(opened.fileno())
-        return sums
-
-
-def in_threads(write: Callable[[str, Tensor], None], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Call `write` with each of `weights`, some of them at the same time."""
-    with ThreadPoolExecutor(WRITERS, "writing weights", initializer=compute_with, initargs=(1,)) as pool:
-        writing: deque[Future[None]] = deque()
-        for name, tensor in weights:
-            writing.append(pool.submit(write, name, tensor))
-            if len(writing) > WRITERS:
-                writing.popleft().result()
-        for written in writing:
-            written.result()
+        return sums if self._checksum else {}
 
 
 def is_unused(file: Path) -> bool:

@@ -12,6 +12,7 @@ number that is held is one of the served dtype, so the checksum is that of the w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,7 @@ class Parameters:
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
         self._packer = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(1,))
         self._packing: dict[Matrix, Future[None]] = {}
+        self._lock = threading.Lock()
         self._matrices: dict[Matrix, frozenset[str]] = {}
         """The names that each consists of."""
         self._matrix_of: dict[str, Matrix] = {}
@@ -100,14 +102,15 @@ class Parameters:
     def write(self, name: str, tensor: Tensor) -> str:
         """Copy one weight in place; its name must be known and its shape right. `make_ready` comes after the last.
 
-        Answers `tensor_sums` of what was written, as it is served.
+        Several threads may write, each another weight. Answers `tensor_sums` of what was written, as it is served.
         """
-        self.ready = False
         matrix = self._matrix_of.get(name)
-        if matrix is not None:
-            if matrix in self._packing:
-                self._packing.pop(matrix).result()
-            matrix.unpack()
+        with self._lock:
+            self.ready = False
+            if matrix is not None:
+                if matrix in self._packing:
+                    self._packing.pop(matrix).result()
+                matrix.unpack()
         place = self.named[name]
         rounded = tensor.to(self.dtype)  # where they are held wider
         if self.held_in == self.dtype:
@@ -115,9 +118,10 @@ class Parameters:
         else:
             place.copy_(rounded)
             sums = tensor_sums(place.to(self.dtype))
-        self._written_since.add(name)
-        if matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
-            self._start_packing(matrix)
+        with self._lock:
+            self._written_since.add(name)
+            if matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
+                self._start_packing(matrix)
         return sums
 
     def make_ready(self) -> None:

@@ -16,7 +16,7 @@ from streamrl.gserver.embedded.parameters import Parameters
 
 
 class WeightSets:
-    """Keeps `gserver.engine.WeightsAside`: it is written to in one thread at a time, which is not the engine's."""
+    """Keeps `gserver.engine.WeightsAside`: it is written to in other threads than the engine's."""
 
     def __init__(
         self,

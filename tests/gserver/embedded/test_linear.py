@@ -88,5 +88,5 @@ def test_a_wrong_product_is_noticed(
 
     monkeypatch.setattr(linear, "_packed_product", product)
     with caplog.at_level(logging.WARNING):
-        assert not packs_exactly(1)
+        assert not packs_exactly()
     assert f"product of {wrong_from} rows" in caplog.text

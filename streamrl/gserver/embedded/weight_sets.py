@@ -6,6 +6,7 @@ set only when it is ready to be computed with.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ class WeightSets:
         self._device = device
         self.live = self._new()
         self._standby: Parameters | None = None
+        self._making = threading.Lock()
 
     def store(self, name: str, tensor: Tensor) -> str:
         return self._standing_by().write(name, tensor)
@@ -51,9 +53,10 @@ class WeightSets:
         return self.live
 
     def _standing_by(self) -> Parameters:
-        if self._standby is None:
-            self._standby = self._new()
-        return self._standby
+        with self._making:
+            if self._standby is None:
+                self._standby = self._new()
+            return self._standby
 
     def _new(self) -> Parameters:
         return Parameters(self._architecture, dtype=self._dtype, device=self._device, held_in=self._held_in)

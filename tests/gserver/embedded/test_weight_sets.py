@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamrl.checksum import tensor_sums, weights_checksum
+from streamrl.copying import Copiers
 from streamrl.gserver.embedded import parameters as parameters_module
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.cache import KVCache
@@ -75,6 +76,7 @@ def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, pack
     a = architecture(tied=tied)
     sets = WeightSets(a, dtype=torch.bfloat16, held_in=torch.float32, device=CPU)
     names = sorted(sets.live.named)
+    copiers = Copiers()
     if not packs:
         sets.live._packs = False
     model = model_of(sets.live)
@@ -85,9 +87,9 @@ def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, pack
     ):
         changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step == "store" else []
         if step == "store":
-            for name in changed:
-                aside[name] = random_weight(aside[name], seed)
-                assert sets.store(name, aside[name]) == tensor_sums(aside[name].bfloat16())
+            aside |= {name: random_weight(aside[name], seed) for name in changed}
+            sums = copiers.each(sets.store, [(name, aside[name]) for name in changed])
+            assert sums == {name: tensor_sums(aside[name].bfloat16()) for name in changed}
         elif step == "ready":
             sets.make_ready()
         elif step == "swap":

@@ -1,7 +1,7 @@
 """Keys and values of all slots, in one tensor for each layer that grows with need.
 
-A slot holds one sequence. Slots that are in use are always the first ones, so that a decode step
-reads plain slices of these tensors.
+A slot holds one sequence, all of a token next to each other. Slots that are in use are always the first ones, so that
+a decode step reads plain slices of these tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIRST_LENGTH = 128
 
 
 class KVCache:
-    """`[slots, 2, kv_heads, length, head_dim]` for each layer; index 0 of the second are keys."""
+    """`[slots, length, 2 * kv_heads, head_dim]` for each layer; of the heads the first half are keys."""
 
     def __init__(
         self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -32,7 +32,6 @@ class KVCache:
         self._dtype = dtype
         self._device = device
         self.layers = [self._empty() for _ in range(architecture.layers)]
-        self._head_offsets = torch.arange(2 * self._kv_heads, device=device)
 
     @property
     def bytes(self) -> int:
@@ -54,36 +53,35 @@ class KVCache:
             self.length = min(2 * self.length, self._max_length)
         for i, old in enumerate(self.layers):
             self.layers[i] = self._empty()
-            self.layers[i][:old_slots, :, :, :old_length] = old
+            self.layers[i][:old_slots, :old_length] = old
 
     def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where keys and values of token i, at `positions[i]` of `slots[i]`, lie: `[tokens * 2 * kv_heads]`."""
-        lanes = slots[:, None] * (2 * self._kv_heads) + self._head_offsets
-        return (lanes * self.length + positions[:, None]).view(-1)
+        """Where token i, at `positions[i]` of `slots[i]`, lies: `[tokens]`."""
+        return slots * self.length + positions
 
     def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
         """Store `keys_values` (`[tokens, 2 * kv_heads, head_dim]`, keys first) at `rows`."""
-        self.layers[layer].view(-1, self._head_dim).index_copy_(0, rows, keys_values.view(-1, self._head_dim))
+        self.layers[layer].flatten(0, 1).index_copy_(0, rows, keys_values)
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a slot to others, given in ascending order."""
         for layer in self.layers:
-            kept = layer[source, :, :, :length]
+            kept = layer[source, :length]
             for first, last in _spans(targets):
-                layer[first : last + 1, :, :, :length] = kept
+                layer[first : last + 1, :length] = kept
 
     def take(self, slot: int, length: int) -> list[Tensor]:
-        """A copy of the first `length` tokens of a slot: `[2, kv_heads, length, head_dim]` for each layer."""
-        return [layer[slot, :, :, :length].clone() for layer in self.layers]
+        """A copy of the first `length` tokens of a slot: `[length, 2 * kv_heads, head_dim]` for each layer."""
+        return [layer[slot, :length].clone() for layer in self.layers]
 
     def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None:
         """Copy the first `length` tokens of what was taken into a slot."""
         for layer, kept in zip(self.layers, taken, strict=True):
-            layer[slot, :, :, :length] = kept[:, :, :length]
+            layer[slot, :length] = kept[:length]
 
     def _empty(self) -> Tensor:
         # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
-        shape = (self.slots, 2, self._kv_heads, self.length, self._head_dim)
+        shape = (self.slots, self.length, 2 * self._kv_heads, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 

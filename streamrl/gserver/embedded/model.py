@@ -97,9 +97,9 @@ class Model:
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self.cache.write(layer, rows, keys_values)
-            held = self.cache.layers[layer][:n, :, :, :longest]
+            keys, values = self._heads(self.cache.layers[layer][:n, :longest])
             queries = queries.view(n, a.kv_heads, self._groups, a.head_dim)
-            return F.scaled_dot_product_attention(queries, held[:, 0], held[:, 1], attn_mask=mask).reshape(n, -1)
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).reshape(n, -1)
 
         return self.logits(self._forward(place[0], place[1], attend))
 
@@ -119,15 +119,15 @@ class Model:
         a = self._a
         normed = self._norm(x, w.input_norm)
         qkv = w.qkv(normed, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
-        rotated = qkv[:, : a.heads + a.kv_heads]
+        turned = qkv[:, : a.heads + a.kv_heads]
         if w.q_norm is not None and w.k_norm is not None:
-            rotated = self._scaled(rotated)
-            rotated[:, : a.heads].mul_(w.q_norm)
-            rotated[:, a.heads :].mul_(w.k_norm)
+            turned.copy_(self._scaled(turned))
+            turned[:, : a.heads].mul_(w.q_norm)
+            turned[:, a.heads :].mul_(w.k_norm)
         # `sin` carries the sign of rotate_half, so that a roll does for it.
-        rotated = torch.addcmul(rotated * cos, rotated.roll(a.head_dim // 2, -1), sin)
-        keys_values = torch.cat((rotated[:, a.heads :], qkv[:, a.heads + a.kv_heads :]), 1)
-        attended = attend(i, rotated[:, : a.heads], keys_values)
+        rolled = turned.roll(a.head_dim // 2, -1)
+        turned.mul_(cos).addcmul_(rolled, sin)
+        attended = attend(i, qkv[:, : a.heads], qkv[:, a.heads :])
         x = w.o(attended, w.o_bias).add_(x)
         gate, up = w.gate_up(self._norm(x, w.post_norm)).chunk(2, -1)
         return w.down(F.silu(gate).mul_(up)).add_(x)
@@ -148,24 +148,29 @@ class Model:
         return F.rms_norm(x, x.shape[-1:], None, self._a.rms_norm_eps)
 
     def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
-        a = self._a
         count, new, total = len(run.slots), run.new, run.cached + run.new
         span = slice(run.start, run.start + count * new)
-        q = queries[span].view(count, new, a.heads, a.head_dim).transpose(1, 2)
+        q = queries[span].unflatten(0, (count, new)).transpose(1, 2)
         if run.cached == 0:
-            held = keys_values[span].view(count, new, 2, a.kv_heads, a.head_dim).permute(0, 2, 3, 1, 4)
+            held = keys_values[span].unflatten(0, (count, new))
         else:
             kept = self.cache.layers[layer]
-            held = kept[run.slots[0], None, :, :, :total] if count == 1 else kept[run.slots, :, :, :total]
+            held = kept[run.slots[0], None, :total] if count == 1 else kept[run.slots, :total]
             if self._copies_cache:
                 held = held.clone(memory_format=torch.contiguous_format)
         mask = None
         if run.cached and new > 1:
             mask = torch.ones(new, total, dtype=torch.bool, device=self._device).tril(run.cached)
+        keys, values = self._heads(held)
         attended = F.scaled_dot_product_attention(
-            q, held[:, 0], held[:, 1], attn_mask=mask, is_causal=not run.cached, enable_gqa=self._groups > 1
+            q, keys, values, attn_mask=mask, is_causal=not run.cached, enable_gqa=self._groups > 1
         )
         return attended.transpose(1, 2).reshape(count * new, -1)
+
+    def _heads(self, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each `[slots, kv_heads, length, head_dim]`, of cache rows `[slots, length, ...]`."""
+        keys, values = held.transpose(1, 2).split(self._a.kv_heads, 1)
+        return keys, values
 
 
 def _rotation_table(a: Architecture, max_length: int) -> Tensor:

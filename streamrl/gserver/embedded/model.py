@@ -28,6 +28,12 @@ class Extension(msgspec.Struct, frozen=True):
     slot: int
     cached: int
     tokens: Sequence[int]
+    last: int | None = None
+    """How many of the last tokens' hidden states are wanted; None: all."""
+
+    @property
+    def wanted(self) -> int:
+        return len(self.tokens) if self.last is None else min(self.last, len(self.tokens))
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -57,7 +63,7 @@ class Model:
         self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
-        """Hidden states of all new tokens, packed, and where each extension's begin.
+        """Hidden states of the wanted tokens, packed, and where each extension's begin.
 
         Extensions are best passed sorted by (cached, new) lengths: neighbours of equal lengths are
         attended to together.
@@ -66,11 +72,13 @@ class Model:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        wanted: list[int] = []
         for extension in extensions:
-            starts.append(len(tokens))
+            starts.append(len(wanted))
             tokens.extend(extension.tokens)
             positions.extend(range(extension.cached, extension.cached + len(extension.tokens)))
             slots.extend([extension.slot] * len(extension.tokens))
+            wanted.extend(range(len(tokens) - extension.wanted, len(tokens)))
         place = torch.tensor([tokens, positions, slots], device=self._device)
         rows = self.cache.rows(place[2], place[1])
         runs = _runs(extensions)
@@ -80,7 +88,8 @@ class Model:
             parts = [self._attend_run(layer, run, queries, keys_values) for run in runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return self._forward(place[0], place[1], attend), starts
+        chosen = None if len(wanted) == len(tokens) else torch.tensor(wanted, dtype=torch.long, device=self._device)
+        return self._forward(place[0], place[1], attend, wanted=chosen), starts
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Logits `[n, vocab]` after `tokens[i]`, which stands at `positions[i]` of slot i."""
@@ -107,15 +116,23 @@ class Model:
         """`[n, vocab]` in the dtype that is computed in."""
         return self.parameters.head(self._norm(hidden, self.parameters.norm))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states of the `wanted` tokens: the last layer ends with these alone."""
         self.parameters.make_ready()
         x = self.parameters.embedding.index_select(0, tokens)
         cos, sin = self._rotation[:, positions, None].unbind()
+        last = self._a.layers - 1
         for i, layer in enumerate(self.parameters.layers):
-            x = self._layer(i, layer, x, cos, sin, attend)
+            attended = self._attended(i, layer, x, cos, sin, attend)
+            if i == last and wanted is not None:
+                x, attended = x[wanted], attended[wanted]
+            x = layer.o(attended, layer.o_bias).add_(x)
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
+            x = layer.down(F.silu(gate).mul_(up)).add_(x)
         return x
 
-    def _layer(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _attended(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """What layer i attends to, before its output projection."""
         a = self._a
         normed = self._norm(x, w.input_norm)
         qkv = w.qkv(normed, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
@@ -127,10 +144,7 @@ class Model:
         # `sin` carries the sign of rotate_half, so that a roll does for it.
         rolled = turned.roll(a.head_dim // 2, -1)
         turned.mul_(cos).addcmul_(rolled, sin)
-        attended = attend(i, qkv[:, : a.heads], qkv[:, a.heads :])
-        x = w.o(attended, w.o_bias).add_(x)
-        gate, up = w.gate_up(self._norm(x, w.post_norm)).chunk(2, -1)
-        return w.down(F.silu(gate).mul_(up)).add_(x)
+        return attend(i, qkv[:, : a.heads], qkv[:, a.heads :])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension; torch's own is slow on a CPU in float32."""

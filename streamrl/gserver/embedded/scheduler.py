@@ -190,7 +190,7 @@ class Scheduler:
         cached = self._fill(request, slot)
         self._begun = request, slot
         end = cached + count
-        self._model.extend([Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end])])
+        self._model.extend([Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end], last=0)])
         self._prefixes.place(slot, request.tokens[:end])
         self.prompt_tokens += count
 
@@ -212,7 +212,7 @@ class Scheduler:
             leaders.setdefault(key, slot)
         ordered = sorted(extensions.values(), key=lambda e: (e.cached, len(e.tokens)))
         hidden, starts = self._model.extend(ordered)
-        ends = [start + len(extension.tokens) for start, extension in zip(starts, ordered, strict=True)]
+        ends = [start + extension.wanted for start, extension in zip(starts, ordered, strict=True)]
         order: list[int] = []
         rows: list[int] = []
         for extension, start, end in zip(ordered, starts, ends, strict=True):
@@ -243,7 +243,8 @@ class Scheduler:
         cached = self._fill(request, slot)
         if self._begun is not None and self._begun[0] is request:
             self._forget_begun()
-        return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:])
+        last = None if request.wants_input_logprobs else 1
+        return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:], last=last)
 
     def _fill(self, request: Request, slot: int) -> int:
         """Put the longest known prefix of `request` into `slot`; answers its length."""

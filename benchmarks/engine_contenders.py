@@ -11,6 +11,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -95,15 +96,18 @@ class Script:
         )
         self.pid = self._process.pid
         try:
-            self._read()
+            self._read(START_SECONDS)
         except ContenderFailed:
             self.close()
             raise
 
     def ask(self, question: dict[str, Any]) -> int:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        answer = self._read()
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+        except OSError as error:
+            raise ContenderFailed(f"{self.script} has ended: {error}") from error
+        answer = self._read(ANSWER_SECONDS)
         if "error" in answer:
             raise ContenderFailed(f"{self.script}: {answer['error']}")
         return int(answer["tokens"])
@@ -117,8 +121,12 @@ class Script:
             self._process.kill()
             self._process.wait()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, seconds: float) -> dict[str, Any]:
+        """The next line, which nothing else follows until it is asked for."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            self._process.kill()
+            raise ContenderFailed(f"{self.script} did not answer within {seconds:.0f} s and was ended")
         line = self._process.stdout.readline()
         if not line:
             raise ContenderFailed(f"{self.script} has ended; run with STREAMRL_LOG=DEBUG to see what it said")

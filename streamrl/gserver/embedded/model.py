@@ -162,11 +162,12 @@ class Model:
         return F.rms_norm(x, x.shape[-1:], None, self._a.rms_norm_eps)
 
     def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
+        a = self._a
         count, new, total = len(run.slots), run.new, run.cached + run.new
         span = slice(run.start, run.start + count * new)
-        q = queries[span].unflatten(0, (count, new)).transpose(1, 2)
+        q = queries[span].view(count, new, a.heads, a.head_dim).transpose(1, 2)
         if run.cached == 0:
-            held = keys_values[span].unflatten(0, (count, new))
+            held = keys_values[span].view(count, new, 2 * a.kv_heads, a.head_dim)
         else:
             kept = self.cache.layers[layer]
             held = kept[run.slots[0], None, :total] if count == 1 else kept[run.slots, :total]
@@ -183,8 +184,8 @@ class Model:
 
     def _heads(self, held: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each `[slots, kv_heads, length, head_dim]`, of cache rows `[slots, length, ...]`."""
-        keys, values = held.transpose(1, 2).split(self._a.kv_heads, 1)
-        return keys, values
+        heads = held.transpose(1, 2)
+        return heads[:, : self._a.kv_heads], heads[:, self._a.kv_heads :]
 
 
 def _rotation_table(a: Architecture, max_length: int) -> Tensor:

@@ -71,6 +71,7 @@ async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
     assert f"--model-path={folder}" in told["argv"]
     assert told["argv"][-1] == "--chunked-prefill-size=64"
     assert told["kernels"]
+    assert told["starts_by"] == "fork"
     assert (served.name, stats["running"], stats["tokens_generated_total"]) == ("sglang", 3, 40)
     await until_gone(told["pids"])
 

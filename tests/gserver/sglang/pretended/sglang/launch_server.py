@@ -28,7 +28,12 @@ class Handler(BaseHTTPRequestHandler):
             sys.stderr.write("the last words\n")
             sys.stderr.flush()
             os._exit(7)
-        told = {"argv": sys.argv[1:], "pids": [os.getpid(), worker.pid], "kernels": sgl_kernel.__version__}
+        told = {
+            "argv": sys.argv[1:],
+            "pids": [os.getpid(), worker.pid],
+            "kernels": sgl_kernel.__version__,
+            "starts_by": multiprocessing.get_start_method(),
+        }
         content = METRICS if self.path == "/metrics" else json.dumps(told)
         self.send_response(200)
         self.end_headers()
@@ -49,6 +54,7 @@ if __name__ == "__main__":
     if options.hang:
         print("loading", flush=True)  # noqa: T201
         time.sleep(600)
-    worker = multiprocessing.get_context("spawn").Process(target=schedule)
+    multiprocessing.set_start_method("spawn", force=True)
+    worker = multiprocessing.Process(target=schedule)
     worker.start()
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

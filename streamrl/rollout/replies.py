@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from streamrl.errors import PeerError, WireError
-from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, FinishReason, GenerateReply, MetaInfo
+from streamrl.transport.generation import (
+    INITIAL_WEIGHT_VERSION,
+    MIXED_WEIGHTS,
+    FinishReason,
+    GenerateReply,
+    MetaInfo,
+)
 
 LOGPROB_TOLERANCE = 1e-3
 """How far above 0 rounding may lift a log-probability."""
@@ -42,6 +50,35 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
             raise WireError(f"{peer}: token {position} has the log-probability {logprob}")
     token_versions(reply.meta_info, tokens=tokens)
     return finish
+
+
+def serves_mixed_weights(reply: GenerateReply) -> bool:
+    """Whether a weight update broke off on the gserver, and left it with parts of two versions."""
+    meta = reply.meta_info
+    return meta.weight_version == MIXED_WEIGHTS or any(s.version == MIXED_WEIGHTS for s in meta.weight_versions or ())
+
+
+def unmixed(reply: GenerateReply) -> GenerateReply:
+    """`reply` up to the first token that was sampled from mixed weights; cut, it looks like an aborted one."""
+    meta = reply.meta_info
+    spans = meta.weight_versions
+    if spans:
+        kept = next((span.start for span in spans if span.version == MIXED_WEIGHTS), None)
+    else:
+        kept = 0 if meta.weight_version == MIXED_WEIGHTS else None
+    if kept is None:
+        return reply
+    return msgspec.structs.replace(
+        reply,
+        output_ids=reply.output_ids[:kept],
+        meta_info=msgspec.structs.replace(
+            meta,
+            finish_reason=FinishReason(type="abort", message="a weight update broke off"),
+            completion_tokens=kept,
+            weight_versions=[span for span in spans or () if span.end <= kept],
+            output_token_logprobs=(meta.output_token_logprobs or [])[:kept],
+        ),
+    )
 
 
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:

@@ -18,17 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
-from tests.gserver.contract.installed import sglang_python
+from streamrl.transport.keys import bearer, gserver_key
 from tests.gserver.harness import Run, live_gservers, managed, small_config
+from tests.gserver.installed import sglang_python
+from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
 
-START_SECONDS = 400.0
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
-MAX_CONTEXT = 8192
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}
@@ -69,7 +68,8 @@ class Contract:
         self.url = urls[0]
         self.processes = processes
         self.run = run
-        self.client = GenerationClient(timeout=60.0)
+        self.key = gserver_key(run.config)
+        self.client = GenerationClient(timeout=60.0, key=self.key)
         self.version = 0
         self._model = model
         self._publisher = publisher
@@ -122,7 +122,9 @@ class Contract:
         last = b""
         async with (
             aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/generate", data=msgspec.json.encode(body), headers=JSON) as response,
+            session.post(
+                f"{self.url}/generate", data=msgspec.json.encode(body), headers=JSON | bearer(self.key)
+            ) as response,
         ):
             assert response.status == 200
             async for line in response.content:
@@ -141,39 +143,12 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
     return [entry[0] for entry in reply.meta_info.output_token_logprobs or () if entry[0] is not None]
 
 
-class RunningSglang:
-    """An SGLang server that runs join, one after another; started when the first wants it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = AsyncExitStack()
-        self._url = ""
-
-    async def url(self) -> str:
-        if not self._url:
-            config = contract_config("sglang", self._folder, "retract")
-            server = sglang_server(
-                config.gserver,
-                index=0,
-                model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
-                device="cpu",
-                dtype="float32",
-                seed=1,
-                weight_version="of nobody",
-                prompt_cache=True,
-            )
-            self._url = (await self._stack.enter_async_context(server)).url
-        return self._url
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-
 @asynccontextmanager
 async def contract(
     engine: str, folder: Path, *, pause_mode: PauseMode, joins: str = "", count: int = 1
 ) -> AsyncIterator[Contract]:
-    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins."""
+    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins, which asks
+    for a key."""
     config = contract_config(engine, folder, pause_mode, joins=joins, count=count)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -233,11 +208,7 @@ async def gserver_process(
 def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: str = "", count: int = 1) -> Config:
     return small_config(
         folder,
-        model={
-            "path": "scratch",
-            "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
-            | {"max_position_embeddings": MAX_CONTEXT},
-        },
+        model=SCRATCH,
         data={"max_prompt_tokens": 64},
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
@@ -245,8 +216,9 @@ def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: 
             "engine": engine,
             "count": count,
             "max_context": MAX_CONTEXT,
-            "max_running": 8,
+            "max_running": MAX_RUNNING,
             "dtype": "float32",
+            "api_key_env": KEY_VARIABLE if joins else "",
             "sglang": {
                 "python": sglang_python() or "",
                 "start_timeout_seconds": START_SECONDS,

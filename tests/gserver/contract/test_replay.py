@@ -16,11 +16,12 @@ from streamrl.config import SamplingConfig
 from streamrl.rollout.partial import Generation, Generator
 from streamrl.rollout.replies import token_versions
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
-from tests.gserver.contract.fixture import START_SECONDS, TOLERANCE, Contract, contract, request
+from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, request
 from tests.gserver.contract.replay import replay
+from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(START_SECONDS + 120),
 ]
 
@@ -35,8 +36,8 @@ FACTORS = (1.7, 0.6, 1.3)
 class Recorder(GenerationClient):
     """Remembers the parts in which each response came; none ends by itself, the last ones are short."""
 
-    def __init__(self) -> None:
-        super().__init__(timeout=60.0)
+    def __init__(self, *, key: str) -> None:
+        super().__init__(timeout=60.0, key=key)
         self.segments: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.ending = False
 
@@ -71,7 +72,7 @@ class Responses:
 
     def __init__(self, served: Contract) -> None:
         self._served = served
-        self._recorder = Recorder()
+        self._recorder = Recorder(key=served.key)
         self._generator = Generator(self._recorder, sampling=SamplingConfig(), seed=1, patience=60.0)
         self._tasks = [
             asyncio.create_task(

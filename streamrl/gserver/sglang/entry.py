@@ -1,4 +1,5 @@
-"""What runs in SGLang's interpreter: the lifeline, support for machines without a GPU, then SGLang itself.
+"""What runs in SGLang's interpreter: the lifeline, a limit to waiting in weight groups, support for machines without
+a GPU, then SGLang itself.
 
 Run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; so
 it imports nothing of streamrl. Processes that SGLang starts afresh import it again, and so have the
@@ -20,6 +21,7 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import runpy
@@ -28,6 +30,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -35,6 +38,8 @@ LIFELINE = "STREAMRL_SGLANG_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 API_KEY = "STREAMRL_SGLANG_API_KEY"
 """Environment variable: the key that callers of the server must show, if there is one."""
+GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
+"""Environment variable: how long the others may take to form a weight group, or to send what they announced."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
@@ -51,6 +56,16 @@ def hold_lifeline(descriptor: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def limit_group_waits(seconds: float) -> None:
+    """SGLang waits half an hour for whom it has to meet in a weight group, and answers nothing meanwhile; there is no
+    setting for that, so the default of its function is replaced."""
+    from sglang.srt.utils.common import init_custom_process_group as form
+
+    ours = {"timeout": timedelta(seconds=seconds)}
+    defaults = [p for p in inspect.signature(form).parameters.values() if p.default is not p.empty]
+    form.__defaults__ = tuple(ours.get(p.name, p.default) for p in defaults)
 
 
 def support_cpu() -> None:
@@ -99,6 +114,8 @@ def declare_detection_operators() -> None:
 
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
     support_cpu()
+if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:
+    limit_group_waits(float(os.environ[GROUP_SECONDS]))
 
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))

@@ -45,6 +45,19 @@ class Monitor:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def is_there(self) -> bool:
+        """As `is_ready`; a server that is there and busy with something else has `SILENT_SECONDS` to answer."""
+        deadline = time.monotonic() + SILENT_SECONDS
+        while True:
+            try:
+                async with self._session.get(f"{self._url}/health") as response:
+                    return response.status == 200
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    return False
+            except aiohttp.ClientError:
+                return False
+
     async def keep_figures(self) -> None:
         """Ask for figures again and again; while there is no answer the last ones stand."""
         while True:

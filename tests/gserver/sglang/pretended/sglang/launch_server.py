@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import sgl_kernel
 
 from sglang.scheduler import schedule
+from sglang.srt.utils.common import init_custom_process_group
 
 METRICS = """# TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{engine="a"} 2.0
@@ -32,6 +33,7 @@ class Handler(BaseHTTPRequestHandler):
             "argv": sys.argv[1:],
             "pids": [os.getpid(), worker.pid],
             "kernels": sgl_kernel.__version__,
+            "group": str(init_custom_process_group()),
             "starts_by": multiprocessing.get_start_method(),
         }
         content = METRICS if self.path == "/metrics" else json.dumps(told)

@@ -20,6 +20,8 @@ from tests.gserver.installed import sglang_python
 START_SECONDS = 400.0
 MAX_CONTEXT = 8192
 MAX_RUNNING = 8
+GROUP_SECONDS = 5.0
+"""The longest that they wait in a weight group."""
 KEY_VARIABLE = "STREAMRL_TEST_GSERVER_KEY"
 """What `gserver.api_key_env` has to name in a run that joins; set from the first server on."""
 KEY = "what the callers of these show".replace(" ", "-")
@@ -70,6 +72,7 @@ class RunningSglang:
             seed=1,
             weight_version="of nobody",
             prompt_cache=True,
+            group_seconds=GROUP_SECONDS,
             key=KEY,
         )
         return await self._stack.enter_async_context(server)

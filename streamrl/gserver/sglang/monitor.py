@@ -46,12 +46,12 @@ class Monitor:
             return False
 
     async def is_there(self) -> bool:
-        """As `is_ready`; a server that is there and busy with something else has `SILENT_SECONDS` to answer."""
+        """Whether anybody answers, be it paused, when /health does not; a busy server has `SILENT_SECONDS`."""
         deadline = time.monotonic() + SILENT_SECONDS
         while True:
             try:
-                async with self._session.get(f"{self._url}/health") as response:
-                    return response.status == 200
+                async with self._session.get(f"{self._url}/model_info") as response:
+                    return response.status < 500
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     return False

@@ -54,8 +54,7 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
 
 def serves_mixed_weights(reply: GenerateReply) -> bool:
     """Whether a weight update broke off on the gserver, and left it with parts of two versions."""
-    meta = reply.meta_info
-    return meta.weight_version == MIXED_WEIGHTS or any(s.version == MIXED_WEIGHTS for s in meta.weight_versions or ())
+    return reply.meta_info.weight_version == MIXED_WEIGHTS or unmixed(reply) is not reply
 
 
 def unmixed(reply: GenerateReply) -> GenerateReply:
@@ -63,7 +62,7 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
     meta = reply.meta_info
     spans = meta.weight_versions
     if spans:
-        kept = next((span.start for span in spans if span.version == MIXED_WEIGHTS), None)
+        kept = next((s.start for s in spans if s.version == MIXED_WEIGHTS and s.end > s.start), None)
     else:
         kept = 0 if meta.weight_version == MIXED_WEIGHTS else None
     if kept is None:
@@ -89,7 +88,8 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
     for span in meta.weight_versions:
         if span.start != len(versions) or not span.start <= span.end <= tokens:
             raise WireError(f"weight_versions {meta.weight_versions} do not cover {tokens} tokens one after another")
-        versions.extend([_version(span.version)] * (span.end - span.start))
+        if span.end > span.start:  # an update leaves an empty span of mixed weights
+            versions.extend([_version(span.version)] * (span.end - span.start))
     if len(versions) != tokens:
         raise WireError(f"weight_versions {meta.weight_versions} cover {len(versions)} of {tokens} tokens")
     return versions

@@ -129,10 +129,17 @@ async def test_no_token_of_mixed_weights_is_taken_and_another_gserver_goes_on(
 
 
 async def test_what_ended_before_weights_were_mixed_is_taken(client: GenerationClient) -> None:
-    spans = [("3", 0, 2)]
+    spans = [("3", 0, 2), (MIXED_WEIGHTS, 2, 2)]
     async with serving(script(answer([10, 2], version=MIXED_WEIGHTS, spans=spans))) as engine:
         generation = await generate(client, engine.url)
     assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 3], 0)
+
+
+async def test_a_response_goes_through_an_update_during_which_weights_were_mixed(client: GenerationClient) -> None:
+    spans = [("3", 0, 1), (MIXED_WEIGHTS, 1, 1), ("4", 1, 2)]
+    async with serving(script(answer([10, 2], version="4", spans=spans))) as engine:
+        generation = await generate(client, engine.url)
+    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 4], 0)
 
 
 async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:

@@ -35,6 +35,8 @@ TIMEOUT = {"embedded": 3.0, "sglang": GROUP_SECONDS}
 """Of each wait in an update, in seconds; SGLang's scheduler answers between two steps only."""
 PATIENCE = 60.0
 """For what has to happen after a fault: generous, since the machine may be busy."""
+RESPONSE_PATIENCE = 300.0
+"""For a token of a response, whose gservers may fail one after another."""
 TOLERANCE = 2e-4
 """Of log-probabilities in float32, in nats."""
 GSERVERS = 2
@@ -133,7 +135,7 @@ class FaultyFleet:
 
     async def generate_always(self, seed: int) -> None:
         """One response after another, from gservers that take groups; every token is compared with its weights."""
-        responses = Responses(self.client, sampling=SamplingConfig(), seed=1, patience=PATIENCE)
+        responses = Responses(self.client, sampling=SamplingConfig(), seed=1, patience=RESPONSE_PATIENCE)
         route = AnyLiveGserver(self.run, seed=seed)
         while True:
             await route.replace("")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -36,14 +38,20 @@ JSON = {"Content-Type": "application/json"}
 class FixedWeights:
     """Weights to publish."""
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
+    def __init__(self, weights: dict[str, Tensor], *, halfway: Callable[[], None] = lambda: None) -> None:
+        """`halfway` is called once, when half of them were read."""
         self._weights = weights
+        self._halfway = halfway
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(tensor.shape)) for name, tensor in self._weights.items()]
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        yield from self._weights.items()
+        for number, item in enumerate(self._weights.items()):
+            if number == len(self._weights) // 2:
+                halfway, self._halfway = self._halfway, lambda: None
+                halfway()
+            yield item
 
     def end(self) -> None:
         """Nobody else has a part of them."""
@@ -55,12 +63,13 @@ class Contract:
     def __init__(
         self,
         engine: str,
-        urls: Sequence[str],
+        urls: list[str],
         *,
         run: Run,
         publisher: Publisher,
         model: Any,
-        processes: Sequence[asyncio.subprocess.Process],
+        processes: list[asyncio.subprocess.Process],
+        start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
     ) -> None:
         self.engine = engine
         self.pause_mode = run.config.weights.pause_mode
@@ -73,6 +82,7 @@ class Contract:
         self.version = 0
         self._model = model
         self._publisher = publisher
+        self._start = start
         self._factors = {0: 1.0}
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
@@ -81,10 +91,26 @@ class Contract:
         """URLs of the gservers whose processes live."""
         return [url for url, process in zip(self.urls, self.processes, strict=True) if process.returncode is None]
 
-    async def publish(self, factor: float) -> None:
+    def kill(self, index: int) -> None:
+        """SIGKILL to what serves: to SGLang's own process, or to the gserver's."""
+        process = psutil.Process(self.processes[index].pid)
+        victim = process.children()[0] if self.engine == "sglang" else process
+        victim.send_signal(signal.SIGKILL)
+
+    async def restart(self, index: int) -> None:
+        """Another process in the place of one that has ended; it has the run's first weights."""
+        await self.processes[index].wait()
+        process = self.processes[index] = await self._start(index)
+        await self.run.until(
+            lambda status: any((p.role, p.index, p.pid) == ("gserver", index, process.pid) for p in status.processes),
+            timeout=START_SECONDS,
+        )
+        self.urls[index] = (await self.run.process("gserver", index)).address
+
+    async def publish(self, factor: float, *, halfway: Callable[[], None] = lambda: None) -> None:
         """Publish the initial weights times `factor` as the next version; `logprobs` follow them."""
         new = {name: tensor * factor for name, tensor in self._initial.items()}
-        await self._publisher.publish(self.version + 1, FixedWeights(new))
+        await self._publisher.publish(self.version + 1, FixedWeights(new, halfway=halfway))
         self.version += 1
         self._factors[self.version] = factor
 
@@ -153,9 +179,11 @@ async def contract(
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
-        processes = [
-            await stack.enter_async_context(gserver_process(run, folder, model_dir, index)) for index in range(count)
-        ]
+
+        def start(index: int) -> Awaitable[asyncio.subprocess.Process]:
+            return stack.enter_async_context(gserver_process(run, folder, model_dir, index))
+
+        processes = [await start(index) for index in range(count)]
         ended = [asyncio.create_task(process.wait()) for process in processes]
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {*range(count)}, timeout=START_SECONDS))
         await asyncio.wait({*ended, live}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +199,7 @@ async def contract(
             carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
-        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes)
+        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes, start=start)
         try:
             yield found
         finally:

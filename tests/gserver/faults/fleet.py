@@ -33,6 +33,8 @@ from tests.gserver.running_sglang import GROUP_SECONDS, KEY_VARIABLE, SCRATCH, R
 
 TIMEOUT = {"embedded": 3.0, "sglang": GROUP_SECONDS}
 """Of each wait in an update, in seconds; SGLang's scheduler answers between two steps only."""
+SGLANG_ATTEMPTS = 6
+"""At an update: on a busy machine more than what was armed comes too late."""
 PATIENCE = 60.0
 """For what has to happen after a fault: generous, since the machine may be busy."""
 RESPONSE_PATIENCE = 300.0
@@ -245,7 +247,8 @@ def fleet_config(engine: str, folder: Path, mode: str) -> Config:
         run={"dir": str(folder), "device": "cpu"},
         gserver={"count": GSERVERS, "max_context": 256, "max_running": 8, "dtype": "float32"} | own,
         # `retract`, so that every token can be compared: nothing of the old weights is attended to
-        weights={"mode": mode, "timeout_seconds": TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"},
+        weights={"mode": mode, "timeout_seconds": TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"}
+        | ({"attempts": SGLANG_ATTEMPTS} if engine == "sglang" else {}),
         manager={"heartbeat_seconds": 0.1, "lease_seconds": 5.0},
     )
 

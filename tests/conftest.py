@@ -12,9 +12,11 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("unhurried", deadline=None)  # how long an example takes depends on what else runs
 settings.load_profile("unhurried")
 
-TOGETHER = "tests/gserver/contract/"
+CONTRACT = "tests/gserver/contract/"
+ON_SGLANG = "tests/gserver/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang"
+TOGETHER = (CONTRACT, ON_SGLANG)
 """Tests that share servers which take long to start."""
-LONGEST_FIRST = (TOGETHER, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
+LONGEST_FIRST = (CONTRACT, ON_SGLANG, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
 
 gc.disable()  # while torch and the like are imported, which stay: see streamrl.importing
@@ -29,7 +31,7 @@ class Scheduling(LoadScopeScheduling):
     """Each test to whatever process is free next, but those of `TOGETHER` to one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid
+        return CONTRACT if nodeid.startswith(TOGETHER) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

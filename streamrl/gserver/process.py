@@ -109,6 +109,7 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
             seed=_seed(config, index),
             weight_version=_initial_version(config),
             prompt_cache=prompt_cache,
+            group_seconds=config.weights.timeout_seconds,
             key=gserver_key(config),
         ) as server:
             yield server, server.url

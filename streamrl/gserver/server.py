@@ -40,6 +40,7 @@ from streamrl.transport.generation import (
     StagedSums,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
+    UpdateWeightVersion,
     WeightsChecker,
 )
 from streamrl.transport.http import ErrorDetail, ErrorReply
@@ -55,13 +56,6 @@ HEALTH_SECONDS = 20.0
 """How long /health_generate waits for its token."""
 
 _encode = msgspec.json.Encoder().encode
-
-
-class UpdateWeightVersion(msgspec.Struct, frozen=True):
-    """Body of POST /update_weight_version."""
-
-    new_version: str
-    abort_all_requests: bool = False
 
 
 class StreamPart(msgspec.Struct, frozen=True):

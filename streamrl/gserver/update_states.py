@@ -55,6 +55,8 @@ class Step(Enum):
     VERIFY = "verify"
     """Show that the staged weights are those that were trained."""
     PAUSE = "pause"
+    MARK = "mark"
+    """Call your weights mixed, before they are: whatever is sampled from them can be told apart."""
     SWAP = "swap"
     """Serve the new weights from here on."""
     ASK = "ask"
@@ -86,9 +88,7 @@ class Plan:
     check: tuple[Step, ...] = ()
     take: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
     mixes: Step | None = None
-    """From this step on, until the swap is through, the weights that it serves are of two versions."""
-    label_tells: bool = True
-    """Whether the name that it gives its weights says, after a lost answer, if the swap took place."""
+    """From this step on, until the swap is through, the weights that it serves may be of two versions."""
 
 
 def plan_for(*, way: Literal["broadcast", "snapshot"], staged: bool, joined: bool, verified: bool) -> Plan:
@@ -101,9 +101,9 @@ def plan_for(*, way: Literal["broadcast", "snapshot"], staged: bool, joined: boo
     if staged:
         return Plan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
     if way == "snapshot":  # nothing touches it before the swap, which reads the files
-        return Plan(mixes=Step.SWAP)
-    steps = (*join, Step.PAUSE, Step.BEGIN, Step.RECEIVE)
-    return Plan(prepare=steps, take=(Step.SWAP,), mixes=Step.RECEIVE, label_tells=False)
+        return Plan(take=(Step.PAUSE, Step.MARK, Step.SWAP), mixes=Step.MARK)
+    steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
+    return Plan(prepare=steps, take=(Step.SWAP,), mixes=Step.MARK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +247,7 @@ class UpdateStates(Generic[Who]):
                 pass  # it is evicted, and resumed all the same
             case _:
                 member.seen, member.said, member.left = seen, reason, []
-                if self.phase is Phase.TAKE and member.plan.label_tells and do.step is Step.SWAP:
+                if self.phase is Phase.TAKE and do.step is Step.SWAP:
                     member.left = [Step.ASK]
         return self._go_on(self._next(member))
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.errors import PublicationError
+from streamrl.errors import PeerError, PublicationError
 from streamrl.gserver.routing import Gserver
 from streamrl.transport.control.publication import TensorSpec
 from streamrl.transport.generation import (
+    MIXED_WEIGHTS,
     AbortRequest,
     DestroyWeightsUpdateGroup,
     GenerationClient,
@@ -24,6 +25,7 @@ from streamrl.transport.generation import (
     StagedSums,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
+    UpdateWeightVersion,
     WeightsChecker,
 )
 
@@ -46,19 +48,30 @@ class WeightCalls:
         await self._post(gserver, "/destroy_weights_update_group", DestroyWeightsUpdateGroup(group_name=name))
 
     async def begin(self, gserver: Gserver) -> None:
-        await self._post(gserver, "/begin_weight_update")
+        try:
+            await self._post(gserver, "/begin_weight_update")
+        except PeerError as error:
+            if not 400 <= error.status < 500:
+                raise
+            await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
+            await self._post(gserver, "/begin_weight_update")
+
+    async def mark_mixed(self, gserver: Gserver) -> None:
+        """Have the weights called mixed from here on, until they are named as a version."""
+        await self._name(gserver, MIXED_WEIGHTS)
 
     async def receive(
-        self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int, flush_cache: bool
+        self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int | None, flush_cache: bool
     ) -> None:
-        """Have the next broadcast in `group` taken as the tensors of `bucket`."""
+        """Have the next broadcast in `group` taken as the tensors of `bucket`; a gserver that writes them over those
+        that it serves is told no `version` yet."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
             shapes=[spec.shape for spec in bucket],
             group_name=group,
             flush_cache=flush_cache,
-            weight_version=str(version),
+            weight_version=None if version is None else str(version),
             load_format="flattened_bucket",
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
@@ -87,6 +100,11 @@ class WeightCalls:
     async def end(self, gserver: Gserver) -> None:
         await self._post(gserver, "/end_weight_update")
 
+    async def end_in_place(self, gserver: Gserver, *, version: int) -> None:
+        """All weights of `version` are where it serves them from."""
+        await self.end(gserver)
+        await self._name(gserver, str(version))
+
     async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
         await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
 
@@ -104,6 +122,10 @@ class WeightCalls:
         """What it calls the weights that it serves."""
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
+
+    async def _name(self, gserver: Gserver, label: str) -> None:
+        message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
+        await self._post(gserver, "/update_weight_version", message)
 
     async def _post(
         self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None

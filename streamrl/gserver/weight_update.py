@@ -258,10 +258,14 @@ class WeightUpdate:
             case Step.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._config.pause_mode)
-            case Step.SWAP if isinstance(self._weights, Snapshot) and not _stages_weights(gserver):
+            case Step.MARK:
+                await self._calls.mark_mixed(gserver)
+            case Step.SWAP if _stages_weights(gserver):
+                await self._calls.end(gserver)
+            case Step.SWAP if isinstance(self._weights, Snapshot):
                 await self._load(gserver)
             case Step.SWAP:
-                await self._calls.end(gserver)
+                await self._calls.end_in_place(gserver, version=self.version)
             case Step.CLEAR:
                 await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
             case Step.RESUME:
@@ -289,7 +293,7 @@ class WeightUpdate:
                 gserver,
                 bucket,
                 group=self.group.name,
-                version=self.version,
+                version=self.version if _stages_weights(gserver) else None,
                 flush_cache=self._flushes(gserver) and number == last,
             )
 

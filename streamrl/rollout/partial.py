@@ -1,8 +1,9 @@
 """Interruptible generation: one response, whatever happens to gservers meanwhile.
 
 A request that a weight update cuts short is continued from its own tokens under the new policy;
-one whose gserver fails goes on at another. Invariant: every token of a `Generation` has the
-log-probability and the version of the policy that sampled it, as the engine reported them.
+one whose gserver fails, or was left with the weights of two versions, goes on at another.
+Invariant: every token of a `Generation` has the log-probability and the version of the policy that
+sampled it, as the engine reported them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.rollout.in_flight import RequestCount
-from streamrl.rollout.replies import check_reply, token_versions
+from streamrl.rollout.replies import check_reply, serves_mixed_weights, token_versions, unmixed
 from streamrl.rollout.siblings import SiblingRequests
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.groups import Route as RouteMessage
@@ -147,6 +148,8 @@ class Generator:
                 await route.replace(gserver)
                 output.interruptions += 1
                 continue
+            mixed = serves_mixed_weights(reply)
+            reply = unmixed(reply)
             finish = check_reply(reply, budget=max_new_tokens - len(output.ids), peer=gserver)
             output.extend(reply)
             if finish.type == "abort" and len(output.ids) < max_new_tokens:
@@ -155,6 +158,8 @@ class Generator:
                     fruitless.progress()
                 else:
                     await fruitless.pause(PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
+                if mixed:
+                    await route.replace(gserver)
                 continue
             return Generation(
                 output_ids=output.ids,

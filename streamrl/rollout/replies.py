@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from streamrl.errors import PeerError, WireError
-from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, FinishReason, GenerateReply, MetaInfo
+from streamrl.transport.generation import (
+    INITIAL_WEIGHT_VERSION,
+    MIXED_WEIGHTS,
+    FinishReason,
+    GenerateReply,
+    MetaInfo,
+)
 
 LOGPROB_TOLERANCE = 1e-3
 """How far above 0 rounding may lift a log-probability."""
@@ -44,6 +52,34 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
     return finish
 
 
+def serves_mixed_weights(reply: GenerateReply) -> bool:
+    """Whether a weight update broke off on the gserver, and left it with parts of two versions."""
+    return reply.meta_info.weight_version == MIXED_WEIGHTS or unmixed(reply) is not reply
+
+
+def unmixed(reply: GenerateReply) -> GenerateReply:
+    """`reply` up to the first token that was sampled from mixed weights; cut, it looks like an aborted one."""
+    meta = reply.meta_info
+    spans = meta.weight_versions
+    if spans:
+        kept = next((s.start for s in spans if s.version == MIXED_WEIGHTS and s.end > s.start), None)
+    else:
+        kept = 0 if meta.weight_version == MIXED_WEIGHTS else None
+    if kept is None:
+        return reply
+    return msgspec.structs.replace(
+        reply,
+        output_ids=reply.output_ids[:kept],
+        meta_info=msgspec.structs.replace(
+            meta,
+            finish_reason=FinishReason(type="abort", message="a weight update broke off"),
+            completion_tokens=kept,
+            weight_versions=[span for span in spans or () if span.end <= kept],
+            output_token_logprobs=(meta.output_token_logprobs or [])[:kept],
+        ),
+    )
+
+
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
     """Policy version of each of `tokens` output tokens; raises `WireError` when the spans do not cover them."""
     if not meta.weight_versions:
@@ -52,7 +88,8 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
     for span in meta.weight_versions:
         if span.start != len(versions) or not span.start <= span.end <= tokens:
             raise WireError(f"weight_versions {meta.weight_versions} do not cover {tokens} tokens one after another")
-        versions.extend([_version(span.version)] * (span.end - span.start))
+        if span.end > span.start:  # an update leaves an empty span of mixed weights
+            versions.extend([_version(span.version)] * (span.end - span.start))
     if len(versions) != tokens:
         raise WireError(f"weight_versions {meta.weight_versions} cover {len(versions)} of {tokens} tokens")
     return versions

@@ -49,8 +49,6 @@ class Broadcaster:
         self._laying_out = ThreadPoolExecutor(1, "weight buckets", initializer=compute_with, initargs=(1,))
 
     def prepare(self, version: int, source: WeightSource) -> None:
-        if self._store is None:
-            self._store = open_store(self._config.host)
         limit = int(self._config.bucket_mb * 2**20)
         self._source = source
         self._buckets = plan_buckets(source.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
@@ -60,6 +58,8 @@ class Broadcaster:
             self._buffers = empty, torch.empty_like(empty)
 
     def announce(self) -> Broadcast:
+        if self._store is None:
+            self._store = open_store(self._config.host)
         dtype = dtype_name(self.dtype)
         return Broadcast(
             buckets=[
@@ -90,17 +90,25 @@ class Broadcaster:
         return checksums
 
     def give_up(self) -> None:
-        """Leave the group: a broadcast that broke off leaves it useless."""
-        if self._group is not None:
-            destroy_group(self._group)
-            self._group, self._group_name = None, ""
+        """Leave the group: a broadcast that broke off leaves it useless.
+
+        The store goes with it. Real SGLang, which would wait there half an hour for a rank that does not come, and
+        do nothing else meanwhile, is let go.
+        """
+        self._leave()
+        self._store = None
 
     def close(self) -> None:
         self.give_up()
         self._laying_out.shutdown(wait=False)
 
+    def _leave(self) -> None:
+        if self._group is not None:
+            destroy_group(self._group)
+            self._group, self._group_name = None, ""
+
     def _form(self, begin: PublishBeginReply) -> None:
-        self.give_up()
+        self._leave()
         self._group = form_group(
             address=self._config.host,
             port=self._store.port,

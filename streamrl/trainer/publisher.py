@@ -121,6 +121,7 @@ class Publisher:
             checksums = await self._in_thread(self._carrier.bring, begin)
         except PublicationError as failure:
             error = str(failure)
+            self._carrier.give_up()  # before the manager hears: a gserver that still waits for a part cannot resume
         reply = await self._client.publish_commit(
             PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
             timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,

@@ -20,6 +20,8 @@ PauseMode = Literal["in_place", "retract", "abort"]
 
 INITIAL_WEIGHT_VERSION = "default"
 """What a server calls the weights that it was started with, unless told otherwise."""
+MIXED_WEIGHTS = "mixed"
+"""What a server calls its weights while others are written over them: nothing sampled from them may be used."""
 
 Reply = TypeVar("Reply")
 
@@ -143,6 +145,14 @@ class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+
+
+class UpdateWeightVersion(msgspec.Struct, frozen=True):
+    """Gives the weights that are served another name."""
+
+    new_version: str
+    abort_all_requests: bool = False
+    """SGLang takes it for true where it is missing."""
 
 
 class WeightsChecker(msgspec.Struct, frozen=True):

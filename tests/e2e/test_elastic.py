@@ -60,7 +60,7 @@ def by_hand(tmp_path: Path) -> Iterator[ByHand]:
         process.wait()
 
 
-def until(url: str, ready: Callable[[Status], bool]) -> Status:
+def until(url: str, ready: Callable[[Status], bool], *, seconds: float = PATIENCE) -> Status:
     async def ask() -> Status:
         client = ControlClient(url)
         try:
@@ -68,7 +68,7 @@ def until(url: str, ready: Callable[[Status], bool]) -> Status:
         finally:
             await client.close()
 
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + seconds
     while not ready(status := asyncio.run(ask())):
         assert status.state in ("joining", "running"), status.message
         assert time.monotonic() < deadline, status.processes

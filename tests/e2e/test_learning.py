@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
-from tests.gserver.contract.installed import sglang_python
+from tests.gserver.installed import sglang_python
 
 SEEDS = (0, 1, 2)
 """A policy from scratch sometimes stops to explore before it has found out about every digit, however it is

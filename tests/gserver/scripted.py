@@ -107,13 +107,13 @@ class ScriptedGserver:
                 self.began, self.buckets = True, 0
             case "/update_weights_from_distributed":
                 self.buckets += 1
-                self.pending_version = self.bodies[path][-1]["weight_version"]
-                if not self.staged:
-                    self.weight_version = self.pending_version
+                self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weights_from_disk":
                 self.pending_version = self.bodies[path][-1]["weight_version"]
                 if not self.staged:
                     self.weight_version = self.pending_version
+            case "/update_weight_version":
+                self.weight_version = self.bodies[path][-1]["new_version"]
             case "/weights_checker":
                 return StagedSums(tensors=self.sums)
             case "/end_weight_update":

@@ -19,6 +19,7 @@ BEGIN = "/begin_weight_update"
 LOAD = "/update_weights_from_disk"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
+NAME = "/update_weight_version"
 END = "/end_weight_update"
 CONTINUE = "/continue_generation"
 
@@ -62,7 +63,7 @@ async def test_files_are_staged_and_compared_before_anybody_pauses(tmp_path: Pat
 async def test_one_without_a_stage_is_paused_while_it_reads(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, staged=False, pause_mode="retract") as (run, (gserver,)):
         assert (await publish(run, 1, checksums={"a": "1"})).done
-        assert calls(gserver) == [PAUSE, LOAD, CONTINUE]
+        assert calls(gserver) == [PAUSE, NAME, LOAD, CONTINUE]
         assert gserver.bodies[LOAD][0]["flush_cache"] is True
 
 

@@ -37,15 +37,20 @@ class Pretended:
 
     def take(self, step: Step) -> None:
         match step:
-            case Step.RECEIVE if self.plan.mixes is Step.RECEIVE:
-                self.weights, self.label = "new", "new"
+            case Step.MARK:
+                self.label = "other"
+            case Step.RECEIVE if self.plan.mixes:
+                self.write()
             case Step.RECEIVE:
                 self.staged = True
             case Step.PAUSE:
                 self.paused, self.requests_ended = True, False
             case Step.SWAP:
                 assert self.paused
-                assert self.staged or self.plan.mixes
+                if self.plan.mixes:
+                    self.write()
+                else:
+                    assert self.staged
                 self.weights, self.label = "new", "new"
             case Step.RESUME:
                 self.served_mixed |= self.weights == "mixed" and not self.requests_ended
@@ -53,8 +58,15 @@ class Pretended:
 
     def fail(self, step: Step) -> None:
         """The step broke off on the way."""
-        if step is self.plan.mixes:
+        if self.plan.mixes and step in (Step.RECEIVE, Step.SWAP):
+            self.write()
             self.weights = "mixed"
+
+    def write(self) -> None:
+        """Over the weights that it serves."""
+        assert self.paused
+        assert self.label == "other", "what it samples from now on would pass for that of a version"
+        self.weights = "new"
 
 
 @settings(max_examples=500, deadline=None)
@@ -135,6 +147,7 @@ def test_events_in_any_order(data: st.DataObject, chosen: list[Plan]) -> None:
         assert not gserver.served_mixed, "requests of mixed weights were ended before they could go on"
         if who not in states.evicted:
             assert gserver.weights != "mixed"
+            assert gserver.label != "other"
             assert gserver.weights == stands or left  # who leaves does not ask whether a swap took place
         if who in states.swapped:
             assert gserver.weights == "new"

@@ -14,6 +14,7 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.transport.control.publication import PublishReply
 from streamrl.transport.control.status import Status
+from streamrl.transport.generation import MIXED_WEIGHTS
 from tests.gserver.harness import (
     Run,
     begin_publication,
@@ -27,6 +28,7 @@ from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 
 INIT = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
+NAME = "/update_weight_version"
 BUCKET = "/update_weights_from_distributed"
 PAUSE = "/pause_generation"
 END = "/end_weight_update"
@@ -380,7 +382,10 @@ class TestWithoutStaging:
             reply, _ = await attempt(run, 1)
             assert reply.done
             for gserver in gservers:
-                assert calls_of_an_update(gserver) == [INIT, PAUSE, BEGIN, BUCKET, BUCKET, END, CONTINUE]
+                assert calls_of_an_update(gserver) == [INIT, PAUSE, BEGIN, NAME, BUCKET, BUCKET, END, NAME, CONTINUE]
+                assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
+                assert [body["weight_version"] for body in gserver.bodies[BUCKET]] == [None, None]
+                assert gserver.weight_version == "1"
 
     @pytest.mark.parametrize(("mode", "flushes"), [("in_place", [False, False]), ("retract", [False, True])])
     async def test_the_cache_is_flushed_with_the_last_bucket(

@@ -11,7 +11,7 @@ from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireErro
 from streamrl.rollout import partial
 from streamrl.rollout.partial import Generation, Generator, GroupRoute
 from streamrl.transport.control.groups import RouteReply
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient
+from streamrl.transport.generation import MIXED_WEIGHTS, GenerateReply, GenerateRequest, GenerationClient
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 
 PROMPT = [5, 6, 7]
@@ -102,6 +102,44 @@ async def test_a_cut_response_is_continued_from_its_own_tokens(client: Generatio
     assert generation.logprobs == [-0.10, -0.11, -0.12, -0.13, -0.02]
     assert generation.interruptions == 3
     assert len({request.rid for request in engine.requests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spans", "kept"),
+    [
+        ([10, 11, 12], [("3", 0, 2), (MIXED_WEIGHTS, 2, 3)], [10, 11]),
+        ([10, 11, 12], [("3", 0, 1), (MIXED_WEIGHTS, 1, 2), ("4", 2, 3)], [10]),
+        ([10, 2], [(MIXED_WEIGHTS, 0, 2)], []),
+        ([10, 2], None, []),
+        ([], None, []),
+    ],
+)
+async def test_no_token_of_mixed_weights_is_taken_and_another_gserver_goes_on(
+    client: GenerationClient, tokens: list[int], spans: Any, kept: list[int]
+) -> None:
+    mixed = answer(tokens, version=MIXED_WEIGHTS, spans=spans, finish="stop" if tokens else "abort")
+    async with serving(script(mixed)) as engine, serving(script(answer([13, 2], version="4"))) as other:
+        routes = FixedRoutes(other.url)
+        generation = await generate(client, engine.url, routes=routes)
+    assert routes.failed == [engine.url]
+    assert prompts(other) == [([*PROMPT, *kept], 8 - len(kept))]
+    assert generation.output_ids == [*kept, 13, 2]
+    assert generation.versions == [*[3] * len(kept), 4, 4]
+    assert generation.interruptions == 1
+
+
+async def test_what_ended_before_weights_were_mixed_is_taken(client: GenerationClient) -> None:
+    spans = [("3", 0, 2), (MIXED_WEIGHTS, 2, 2)]
+    async with serving(script(answer([10, 2], version=MIXED_WEIGHTS, spans=spans))) as engine:
+        generation = await generate(client, engine.url)
+    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 3], 0)
+
+
+async def test_a_response_goes_through_an_update_during_which_weights_were_mixed(client: GenerationClient) -> None:
+    spans = [("3", 0, 1), (MIXED_WEIGHTS, 1, 1), ("4", 1, 2)]
+    async with serving(script(answer([10, 2], version="4", spans=spans))) as engine:
+        generation = await generate(client, engine.url)
+    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 4], 0)
 
 
 async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:

@@ -74,12 +74,15 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     return [python, "-P", str(Path(entry.__file__).resolve()), *flags, *settings.sglang.args]
 
 
-def environment(*, device: str, threads: int, index: int, key: str = "") -> Mapping[str, str]:
+def environment(*, device: str, threads: int, index: int, group_seconds: float, key: str = "") -> Mapping[str, str]:
     """Variables for server `index`; on a CPU each has `threads` cores, its own as long as there are enough.
 
+    `group_seconds`: the longest wait for the others of a weight group.
     `key`: what its callers must show. Not a flag: the flags of a process are there for everyone on the machine to see.
     """
-    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | ({entry.API_KEY: key} if key else {})
+    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", entry.GROUP_SECONDS: f"{group_seconds:g}"}
+    if key:
+        variables[entry.API_KEY] = key
     if device != "cpu":
         return variables
     first = index % max((os.cpu_count() or 1) // threads, 1) * threads

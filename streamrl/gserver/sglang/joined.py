@@ -71,7 +71,7 @@ async def joined_server(
     async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
         try:
             monitor = Monitor(session, url=url)
-            if not await monitor.is_ready():
+            if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
             await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache)
             await client.update(url, "/continue_generation")  # a run that died may have left it paused

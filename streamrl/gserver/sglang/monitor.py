@@ -45,6 +45,19 @@ class Monitor:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def is_there(self) -> bool:
+        """Whether anybody answers, be it paused, when /health does not; a busy server has `SILENT_SECONDS`."""
+        deadline = time.monotonic() + SILENT_SECONDS
+        while True:
+            try:
+                async with self._session.get(f"{self._url}/model_info") as response:
+                    return response.status < 500
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    return False
+            except aiohttp.ClientError:
+                return False
+
     async def keep_figures(self) -> None:
         """Ask for figures again and again; while there is no answer the last ones stand."""
         while True:

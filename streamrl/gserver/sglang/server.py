@@ -94,9 +94,11 @@ async def sglang_server(
     seed: int,
     weight_version: str,
     prompt_cache: bool,
+    group_seconds: float,
     key: str = "",
 ) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. Arguments as in `Launch`; `key`: what callers must show."""
+    """A server that answers, and that is gone afterwards. Arguments as in `Launch`, and `group_seconds`: the longest
+    wait for the others of a weight group; `key`: what callers must show."""
     launch = Launch(
         model_dir=model_dir,
         port=free_port(settings.host),
@@ -108,9 +110,8 @@ async def sglang_server(
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))
-    process = await SglangProcess.start(
-        words, environment(device=device, threads=settings.threads, index=index, key=key)
-    )
+    variables = environment(device=device, threads=settings.threads, index=index, group_seconds=group_seconds, key=key)
+    process = await SglangProcess.start(words, variables)
     try:
         url = f"http://{settings.host}:{launch.port}"
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)

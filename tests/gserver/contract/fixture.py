@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
-from tests.gserver.contract.installed import sglang_python
+from streamrl.transport.keys import bearer, gserver_key
 from tests.gserver.harness import Run, live_gservers, managed, small_config
+from tests.gserver.installed import sglang_python
+from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
 
-START_SECONDS = 400.0
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
-MAX_CONTEXT = 8192
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}
@@ -37,14 +38,20 @@ JSON = {"Content-Type": "application/json"}
 class FixedWeights:
     """Weights to publish."""
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
+    def __init__(self, weights: dict[str, Tensor], *, halfway: Callable[[], None] = lambda: None) -> None:
+        """`halfway` is called once, when half of them were read."""
         self._weights = weights
+        self._halfway = halfway
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(tensor.shape)) for name, tensor in self._weights.items()]
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        yield from self._weights.items()
+        for number, item in enumerate(self._weights.items()):
+            if number == len(self._weights) // 2:
+                halfway, self._halfway = self._halfway, lambda: None
+                halfway()
+            yield item
 
     def end(self) -> None:
         """Nobody else has a part of them."""
@@ -56,12 +63,13 @@ class Contract:
     def __init__(
         self,
         engine: str,
-        urls: Sequence[str],
+        urls: list[str],
         *,
         run: Run,
         publisher: Publisher,
         model: Any,
-        processes: Sequence[asyncio.subprocess.Process],
+        processes: list[asyncio.subprocess.Process],
+        start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
     ) -> None:
         self.engine = engine
         self.pause_mode = run.config.weights.pause_mode
@@ -69,10 +77,12 @@ class Contract:
         self.url = urls[0]
         self.processes = processes
         self.run = run
-        self.client = GenerationClient(timeout=60.0)
+        self.key = gserver_key(run.config)
+        self.client = GenerationClient(timeout=60.0, key=self.key)
         self.version = 0
         self._model = model
         self._publisher = publisher
+        self._start = start
         self._factors = {0: 1.0}
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
@@ -81,10 +91,26 @@ class Contract:
         """URLs of the gservers whose processes live."""
         return [url for url, process in zip(self.urls, self.processes, strict=True) if process.returncode is None]
 
-    async def publish(self, factor: float) -> None:
+    def kill(self, index: int) -> None:
+        """SIGKILL to what serves: to SGLang's own process, or to the gserver's."""
+        process = psutil.Process(self.processes[index].pid)
+        victim = process.children()[0] if self.engine == "sglang" else process
+        victim.send_signal(signal.SIGKILL)
+
+    async def restart(self, index: int) -> None:
+        """Another process in the place of one that has ended; it has the run's first weights."""
+        await self.processes[index].wait()
+        process = self.processes[index] = await self._start(index)
+        await self.run.until(
+            lambda status: any((p.role, p.index, p.pid) == ("gserver", index, process.pid) for p in status.processes),
+            timeout=START_SECONDS,
+        )
+        self.urls[index] = (await self.run.process("gserver", index)).address
+
+    async def publish(self, factor: float, *, halfway: Callable[[], None] = lambda: None) -> None:
         """Publish the initial weights times `factor` as the next version; `logprobs` follow them."""
         new = {name: tensor * factor for name, tensor in self._initial.items()}
-        await self._publisher.publish(self.version + 1, FixedWeights(new))
+        await self._publisher.publish(self.version + 1, FixedWeights(new, halfway=halfway))
         self.version += 1
         self._factors[self.version] = factor
 
@@ -122,7 +148,9 @@ class Contract:
         last = b""
         async with (
             aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/generate", data=msgspec.json.encode(body), headers=JSON) as response,
+            session.post(
+                f"{self.url}/generate", data=msgspec.json.encode(body), headers=JSON | bearer(self.key)
+            ) as response,
         ):
             assert response.status == 200
             async for line in response.content:
@@ -141,46 +169,21 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
     return [entry[0] for entry in reply.meta_info.output_token_logprobs or () if entry[0] is not None]
 
 
-class RunningSglang:
-    """An SGLang server that runs join, one after another; started when the first wants it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = AsyncExitStack()
-        self._url = ""
-
-    async def url(self) -> str:
-        if not self._url:
-            config = contract_config("sglang", self._folder, "retract")
-            server = sglang_server(
-                config.gserver,
-                index=0,
-                model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
-                device="cpu",
-                dtype="float32",
-                seed=1,
-                weight_version="of nobody",
-                prompt_cache=True,
-            )
-            self._url = (await self._stack.enter_async_context(server)).url
-        return self._url
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-
 @asynccontextmanager
 async def contract(
     engine: str, folder: Path, *, pause_mode: PauseMode, joins: str = "", count: int = 1
 ) -> AsyncIterator[Contract]:
-    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins."""
+    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins, which asks
+    for a key."""
     config = contract_config(engine, folder, pause_mode, joins=joins, count=count)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
-        processes = [
-            await stack.enter_async_context(gserver_process(run, folder, model_dir, index)) for index in range(count)
-        ]
+
+        def start(index: int) -> Awaitable[asyncio.subprocess.Process]:
+            return stack.enter_async_context(gserver_process(run, folder, model_dir, index))
+
+        processes = [await start(index) for index in range(count)]
         ended = [asyncio.create_task(process.wait()) for process in processes]
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {*range(count)}, timeout=START_SECONDS))
         await asyncio.wait({*ended, live}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,7 +199,7 @@ async def contract(
             carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
-        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes)
+        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes, start=start)
         try:
             yield found
         finally:
@@ -233,11 +236,7 @@ async def gserver_process(
 def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: str = "", count: int = 1) -> Config:
     return small_config(
         folder,
-        model={
-            "path": "scratch",
-            "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
-            | {"max_position_embeddings": MAX_CONTEXT},
-        },
+        model=SCRATCH,
         data={"max_prompt_tokens": 64},
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
@@ -245,8 +244,9 @@ def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: 
             "engine": engine,
             "count": count,
             "max_context": MAX_CONTEXT,
-            "max_running": 8,
+            "max_running": MAX_RUNNING,
             "dtype": "float32",
+            "api_key_env": KEY_VARIABLE if joins else "",
             "sglang": {
                 "python": sglang_python() or "",
                 "start_timeout_seconds": START_SECONDS,

@@ -11,24 +11,34 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.rollout.replies import check_reply, token_versions
-from streamrl.transport.generation import AbortRequest, PauseGeneration, PauseMode
-from tests.gserver.contract.fixture import (
-    MAX_CONTEXT,
-    MODES,
-    START_SECONDS,
-    TOLERANCE,
-    Contract,
-    output_logprobs,
-    request,
-)
+from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode
+from tests.gserver.contract.fixture import MODES, TOLERANCE, Contract, output_logprobs, request
+from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(START_SECONDS + 120),
 ]
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 400
+MOST_TOKENS = 3000
+"""More than a gserver makes while a test lasts."""
+CHANGES = (
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/end_weight_update",
+    "/destroy_weights_update_group",
+    "/weights_checker",
+)
+"""Calls that change it, or show its weights."""
 
 
 async def test_answers_are_trained_on_as_they_are(gserver: Contract) -> None:
@@ -68,14 +78,40 @@ async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) ->
 
 
 async def test_a_request_that_has_not_begun_can_be_aborted(gserver: Contract) -> None:
-    await gserver.client.update(gserver.url, "/pause_generation", PauseGeneration(mode="in_place"))
+    running = await asyncio.gather(
+        *(gserver.begin([n], MOST_TOKENS, rid=f"runs/{n}") for n in range(1, MAX_RUNNING + 1))
+    )
     waiting = asyncio.create_task(gserver.generate(PROMPT, 8, rid="waits"))
-    await asyncio.sleep(0.3)
+    await gserver.run.until(lambda status: status.processes[0].stats.get("queued") == 1, timeout=60)
     assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(rid="waits"))).success
-    assert (await gserver.client.update(gserver.url, "/continue_generation")).success
     reply = await waiting
-    if check_reply(reply, budget=8, peer=gserver.url).type == "abort":  # else SGLang was told before it knew of it
-        assert reply.output_ids == []
+    assert check_reply(reply, budget=8, peer=gserver.url).type == "abort"
+    assert reply.output_ids == []
+    assert not any(task.done() for task in running)
+    assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(abort_all=True))).success
+    for reply in await asyncio.gather(*running):
+        assert check_reply(reply, budget=MOST_TOKENS, peer=gserver.url).type == "abort"
+
+
+async def test_callers_without_its_key_are_refused(gserver: Contract) -> None:
+    if not gserver.key:
+        pytest.skip("this one asks for none")
+    for key in ("", gserver.key[:-1] + "x"):
+        stranger = GenerationClient(timeout=20.0, key=key)
+        try:
+            with pytest.raises(PeerError) as refused:
+                await stranger.generate(gserver.url, request(PROMPT, 4))
+            assert refused.value.status == 401
+            with pytest.raises(PeerError) as refused:
+                await stranger.model_info(gserver.url)
+            assert refused.value.status == 401
+            for path in CHANGES:
+                with pytest.raises(PeerError) as refused:
+                    await stranger.update(gserver.url, path)
+                assert refused.value.status == 401, path
+        finally:
+            await stranger.close()
+    assert len((await gserver.generate(PROMPT, 4)).output_ids) == 4
 
 
 @pytest.mark.parametrize("mode", MODES)

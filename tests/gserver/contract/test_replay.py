@@ -14,13 +14,16 @@ import pytest
 
 from streamrl.config import SamplingConfig
 from streamrl.rollout.partial import Generation, Generator
-from streamrl.rollout.replies import token_versions
+from streamrl.rollout.replies import token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
-from tests.gserver.contract.fixture import START_SECONDS, TOLERANCE, Contract, contract, request
+from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, request
 from tests.gserver.contract.replay import replay
+from tests.gserver.harness import live_gservers
+from tests.gserver.installed import sglang_python
+from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(START_SECONDS + 120),
 ]
 
@@ -28,6 +31,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [2] * 17, [9, 8, 7, 6], [3, 1, 4, 1, 5]]
 MOST_TOKENS = 8000
 """More than a gserver makes while a test lasts."""
 LAST_TOKENS = 5
+REPORTED_TOKENS = 150
+"""After which an aborted answer of SGLang holds some, though its request was retracted: it tells of each 50th only."""
 FACTORS = (1.7, 0.6, 1.3)
 """Of the initial weights, for each of the versions that are published: distributions differ by much."""
 
@@ -35,19 +40,25 @@ FACTORS = (1.7, 0.6, 1.3)
 class Recorder(GenerationClient):
     """Remembers the parts in which each response came; none ends by itself, the last ones are short."""
 
-    def __init__(self) -> None:
-        super().__init__(timeout=60.0)
+    def __init__(self, *, key: str) -> None:
+        super().__init__(timeout=60.0, key=key)
         self.segments: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.ending = False
+        self.asked: dict[str, str] = {}
+        """Response → URL of the gserver that it is at."""
+        self.asks = asyncio.Event()
 
     async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
         budget = LAST_TOKENS if self.ending else request.sampling_params.max_new_tokens
         params = msgspec.structs.replace(request.sampling_params, max_new_tokens=budget, ignore_eos=True)
         request = msgspec.structs.replace(request, sampling_params=params)
-        reply = await super().generate(url, request)
         assert request.rid is not None
-        versions = token_versions(reply.meta_info, tokens=len(reply.output_ids))
-        self.segments.setdefault(request.rid.partition("/")[0], []).append((reply.output_ids, versions))
+        self.asked[request.rid.partition("/")[0]] = url
+        self.asks.set()
+        reply = await super().generate(url, request)
+        taken = unmixed(reply)
+        versions = token_versions(taken.meta_info, tokens=len(taken.output_ids))
+        self.segments.setdefault(request.rid.partition("/")[0], []).append((taken.output_ids, versions))
         return reply
 
 
@@ -71,7 +82,7 @@ class Responses:
 
     def __init__(self, served: Contract) -> None:
         self._served = served
-        self._recorder = Recorder()
+        self._recorder = Recorder(key=served.key)
         self._generator = Generator(self._recorder, sampling=SamplingConfig(), seed=1, patience=60.0)
         self._tasks = [
             asyncio.create_task(
@@ -86,6 +97,13 @@ class Responses:
         """Until about so many more were sampled for each: another request, which runs beside them, has as many."""
         client = self._served.client
         await asyncio.gather(*(client.generate(url, request([7], tokens)) for url in self._served.living))
+
+    async def move(self) -> None:
+        """Until all are at gservers that live."""
+        async with asyncio.timeout(60):
+            while not set(self._recorder.asked.values()) <= set(self._served.living):
+                self._recorder.asks.clear()
+                await self._recorder.asks.wait()
 
     async def end(self) -> list[Generation]:
         """Cut all of them short, by an abort; each token's log-probability is checked."""
@@ -124,9 +142,43 @@ async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tmp_path: 
         await responses.have(40)
         await served.publish(FACTORS[0])
         await responses.have(40)
-        served.processes[1].kill()
+        served.kill(1)
         await served.processes[1].wait()
+        await responses.move()
         await responses.have(40)
         made = await responses.end()
         assert [response.interruptions for response in made] == [1, 2, 1, 2]
         assert {version for response in made for version in response.versions} == {0, 1}
+
+
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+async def test_across_updates_and_deaths_of_one_of_two_sglang_servers(tmp_path: Path) -> None:
+    """It dies while it generates, comes back with an update, and dies in the middle of the next one."""
+    async with contract("sglang", tmp_path, pause_mode="retract", count=2) as served:
+        responses = Responses(served)
+        await responses.have(40)
+        await served.publish(FACTORS[0])
+        await responses.have(40)
+        served.kill(1)
+        await served.processes[1].wait()
+        await responses.move()
+        await responses.have(40)
+        made = await responses.end()
+        assert [response.interruptions for response in made] == [1, 2, 1, 2]
+        assert {version for response in made for version in response.versions} == {0, 1}
+
+        await served.restart(1)
+        await served.publish(FACTORS[1])
+        for url in served.urls:
+            assert (await served.client.model_info(url)).weight_version == "2"
+        assert await served.client.checksum(served.urls[0]) == await served.client.checksum(served.urls[1])
+        responses = Responses(served)
+        await responses.have(REPORTED_TOKENS)
+        await served.publish(FACTORS[2], halfway=lambda: served.kill(1))
+        await served.processes[1].wait()
+        await responses.move()
+        await responses.have(40)
+        made = await responses.end()
+        assert {version for response in made for version in response.versions} == {2, 3}
+        assert all(set(response.versions) == {2, 3} for response in made[::2])
+        assert live_gservers(await served.run.client.status()) == {0}

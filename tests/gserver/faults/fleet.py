@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.checksum import weights_checksum
-from streamrl.config import Config
-from streamrl.errors import StreamRLError
+from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
-from streamrl.rollout.replies import token_versions
+from streamrl.rollout.partial import Generation
+from streamrl.rollout.partial import Generator as Responses
+from streamrl.rollout.replies import token_versions, unmixed
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.keys import gserver_key
+from tests.gserver.faults.places import Places, embedded_places, sglang_places
 from tests.gserver.faults.proxy import Armed, Fault, Proxy, listening
 from tests.gserver.harness import Run, live_gservers, managed, small_config
+from tests.gserver.running_sglang import GROUP_SECONDS, KEY_VARIABLE, SCRATCH, RunningSglang
 
-TIMEOUT = 3.0
-"""Of each wait in an update, in seconds."""
+TIMEOUT = {"embedded": 3.0, "sglang": GROUP_SECONDS}
+"""Of each wait in an update, in seconds; SGLang's scheduler answers between two steps only."""
+SGLANG_ATTEMPTS = 6
+"""At an update: on a busy machine more than what was armed comes too late."""
 PATIENCE = 60.0
 """For what has to happen after a fault: generous, since the machine may be busy."""
+RESPONSE_PATIENCE = 300.0
+"""For a token of a response, whose gservers may fail one after another."""
 TOLERANCE = 2e-4
 """Of log-probabilities in float32, in nats."""
-FORGE = "tests.gserver.faults.forge"
 GSERVERS = 2
 PROMPT = [3, 1, 4, 1, 5]
+RESPONSE_TOKENS = 40
+STREAMS = 2
+"""Responses that are made at any time."""
+FACTORS = 7
+"""So many versions differ; then they come again."""
 
 
 class Weights:
@@ -60,18 +69,18 @@ class Weights:
 class FaultyFleet:
     """What a test of faults needs; version v has the initial weights times `factor(v)`."""
 
-    def __init__(self, run: Run, proxies: list[Proxy], *, folder: Path, model: Any, forge: Any) -> None:
+    def __init__(self, run: Run, proxies: list[Proxy], *, places: Places, model: Any) -> None:
         self.run = run
         self.proxies = proxies
         self.version = 0
-        self.client = GenerationClient(timeout=PATIENCE)
+        self.client = OrderedVersions(timeout=PATIENCE, key=gserver_key(run.config))
         self.control = ControlClient(run.url)
         self.checked = 0
         """Responses whose every token was compared with the weights of its version."""
-        self._folder = folder
+        self._places = places
         self._model = model
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-        self._forge = forge
+        self._sums: dict[int, Any] = {}
         self._pids = 1000
         self._publisher_lock = asyncio.Lock()
         self.publisher = self.new_publisher()
@@ -91,7 +100,7 @@ class FaultyFleet:
         self.publisher = self.new_publisher()
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        return {name: tensor * (1.0 + 0.1 * (version % 7)) for name, tensor in self._initial.items()}
+        return {name: tensor * (1.0 + 0.1 * (version % FACTORS)) for name, tensor in self._initial.items()}
 
     async def publish(self) -> None:
         """Publish the next version; raises as the trainer would."""
@@ -114,17 +123,9 @@ class FaultyFleet:
 
     async def start(self, proxy: Proxy) -> None:
         """A fresh process in the place of `proxy`, which registers."""
-        order = {"config": str(self._folder / "config.toml"), "folder": str(self.model_dir), "index": proxy.index}
-        self._forge.stdin.write(json.dumps(order).encode() + b"\n")
-        await self._forge.stdin.drain()
-        made = json.loads(await asyncio.wait_for(self._forge.stdout.readline(), PATIENCE))
-        proxy.pid, proxy.target, proxy.alive, proxy.paused = made["pid"], made["url"], True, False
+        proxy.fill(await self._places.fresh(proxy.index))
         self._pids += 1
         await self.run.register("gserver", proxy.index, address=proxy.url, pid=self._pids, host=socket.gethostname())
-
-    @property
-    def model_dir(self) -> Path:
-        return self._folder / "model"
 
     async def heartbeats(self) -> None:
         """Of the gservers that live; a stopped one says nothing, but its place is remembered."""
@@ -134,33 +135,25 @@ class FaultyFleet:
                     await self.run.beat("gserver", proxy.index)
             await asyncio.sleep(0.1)
 
-    async def generate_always(self) -> None:
-        """One request after another at gservers that take groups; every answer is compared with its weights."""
-        picks = random.Random(0)
+    async def generate_always(self, seed: int) -> None:
+        """One response after another, from gservers that take groups; every token is compared with its weights."""
+        responses = Responses(self.client, sampling=SamplingConfig(), seed=1, patience=RESPONSE_PATIENCE)
+        route = AnyLiveGserver(self.run, seed=seed)
         while True:
-            live = sorted(live_gservers(await self.run.client.status()))
-            if not live:
-                await asyncio.sleep(0.05)
-                continue
-            # The proxy passes it on; what dies under a request is the business of its sender.
-            with suppress(StreamRLError):
-                self.check(await self.client.generate(self.proxies[picks.choice(live)].url, request(40)))
+            await route.replace("")
+            self.check(await responses.generate(PROMPT, max_new_tokens=RESPONSE_TOKENS, rid=f"r{seed}", route=route))
 
     @torch.inference_mode()
-    def check(self, reply: GenerateReply) -> None:
+    def check(self, response: Generation) -> None:
         """Every token has the log-probability that it has under the weights of the version that it names."""
-        outputs = reply.output_ids
-        versions = token_versions(reply.meta_info, tokens=len(outputs))
-        assert versions == sorted(versions)
-        given = [entry[0] for entry in reply.meta_info.output_token_logprobs or ()]
-        for version in set(versions):
+        outputs = response.output_ids
+        for version in set(response.versions):
             with torch.no_grad():
                 for name, parameter in self._model.named_parameters():
                     parameter.copy_(self.weights(version)[name])
             rows = self._model(torch.tensor([[*PROMPT, *outputs]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-            for place, (token, found) in enumerate(zip(outputs, given, strict=True)):
-                if versions[place] == version:
-                    assert found is not None
+            for place, (token, found) in enumerate(zip(outputs, response.logprobs, strict=True)):
+                if response.versions[place] == version:
                     assert abs(found - float(rows[place, token])) < TOLERANCE, f"token {place} of version {version}"
         self.checked += 1
 
@@ -170,7 +163,7 @@ class FaultyFleet:
             proxy.armed = None
             proxy.hang_up()
             if proxy.alive:
-                proxy.signal(signal.SIGCONT)
+                proxy.go_on()
             else:
                 await self.start(proxy)
         await self.run.until(
@@ -179,22 +172,63 @@ class FaultyFleet:
         )
         status = await self.run.client.status()
         assert status.ledger.policy_version == self.version
-        expected = weights_checksum(self.weights(self.version)).total
         for proxy in self.proxies:
-            served = (await self.client.checksum(proxy.url))["total"]
-            assert served == expected, self._explain(proxy, served)
+            await self._check_weights(proxy)
             assert (await self.client.model_info(proxy.url)).weight_version in self.labels()
             reply = await self.client.generate(proxy.url, request(4))  # generation goes on
             assert set(token_versions(reply.meta_info, tokens=4)) == {self.version}
-            self.check(reply)
+            self.check(response_of(reply))
             assert not proxy.paused
 
-    def _explain(self, proxy: Proxy, served: str) -> str:
-        same = [v for v in range(self.version + 2) if weights_checksum(self.weights(v)).total == served]
-        return f"gserver/{proxy.index} serves the weights of {same or 'no version'} instead of v{self.version}"
+    async def _check_weights(self, proxy: Proxy) -> None:
+        """They are those of the version; real SGLang's checksums can only be compared with each other."""
+        served = await self.client.checksum(proxy.url)
+        if self.run.config.gserver.engine == "sglang":
+            assert served == self._sums.setdefault(self.version % FACTORS, served)
+            return
+        expected = weights_checksum(self.weights(self.version)).total
+        same = [v for v in range(self.version + 2) if weights_checksum(self.weights(v)).total == served["total"]]
+        assert served["total"] == expected, f"{proxy.url} serves the weights of {same} instead of v{self.version}"
 
     def labels(self) -> set[str]:
         return {"default", "0"} if self.version == 0 else {str(self.version)}
+
+
+class OrderedVersions(GenerationClient):
+    """Responses end by their length alone; within an answer no version comes after a newer one."""
+
+    async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
+        params = msgspec.structs.replace(request.sampling_params, ignore_eos=True)
+        reply = await super().generate(url, msgspec.structs.replace(request, sampling_params=params))
+        versions = token_versions(unmixed(reply).meta_info, tokens=len(unmixed(reply).output_ids))
+        assert versions == sorted(versions)
+        return reply
+
+
+class AnyLiveGserver:
+    """The route of a response: whoever takes groups now."""
+
+    def __init__(self, run: Run, *, seed: int) -> None:
+        self.gserver = ""
+        self._run = run
+        self._picks = random.Random(seed)
+
+    async def replace(self, failed: str) -> None:
+        status = await self._run.until(lambda status: bool(live_gservers(status)), timeout=PATIENCE)
+        live = [p.address for p in status.processes if p.role == "gserver" and p.state == "live"]
+        self.gserver = self._picks.choice([url for url in live if url != failed] or live)
+
+
+def response_of(reply: GenerateReply) -> Generation:
+    """An answer as it came."""
+    return Generation(
+        output_ids=reply.output_ids,
+        logprobs=[entry[0] or 0.0 for entry in reply.meta_info.output_token_logprobs or ()],
+        versions=token_versions(reply.meta_info, tokens=len(reply.output_ids)),
+        finish_reason="length",
+        matched=None,
+        interruptions=0,
+    )
 
 
 def request(tokens: int) -> GenerateRequest:
@@ -202,57 +236,55 @@ def request(tokens: int) -> GenerateRequest:
     return GenerateRequest(input_ids=PROMPT, sampling_params=params, return_logprob=True)  # type: ignore[arg-type]
 
 
-def fleet_config(folder: Path, mode: str) -> Config:
+def fleet_config(engine: str, folder: Path, mode: str) -> Config:
+    sglang = {"addresses": [f"http://stands.for.{index}" for index in range(GSERVERS)]}
+    own = {"engine": engine, "sglang": sglang, "api_key_env": KEY_VARIABLE} if engine == "sglang" else {}
     return small_config(
         folder,
-        model={
-            "path": "scratch",
-            "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32},
-        },
+        model=SCRATCH,
         data={"max_prompt_tokens": 64},
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
-        gserver={"count": GSERVERS, "max_context": 256, "max_running": 8, "dtype": "float32"},
+        gserver={"count": GSERVERS, "max_context": 256, "max_running": 8, "dtype": "float32"} | own,
         # `retract`, so that every token can be compared: nothing of the old weights is attended to
-        weights={"mode": mode, "timeout_seconds": TIMEOUT, "bucket_mb": 0.2, "pause_mode": "retract"},
+        weights={"mode": mode, "timeout_seconds": TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"}
+        | ({"attempts": SGLANG_ATTEMPTS} if engine == "sglang" else {}),
         manager={"heartbeat_seconds": 0.1, "lease_seconds": 5.0},
     )
 
 
 @asynccontextmanager
-async def faulty_fleet(folder: Path, mode: str) -> AsyncIterator[FaultyFleet]:
+async def faulty_fleet(
+    folder: Path, mode: str, *, engine: str = "embedded", running: RunningSglang
+) -> AsyncIterator[FaultyFleet]:
     """Two gservers that serve version 0, with generation under way; what fails in the background fails the test."""
-    config = fleet_config(folder, mode)
-    (folder / "config.toml").write_text(configuration.to_toml(config))
-    (folder / "model").symlink_to(ensure_checkpoint(config, cache=folder / "cache"))
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    forge = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", FORGE),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        async with AsyncExitStack() as stack:
-            run = await stack.enter_async_context(managed(config))
-            proxies = [await stack.enter_async_context(listening(Proxy(index))) for index in range(GSERVERS)]
-            fleet = FaultyFleet(run, proxies, folder=folder, model=model, forge=forge)
-            stack.push_async_callback(fleet.client.close)
-            stack.push_async_callback(fleet.control.close)
-            stack.callback(lambda: fleet.publisher.close())
-            for proxy in proxies:
-                await fleet.start(proxy)
-            await run.register("rollout")
-            await run.until(lambda status: live_gservers(status) == {0, 1}, timeout=PATIENCE)
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(fleet.heartbeats()),
-                    group.create_task(fleet.generate_always()),
-                    group.create_task(fleet.follow_late_gservers()),
-                ]
-                yield fleet
-                for task in tasks:
-                    task.cancel()
-    finally:
-        forge.kill()
-        await forge.wait()
+    config = fleet_config(engine, folder, mode)
+    config_file = folder / "config.toml"
+    config_file.write_text(configuration.to_toml(config))
+    model_dir = ensure_checkpoint(config, cache=folder / "cache")
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    async with AsyncExitStack() as stack:
+        places = await stack.enter_async_context(
+            embedded_places(config_file, model_dir)
+            if engine == "embedded"
+            else sglang_places(config, running, model_dir)
+        )
+        run = await stack.enter_async_context(managed(config))
+        proxies = [await stack.enter_async_context(listening(Proxy(index))) for index in range(GSERVERS)]
+        fleet = FaultyFleet(run, proxies, places=places, model=model)
+        stack.push_async_callback(fleet.client.close)
+        stack.push_async_callback(fleet.control.close)
+        stack.callback(lambda: fleet.publisher.close())
+        for proxy in proxies:
+            await fleet.start(proxy)
+        await run.register("rollout")
+        await run.until(lambda status: live_gservers(status) == {0, 1}, timeout=PATIENCE)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(fleet.heartbeats()),
+                *(group.create_task(fleet.generate_always(seed)) for seed in range(STREAMS)),
+                group.create_task(fleet.follow_late_gservers()),
+            ]
+            yield fleet
+            for task in tasks:
+                task.cancel()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,10 +11,14 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 
+from tests.gserver.faults.places import Place
+
 Fault = Literal["kill", "stop", "error", "nonsense", "lost", "late"]
-"""`kill`, `stop`: SIGKILL or SIGSTOP as the call comes. `error`: 500. `nonsense`: something that is no answer; both
-without the call. `lost`: the call takes effect and its answer is cut off. `late`: it takes effect, and is never
-answered."""
+"""`kill`: the gserver is gone as the call comes; `stop`: its processes are stopped (SIGSTOP). `error`: 500.
+`nonsense`: something that is no answer; both without the call. `lost`: the call takes effect and its answer is cut
+off. `late`: it takes effect, and is never answered."""
+
+HEADERS = ("Content-Type", "Authorization")
 
 
 @dataclass
@@ -34,33 +35,44 @@ class Proxy:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.pid = 0
-        self.target = ""
         self.url = ""
-        self.alive = False
+        self.place: Place | None = None
         self.paused = False
         self.armed: Armed | None = None
-        self._gone = asyncio.Event()
+        self._hung_up = asyncio.Event()
+        self._open: set[asyncio.Transport] = set()
+
+    @property
+    def alive(self) -> bool:
+        return self.place is not None
+
+    def fill(self, place: Place) -> None:
+        """A fresh process answers here."""
+        self.place = place
+        self.paused = False
 
     async def handle(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        armed = self.armed
-        strikes = armed is not None and request.path == armed.path and not armed.struck
-        if strikes and armed is not None:
-            if armed.skip:
+        assert request.transport is not None
+        connection = request.transport
+        self._open.add(connection)
+        try:
+            body = await request.read()
+            armed = self.armed
+            if armed is not None and request.path == armed.path and not armed.struck:
+                if not armed.skip:
+                    armed.struck = True
+                    return await self._strike(armed.fault, request, body)
                 armed.skip -= 1
-            else:
-                armed.struck = True
-                return await self._strike(armed.fault, request, body)
-        return await self._forward(request, body)
+            return await self._forward(request, body)
+        finally:
+            self._open.discard(connection)
 
     async def _strike(self, fault: Fault, request: web.Request, body: bytes) -> web.Response:
         match fault:
             case "kill":
                 self.kill()
-                return await self._forward(request, body)
             case "stop":
-                self.signal(signal.SIGSTOP)
+                self.stop()
                 return await self._forward(request, body)
             case "error":
                 return web.Response(status=500, body=b"Internal Server Error")
@@ -71,36 +83,53 @@ class Proxy:
                 return web.Response(body=b"{")
             case "late":
                 await self._forward(request, body)
-                await self._gone.wait()
-        raise AssertionError("unreachable")
+                await self._hung_up.wait()
+        raise ConnectionAbortedError
 
     async def _forward(self, request: web.Request, body: bytes) -> web.Response:
+        if self.place is None:
+            _cut(request)
+            raise ConnectionAbortedError
+        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
             try:
                 async with session.request(
-                    request.method, self.target + request.path, data=body, headers={"Content-Type": "application/json"}
+                    request.method, self.place.url + request.path, data=body, headers=headers
                 ) as answer:
                     content = await answer.read()
             except aiohttp.ClientError:
-                if request.transport is not None:
-                    request.transport.abort()
+                _cut(request)
                 raise
         if answer.status == 200 and request.path in ("/pause_generation", "/continue_generation"):
             self.paused = request.path == "/pause_generation"
         return web.Response(status=answer.status, body=content, content_type="application/json")
 
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+    def stop(self) -> None:
+        if self.place is not None:
+            self.place.stop()
+
+    def go_on(self) -> None:
+        """As it was before `stop`."""
+        if self.place is not None:
+            self.place.go_on()
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.alive = False
+        """It is gone, with all its connections."""
+        if self.place is not None:
+            self.place.kill()
+            self.place = None
+        for connection in self._open:
+            connection.abort()
 
     def hang_up(self) -> None:
         """Let go of calls that are never answered."""
-        self._gone.set()
-        self._gone = asyncio.Event()
+        self._hung_up.set()
+        self._hung_up = asyncio.Event()
+
+
+def _cut(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 @asynccontextmanager

@@ -1,5 +1,8 @@
 """Something goes wrong at every step of a weight update, with real gservers and weights that really move.
 
+Two gservers with the embedded engine, which are killed and stopped for good, or two SGLang servers, which write weights
+in place: they are cut off, stopped and joined again, and one that failed in the middle holds a mixture.
+
 After each fault the update either stands or was made again by the publisher; what failed comes back, and then
 both gservers serve exactly the weights of the version that they name, unpaused. Meanwhile requests never stop,
 and every token that was answered is compared with the weights of its version. Generation that would hang, a
@@ -16,10 +19,13 @@ import pytest
 from streamrl.errors import PublicationError
 from streamrl.trainer.broadcaster import Broadcaster
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
-from tests.gserver.faults.fleet import TIMEOUT, FaultyFleet, Weights, faulty_fleet
+from tests.gserver.faults.fleet import FaultyFleet, Weights, faulty_fleet
 from tests.gserver.faults.proxy import Fault
+from tests.gserver.installed import sglang_python
+from tests.gserver.running_sglang import RunningSglang
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
 
 JOIN = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
@@ -28,23 +34,47 @@ LOAD = "/update_weights_from_disk"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 SWAP = "/end_weight_update"
+NAME = "/update_weight_version"
 RESUME = "/continue_generation"
 
 STEPS = {
-    "collective": [(JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
-    "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
-    "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+    "embedded": {
+        "collective": [
+            *((JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
+        ],
+        "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+        "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+    },
+    "sglang": {
+        "collective": [
+            *((JOIN, 0), (PAUSE, 0), (BEGIN, 0), (NAME, 0), (BUCKET, 0), (BUCKET, 1)),
+            *((SWAP, 0), (NAME, 1), (RESUME, 0)),
+        ],
+        "disk": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (RESUME, 0)],
+        "shared_memory": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (RESUME, 0)],
+    },
 }
-"""Of each way to bring weights: a call, and how many calls of its kind go well before."""
+"""Of each engine and way to bring weights: a call, and how many calls of its kind go well before."""
+ANSWER_SECONDS = 60.0
 QUICK: list[Fault] = ["kill", "error", "nonsense", "lost"]
+BAD: list[Fault] = ["nonsense", "error"]
 SLOW: list[Fault] = ["stop", "late"]
 """They take as long as deadlines do, so each step has one of them, in turn."""
 
 
-def cases(mode: str) -> list[tuple[str, int, Fault]]:
-    found = []
-    for number, (path, skip) in enumerate(STEPS[mode]):
-        found += [(path, skip, fault) for fault in [*QUICK, SLOW[number % 2]]]
+def cases(engine: str, mode: str) -> list[tuple[str, int, Fault]]:
+    """Everything at every step. On real SGLang, which takes its time, so in one mode: an answer that is no good is in
+    turn 500 or nonsense, and a deadline passes at every second step. In the other modes each step has one fault."""
+    found: list[tuple[str, int, Fault]] = []
+    steps = STEPS[engine][mode]
+    for number, (path, skip) in enumerate(steps):
+        slow = SLOW[number % 2] if engine == "embedded" else SLOW[number // 2 % 2]
+        if engine == "embedded" or mode == "collective":
+            found += [(path, skip, fault) for fault in QUICK if engine == "embedded" or fault != BAD[number % 2]]
+            found += [(path, skip, slow)] * (engine == "embedded" or number % 2 == 0)
+        else:
+            found.append((path, skip, QUICK[(number + (mode == "disk")) % len(QUICK)]))
+            found += [(path, skip, "late")] * (path == LOAD)
     return found
 
 
@@ -58,16 +88,19 @@ async def strike(fleet: FaultyFleet, path: str, skip: int, fault: Fault) -> None
     await fleet.settle()
 
 
-@pytest.mark.parametrize("mode", list(STEPS))
-async def test_a_gserver_fails_at_every_step(tmp_path: Path, mode: str) -> None:
-    async with faulty_fleet(tmp_path, mode) as fleet:
-        for path, skip, fault in cases(mode):
+@pytest.mark.parametrize("mode", ["collective", "disk", "shared_memory"])
+@pytest.mark.parametrize("engine", [pytest.param("embedded"), pytest.param("sglang", marks=NO_SGLANG)])
+async def test_a_gserver_fails_at_every_step(
+    tmp_path: Path, running_sglang: RunningSglang, engine: str, mode: str
+) -> None:
+    async with faulty_fleet(tmp_path, mode, engine=engine, running=running_sglang) as fleet:
+        for path, skip, fault in cases(engine, mode):
             try:
                 await strike(fleet, path, skip, fault)
             except BaseException as error:
                 error.add_note(f"at {fault} in {path} (call {skip + 1}) of v{fleet.version + 1}")
                 raise
-        assert fleet.checked > len(cases(mode))
+        assert fleet.checked > len(cases(engine, mode))
         await publisher_faults(fleet)
 
 
@@ -93,7 +126,7 @@ async def disappears(fleet: FaultyFleet, *, sends: bool) -> None:
     version = fleet.version + 1
     await asyncio.to_thread(carrier.prepare, version, Weights(fleet.weights(version)))  # type: ignore[arg-type]
     begin = await fleet.control.publish_begin(
-        PublishBegin(version=version, weights=carrier.announce()), timeout=TIMEOUT * 4
+        PublishBegin(version=version, weights=carrier.announce()), timeout=ANSWER_SECONDS
     )
     if sends:
         await asyncio.to_thread(carrier.bring, begin)
@@ -105,12 +138,12 @@ async def fails_in_the_middle(fleet: FaultyFleet) -> None:
     version = fleet.version + 1
     await asyncio.to_thread(carrier.prepare, version, Weights(fleet.weights(version)))  # type: ignore[arg-type]
     begin = await fleet.control.publish_begin(
-        PublishBegin(version=version, weights=carrier.announce()), timeout=TIMEOUT * 4
+        PublishBegin(version=version, weights=carrier.announce()), timeout=ANSWER_SECONDS
     )
     if isinstance(carrier, Broadcaster):
         await asyncio.to_thread(send_a_part, carrier, begin)
     reply = await fleet.control.publish_commit(
-        PublishCommit(version=version, group_name=begin.group_name, error="it broke"), timeout=TIMEOUT * 4
+        PublishCommit(version=version, group_name=begin.group_name, error="it broke"), timeout=ANSWER_SECONDS
     )
     assert not reply.done
     assert reply.error == "the publisher failed: it broke"
@@ -121,9 +154,11 @@ def send_a_part(carrier: Broadcaster, begin: PublishBeginReply) -> None:
     carrier.bring(begin)
 
 
-async def test_weights_that_differ_from_those_that_were_trained_are_never_served(tmp_path: Path) -> None:
+async def test_weights_that_differ_from_those_that_were_trained_are_never_served(
+    tmp_path: Path, running_sglang: RunningSglang
+) -> None:
     """The files are damaged after their checksums were taken."""
-    async with faulty_fleet(tmp_path, "disk") as fleet:
+    async with faulty_fleet(tmp_path, "disk", running=running_sglang) as fleet:
         await fleet.publish()
         carrier = fleet.publisher._carrier
         prepare = carrier.prepare

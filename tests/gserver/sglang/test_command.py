@@ -45,15 +45,20 @@ def test_flags_on_a_gpu() -> None:
     assert {"--device=cuda", "--base-gpu-id=3", "--disable-radix-cache"} < set(words)
     assert words[-1] == "--mem-fraction-static=0.6"
     assert not set(CPU_FLAGS) & set(words)
-    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0)
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0, group_seconds=30)
 
 
 def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 5)
-    bound = [environment(device="cpu", threads=2, index=index)["SGLANG_CPU_OMP_THREADS_BIND"] for index in range(3)]
+
+    def bound_to(threads: int, index: int) -> str:
+        variables = environment(device="cpu", threads=threads, index=index, group_seconds=30)
+        return variables["SGLANG_CPU_OMP_THREADS_BIND"]
+
+    bound = [bound_to(2, index) for index in range(3)]
     assert bound == ["0-1", "2-3", "0-1"]
-    assert environment(device="cpu", threads=1, index=6)["SGLANG_CPU_OMP_THREADS_BIND"] == "1"
-    assert environment(device="cpu", threads=8, index=1)["SGLANG_CPU_OMP_THREADS_BIND"] == "0-7"
+    assert bound_to(1, 6) == "1"
+    assert bound_to(8, 1) == "0-7"
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ class Elsewhere:
         self._flags = {"disable_radix_cache": False, "context_length": None} | (flags or {})
         self._loads = loads
 
-    async def health(self, _: web.Request) -> web.Response:
-        return web.Response()
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({})
 
     async def figures(self, _: web.Request) -> web.Response:
         return web.Response(text="# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 5.0\n")
@@ -47,7 +47,7 @@ async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]
     app = web.Application()
     app.add_routes(
         [
-            web.get("/health", server.health),
+            web.get("/model_info", server.model_info),
             web.get("/metrics", server.figures),
             web.get("/server_info", server.server_info),
             web.post("/{call}", server.change),

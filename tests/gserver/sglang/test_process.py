@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import AbstractAsyncContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
     assert f"--model-path={folder}" in told["argv"]
     assert told["argv"][-1] == "--chunked-prefill-size=64"
     assert told["kernels"]
+    assert told["starts_by"] == "fork"
+    assert told["group"] == str(("gloo", timedelta(seconds=20), -1))
     assert (served.name, stats["running"], stats["tokens_generated_total"]) == ("sglang", 3, 40)
     await until_gone(told["pids"])
 

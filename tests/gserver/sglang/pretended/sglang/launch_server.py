@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import sgl_kernel
 
 from sglang.scheduler import schedule
+from sglang.srt.utils.common import init_custom_process_group
 
 METRICS = """# TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{engine="a"} 2.0
@@ -28,7 +29,13 @@ class Handler(BaseHTTPRequestHandler):
             sys.stderr.write("the last words\n")
             sys.stderr.flush()
             os._exit(7)
-        told = {"argv": sys.argv[1:], "pids": [os.getpid(), worker.pid], "kernels": sgl_kernel.__version__}
+        told = {
+            "argv": sys.argv[1:],
+            "pids": [os.getpid(), worker.pid],
+            "kernels": sgl_kernel.__version__,
+            "group": str(init_custom_process_group()),
+            "starts_by": multiprocessing.get_start_method(),
+        }
         content = METRICS if self.path == "/metrics" else json.dumps(told)
         self.send_response(200)
         self.end_headers()
@@ -49,6 +56,7 @@ if __name__ == "__main__":
     if options.hang:
         print("loading", flush=True)  # noqa: T201
         time.sleep(600)
-    worker = multiprocessing.get_context("spawn").Process(target=schedule)
+    multiprocessing.set_start_method("spawn", force=True)
+    worker = multiprocessing.Process(target=schedule)
     worker.start()
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

@@ -90,7 +90,7 @@ class EmbeddedEngine:
             log.info(
                 "this processor only emulates %s: weights of it are held and computed with in %s", dtype, computes_in
             )
-        self._weights = WeightSets(architecture, dtype=dtype, held_in=computes_in, device=device)
+        self._weights = WeightSets(architecture, dtype=dtype, held_in=computes_in, device=device, threads=threads)
         cache = KVCache(
             architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device
         )

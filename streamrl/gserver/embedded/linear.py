@@ -58,7 +58,7 @@ class Matrix:
         self._packed = None
 
     def pack(self) -> None:
-        """Copy the weights into the order in which products read them; those may take any number of threads."""
+        """Best with as many threads as compute with it: MKL divides the work when it packs."""
         self._packed = _pack(self.weight)
 
 
@@ -85,8 +85,8 @@ def has_packed_products() -> bool:
 
 
 @cache
-def packs_exactly() -> bool:
-    """Whether packed products equal plain ones."""
+def packs_exactly(threads: int) -> bool:
+    """Whether packed products equal plain ones, packed and computed with `threads` threads (those set at present)."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in _TRIED_SHAPES:
         weight = torch.randn(outputs, inputs, generator=generator)
@@ -97,8 +97,9 @@ def packs_exactly() -> bool:
             worst = (_packed_product(x, packed, weight, None) - expected).abs().max().item()
             if not worst <= _TOLERANCE * expected.abs().max().item():
                 log.warning(
-                    "matrices are not packed: MKL's packed product of %d rows, %d inputs and %d outputs is off by %g",
-                    *(rows, inputs, outputs, worst),
+                    "matrices are not packed: with %d threads MKL's packed product of %d rows, %d inputs and %d "
+                    "outputs is off by %g",
+                    *(threads, rows, inputs, outputs, worst),
                 )
                 return False
     return True

@@ -3,8 +3,7 @@
 Q, K and V are neighbouring rows of one matrix, gate and up of another. So every name is a contiguous view, and an
 update is a plain copy into it. Where packed products are faster (`linear.py`), each matrix has a packed copy besides.
 Invariant: nothing is computed from packed copies that are older than the weights; a matrix that is written to is
-unpacked before, and packed again when all of it has been written, or by `make_ready`. A thread packs while the next
-weights are written.
+unpacked before, and packed again when all of it has been written, or by `make_ready`.
 
 Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
 number that is held is one of the served dtype, so the checksum is that of the weights as served.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -23,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
-from streamrl.device import compute_with
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import Architecture
-from streamrl.gserver.embedded.linear import Matrix, packs, packs_exactly
+from streamrl.gserver.embedded.linear import Matrix, packs
+from streamrl.gserver.embedded.packer import Packer
 
 TIED_HEAD = "lm_head.weight"
 
@@ -59,8 +57,10 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         held_in: torch.dtype | None = None,
+        threads: int = 1,
     ) -> None:
-        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given."""
+        """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given. `threads`: of whoever computes
+        with them."""
         self.architecture = architecture
         self.dtype = dtype
         self.held_in = held_in or dtype
@@ -69,8 +69,7 @@ class Parameters:
         """Whether they can be computed with: packed since they were written last, where they are packed at all."""
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
-        self._packer = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(1,))
-        self._packing: dict[Matrix, Future[None]] = {}
+        self._packer = Packer(threads=threads)
         self._lock = threading.Lock()
         self._matrices: dict[Matrix, frozenset[str]] = {}
         """The names that each consists of."""
@@ -108,9 +107,7 @@ class Parameters:
         with self._lock:
             self.ready = False
             if matrix is not None:
-                if matrix in self._packing:
-                    self._packing.pop(matrix).result()
-                matrix.unpack()
+                self._packer.unpack(matrix)
         place = self.named[name]
         rounded = tensor.to(self.dtype)  # where they are held wider
         if self.held_in == self.dtype:
@@ -120,20 +117,17 @@ class Parameters:
             sums = tensor_sums(place.to(self.dtype))
         with self._lock:
             self._written_since.add(name)
-            if matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
-                self._start_packing(matrix)
+            if self._packs and matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
+                self._packer.start(matrix)
         return sums
 
     def make_ready(self) -> None:
         """Everything is written: prepare to compute with it."""
         if self.ready:
             return
-        for matrix in self._matrices:
-            if not matrix.packed and matrix not in self._packing:
-                self._start_packing(matrix)
-        for packing in self._packing.values():
-            packing.result()
-        self._packing.clear()
+        for matrix in self._matrices if self._packs else ():
+            self._packer.start(matrix)
+        self._packer.finish()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
         self._written_since.clear()
@@ -194,16 +188,6 @@ class Parameters:
             gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden),
             down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
-
-    def _start_packing(self, matrix: Matrix) -> None:
-        if self._packs:
-            self._packing[matrix] = self._packer.submit(self._pack, matrix)
-
-    def _pack(self, matrix: Matrix) -> None:
-        if packs_exactly():
-            matrix.pack()
-        else:
-            self._packs = False
 
     def _matrix(self, rows: Mapping[str, int], inputs: int) -> Matrix:
         """`[sum of rows, inputs]`, whose rows belong to several names."""

@@ -26,12 +26,14 @@ class WeightSets:
         dtype: torch.dtype,
         held_in: torch.dtype,
         device: torch.device,
+        threads: int,
     ) -> None:
         """See `Parameters`."""
         self._architecture = architecture
         self._dtype = dtype
         self._held_in = held_in
         self._device = device
+        self._threads = threads
         self.live = self._new()
         self._standby: Parameters | None = None
         self._making = threading.Lock()
@@ -59,4 +61,10 @@ class WeightSets:
             return self._standby
 
     def _new(self) -> Parameters:
-        return Parameters(self._architecture, dtype=self._dtype, device=self._device, held_in=self._held_in)
+        return Parameters(
+            self._architecture,
+            dtype=self._dtype,
+            device=self._device,
+            held_in=self._held_in,
+            threads=self._threads,
+        )

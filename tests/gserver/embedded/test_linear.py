@@ -62,7 +62,7 @@ def test_what_is_packed() -> None:
     assert packs(numbers=1000, dtype=torch.float32, device=CPU)
     assert not packs(numbers=1000, dtype=torch.bfloat16, device=CPU)
     assert not packs(numbers=1000, dtype=torch.float32, device=torch.device("cuda"))
-    assert packs_exactly()
+    assert packs_exactly(1)
 
 
 @needs_packing
@@ -88,5 +88,5 @@ def test_a_wrong_product_is_noticed(
 
     monkeypatch.setattr(linear, "_packed_product", product)
     with caplog.at_level(logging.WARNING):
-        assert not packs_exactly()
+        assert not packs_exactly(1)
     assert f"product of {wrong_from} rows" in caplog.text

@@ -74,7 +74,7 @@ def random_weight(like: Tensor, seed: int) -> Tensor:
 def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, packs: bool, count: int) -> None:
     """Each set's weights are tracked by hand; the live one's logits are those of a fresh model with them."""
     a = architecture(tied=tied)
-    sets = WeightSets(a, dtype=torch.bfloat16, held_in=torch.float32, device=CPU)
+    sets = WeightSets(a, dtype=torch.bfloat16, held_in=torch.float32, device=CPU, threads=1)
     names = sorted(sets.live.named)
     copiers = Copiers()
     if not packs:

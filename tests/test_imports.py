@@ -18,6 +18,7 @@ PACKAGE = ROOT / "streamrl"
 GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum", "progress"} | {
     "config_checks",
     "config_types",
+    "copying",
     "evaluation",
     "evaluation_config",
     "frequency",

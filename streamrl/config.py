@@ -10,7 +10,7 @@ import hashlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -418,7 +418,19 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
 def _readable(error: msgspec.ValidationError) -> str:
     text = str(error)
     message, at, path = text.partition(" - at `$.")
-    return f"{path.rstrip('`')}: {message}" if at else text
+    if not at:
+        return text
+    path = path.rstrip("`")
+    choices = _choices(path)
+    return f"{path}: {message}" + (f"; choose one of {', '.join(map(repr, choices))}" if choices else "")
+
+
+def _choices(path: str) -> tuple[Any, ...]:
+    """What may stand at `path`, if it is one of a few words."""
+    kind: Any = Config
+    for key in path.split("."):
+        kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _without_none(value: Any) -> Any:

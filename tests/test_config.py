@@ -54,7 +54,7 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.batch_groups", 2.5, "trainer.batch_groups: Expected `int`"),
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
-        ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'"),
+        ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
         ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),
         ("trainer", 3, "trainer: Expected `object`"),
         ("model.scratch", "yes", r"model\.scratch: Expected `object \| null`"),

@@ -135,38 +135,32 @@ async def test_across_updates_and_an_abort(gserver: Contract) -> None:
         assert response.interruptions >= (1 + len(FACTORS) if gserver.pause_mode == "abort" else 1)
 
 
+async def generate_across_an_update_and_a_death(served: Contract) -> None:
+    """The second of two gservers dies while it generates."""
+    responses = Responses(served)
+    await responses.have(40)
+    await served.publish(FACTORS[0])
+    await responses.have(40)
+    served.kill(1)
+    await served.processes[1].wait()
+    await responses.move()
+    await responses.have(40)
+    made = await responses.end()
+    assert [response.interruptions for response in made] == [1, 2, 1, 2]
+    assert {version for response in made for version in response.versions} == {0, 1}
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tmp_path: Path) -> None:
     async with contract("embedded", tmp_path, pause_mode=mode, count=2) as served:  # type: ignore[arg-type]
-        responses = Responses(served)
-        await responses.have(40)
-        await served.publish(FACTORS[0])
-        await responses.have(40)
-        served.kill(1)
-        await served.processes[1].wait()
-        await responses.move()
-        await responses.have(40)
-        made = await responses.end()
-        assert [response.interruptions for response in made] == [1, 2, 1, 2]
-        assert {version for response in made for version in response.versions} == {0, 1}
+        await generate_across_an_update_and_a_death(served)
 
 
 @pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
 async def test_across_updates_and_deaths_of_one_of_two_sglang_servers(tmp_path: Path) -> None:
     """It dies while it generates, comes back with an update, and dies in the middle of the next one."""
     async with contract("sglang", tmp_path, pause_mode="retract", count=2) as served:
-        responses = Responses(served)
-        await responses.have(40)
-        await served.publish(FACTORS[0])
-        await responses.have(40)
-        served.kill(1)
-        await served.processes[1].wait()
-        await responses.move()
-        await responses.have(40)
-        made = await responses.end()
-        assert [response.interruptions for response in made] == [1, 2, 1, 2]
-        assert {version for response in made for version in response.versions} == {0, 1}
-
+        await generate_across_an_update_and_a_death(served)
         await served.restart(1)
         await served.publish(FACTORS[1])
         for url in served.urls:

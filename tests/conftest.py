@@ -13,10 +13,13 @@ settings.register_profile("unhurried", deadline=None)  # how long an example tak
 settings.load_profile("unhurried")
 
 CONTRACT = "tests/gserver/contract/"
-ON_SGLANG = "tests/gserver/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang"
-TOGETHER = (CONTRACT, ON_SGLANG)
+ON_SGLANG = (
+    "tests/gserver/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang",
+    "tests/gserver/faults/test_faults.py::test_a_server_",
+)
+TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""
-LONGEST_FIRST = (CONTRACT, ON_SGLANG, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
+LONGEST_FIRST = (CONTRACT, *ON_SGLANG, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
 
 gc.disable()  # while torch and the like are imported, which stay: see streamrl.importing

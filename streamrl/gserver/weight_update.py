@@ -258,6 +258,9 @@ class WeightUpdate:
             case Step.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._config.pause_mode)
+                if self._config.pause_mode == "abort" and not _stages_weights(gserver):
+                    # SGLang has answered its requests, but may still run them, and would not flush its cache.
+                    await self._calls.pause(gserver, "retract")
             case Step.MARK:
                 await self._calls.mark_mixed(gserver)
             case Step.SWAP if _stages_weights(gserver):

@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.errors import ConfigError, ModelError, PeerLost
 from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
-from streamrl.transport.generation import GenerationClient, UpdateWeightsFromDisk
+from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, UpdateWeightsFromDisk
 from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ async def joined_server(
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
             await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache)
-            await client.update(url, "/continue_generation")  # a run that died may have left it paused
-            await _load(client, url, model_dir, weight_version)
+            await load(client, url, model_dir, weight_version)
         finally:
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
@@ -101,9 +100,19 @@ async def _check_flags(client: GenerationClient, url: str, *, max_context: int, 
         raise ConfigError(f"the SGLang server at {url} does not fit the run: {'; '.join(problems)}")
 
 
-async def _load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:
-    request = UpdateWeightsFromDisk(model_path=str(model_dir), weight_version=weight_version, abort_all_requests=True)
-    outcome = await client.update(url, "/update_weights_from_disk", request)
+async def load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:
+    """Serve the model in `model_dir` as `weight_version`, whatever the server does now.
+
+    A run that died may have left it paused, or with requests that nobody waits for any more; these end.
+    """
+    # Paused like this it flushes its cache whatever it has to do; it refuses while a request runs, even an aborted one.
+    await client.update(url, "/pause_generation", PauseGeneration(mode="retract"))
+    try:
+        request = UpdateWeightsFromDisk(model_path=str(model_dir), weight_version=weight_version)
+        outcome = await client.update(url, "/update_weights_from_disk", request)
+    finally:
+        await client.update(url, "/abort_request", AbortRequest(abort_all=True))
+        await client.update(url, "/continue_generation")
     if not outcome.success:
         raise ModelError(
             f"the SGLang server at {url} did not load {model_dir}: {outcome.message or 'no reason given'}; "

@@ -14,12 +14,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.errors import PublicationError
+from streamrl.gserver.sglang.joined import load
+from streamrl.models import ensure_checkpoint
 from streamrl.trainer.broadcaster import Broadcaster
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
-from tests.gserver.faults.fleet import FaultyFleet, Weights, faulty_fleet
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
+from streamrl.transport.keys import gserver_key
+from tests.gserver.faults.fleet import PATIENCE, FaultyFleet, Weights, faulty_fleet, fleet_config, request
+from tests.gserver.faults.places import sglang_places
 from tests.gserver.faults.proxy import Fault
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
@@ -56,6 +62,8 @@ STEPS = {
 }
 """Of each engine and way to bring weights: a call, and how many calls of its kind go well before."""
 ANSWER_SECONDS = 60.0
+GIVEN_UP_SECONDS = 6.0
+"""SGLang looks every 4 seconds whether its callers are still there."""
 QUICK: list[Fault] = ["kill", "error", "nonsense", "lost"]
 BAD: list[Fault] = ["nonsense", "error"]
 SLOW: list[Fault] = ["stop", "late"]
@@ -152,6 +160,57 @@ async def fails_in_the_middle(fleet: FaultyFleet) -> None:
 def send_a_part(carrier: Broadcaster, begin: PublishBeginReply) -> None:
     carrier._buckets = carrier._buckets[:1]
     carrier.bring(begin)
+
+
+@NO_SGLANG
+@pytest.mark.parametrize("left", ["running", "abandoned", "paused"])
+async def test_a_server_is_joined_whatever_the_run_before_left_it_doing(
+    tmp_path: Path, running_sglang: RunningSglang, left: str
+) -> None:
+    config = fleet_config("sglang", tmp_path, "disk")
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    async with sglang_places(config, running_sglang, model_dir) as places:
+        before = await places.fresh(1)
+        client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+        async with asyncio.TaskGroup() as group:
+            requests = [group.create_task(client.generate(before.url, request(200))) for _ in range(4)]
+            await asyncio.sleep(0.5)  # they run
+            if left == "paused":
+                await client.update(before.url, "/pause_generation", PauseGeneration(mode="in_place"))
+            if left == "abandoned":
+                for task in requests:
+                    task.cancel()
+            joined = await places.fresh(1)
+            assert len((await client.generate(joined.url, request(4))).output_ids) == 4
+            assert (await client.model_info(joined.url)).weight_version == INITIAL_WEIGHT_VERSION
+        await client.close()
+
+
+@NO_SGLANG
+async def test_a_server_that_still_runs_requests_nobody_waits_for_takes_weights(
+    tmp_path: Path, running_sglang: RunningSglang
+) -> None:
+    """Its front has noticed that they are given up; its scheduler hears of it together with the new weights."""
+    config = fleet_config("sglang", tmp_path, "disk")
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    server = (await running_sglang.servers(2))[1]
+    (scheduler,) = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "scheduler" in p.name()]
+    client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+    requests = [asyncio.create_task(client.generate(server.url, request(200))) for _ in range(4)]
+    await asyncio.sleep(0.5)  # they run
+    scheduler.suspend()
+    try:
+        for task in requests:
+            task.cancel()
+        await asyncio.sleep(GIVEN_UP_SECONDS)
+        loading = asyncio.create_task(load(client, server.url, model_dir, "another"))
+        await asyncio.sleep(0.5)
+    finally:
+        scheduler.resume()
+    await loading
+    assert (await client.model_info(server.url)).weight_version == "another"
+    assert len((await client.generate(server.url, request(4))).output_ids) == 4
+    await client.close()
 
 
 async def test_weights_that_differ_from_those_that_were_trained_are_never_served(

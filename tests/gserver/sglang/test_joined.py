@@ -16,6 +16,8 @@ from streamrl.errors import ConfigError, ModelError, PeerLost
 from streamrl.gserver.process import running
 from streamrl.gserver.sglang import monitor
 
+JOINING = ["/pause_generation", "/update_weights_from_disk", "/abort_request", "/continue_generation"]
+
 
 class Elsewhere:
     """Answers what a joining gserver asks; `calls` are those that changed it."""
@@ -73,10 +75,10 @@ async def test_it_is_given_the_runs_weights_and_left_running(tmp_path: Path) -> 
     async with elsewhere() as (server, _):
         async with running(joining(server.url), index=0, model_dir=tmp_path) as (served, url):
             assert (served.name, url) == ("sglang", server.url)
-            assert [path for path, _ in server.calls] == ["/continue_generation", "/update_weights_from_disk"]
+            assert [path for path, _ in server.calls] == JOINING
             assert server.calls[1][1]["model_path"] == str(tmp_path)
             assert server.calls[1][1]["weight_version"] == "default"
-        assert len(server.calls) == 2
+        assert len(server.calls) == len(JOINING)
 
 
 async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +113,7 @@ async def test_one_that_does_not_fit_is_refused(
         with pytest.raises(error, match=said):
             async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=tmp_path):
                 pass
+        assert not server.calls or server.calls[-1][0] == "/continue_generation"
 
 
 async def test_one_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ class _Sampler:
 
         with torch.inference_mode():
             self._parameters.update(dict(policy.named_parameters()))
+            self._parameters.pack()
             self._cache.reserve(slots=len(prompts), length=max(map(len, prompts)) + self._most)
             first: dict[tuple[int, ...], int] = {}
             for slot, prompt in enumerate(prompts):

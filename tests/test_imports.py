@@ -19,6 +19,7 @@ GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "devic
     "config_checks",
     "config_types",
     "copying",
+    "safetensors_files",
     "evaluation",
     "evaluation_config",
     "frequency",

@@ -8,7 +8,7 @@ contract; `server.py` knows nothing else of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -127,6 +127,21 @@ class WeightsAside(Protocol):
 
     def store(self, name: str, tensor: Tensor) -> str:
         """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept. Several at a time."""
+
+    def place(self, name: str) -> Tensor | None:
+        """The memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
+
+    def sums(self, name: str) -> str:
+        """`checksum.tensor_sums` of `name`, which was written to its place."""
+
+    def borrow(self, weights: Mapping[str, Tensor]) -> bool:
+        """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
+
+        They lie in memory of this host and never change.
+        """
+
+    def forget(self) -> None:
+        """Somebody may still write to places that were handed out: keep the next set elsewhere."""
 
     def make_ready(self) -> None:
         """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""

@@ -20,11 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.checksum import dtype_name
+from streamrl.checksum import dtype_name, tensor_sums
 from streamrl.copying import Copiers
 from streamrl.device import compute_with
 from streamrl.errors import ModelError, PublicationError
 from streamrl.gserver.engine import Refused, WeightsAside
+from streamrl.safetensors_files import SHARED_MEMORY, mapped
 from streamrl.transport.collective import broadcast, destroy_group, form_group
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
 
@@ -246,9 +247,25 @@ class WeightReceiver:
 
     def _load(self, folder: Path, staged: Staged) -> None:
         try:
-            self._keep(self._read(folder), staged)
+            if not self._borrow(folder, staged):
+                self._keep(self._read(folder), staged)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def _borrow(self, folder: Path, staged: Staged) -> bool:
+        """Take what lies in `folder` as it lies there, if that is memory of this host and all that is served."""
+        if self._aside is None or self._expected is None or not folder.is_relative_to(SHARED_MEMORY):
+            return False
+        weights: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= mapped(file)
+        for name, tensor in weights.items():
+            self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+        if not weights.keys() >= self._expected.shapes.keys() or not self._aside.borrow(weights):
+            return False
+        staged.sums |= self._copiers.each(lambda _, tensor: tensor_sums(tensor), weights.items())
+        self._aside.make_ready()
+        return True
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(folder.glob("*.safetensors"))

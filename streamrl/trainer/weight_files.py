@@ -9,18 +9,15 @@ the next one removes (`shared_memory`: of any run whose process is gone).
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
-import math
 import mmap
 import os
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -28,21 +25,16 @@ from torch import Tensor
 from streamrl.checksum import copy_and_sum
 from streamrl.copying import Copiers
 from streamrl.errors import PublicationError
+from streamrl.safetensors_files import SHARED_MEMORY, layout
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.control.publication import PublishBeginReply, Snapshot
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
 FILE = "model.safetensors"
-ALIGNMENT = 64
-"""Bytes; where the tensors begin in a file."""
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-Specs = Sequence[tuple[str, tuple[int, ...]]]
 
 
 class WeightFiles:
@@ -123,7 +115,7 @@ class WeightFiles:
 
     def _write(self, file: Path, source: WeightSource) -> dict[str, str]:
         """Answers the checksum of each tensor as it lies in the file, by name."""
-        header, offsets, size = _layout(source.specs(), self.dtype)
+        header, offsets, size = layout(source.specs(), self.dtype)
         with file.open("r+b" if file.exists() else "w+b") as opened:
             try:
                 os.truncate(opened.fileno(), size)
@@ -164,24 +156,6 @@ def is_unused(file: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor begins in the file, and the file's size.
-
-    The format: https://github.com/huggingface/safetensors.
-    """
-    entries: dict[str, Any] = {}
-    begins = {}
-    end = 0
-    for name, shape in specs:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        begins[name] = begin
-        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
 
 
 def _synchronise(folder: Path) -> None:

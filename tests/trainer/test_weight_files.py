@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from streamrl import checksum
 from streamrl.checksum import copy_and_sum, tensor_sums
 from streamrl.errors import PublicationError
+from streamrl.safetensors_files import mapped
 from streamrl.trainer.weight_files import PREFIX, WeightFiles
 from streamrl.transport.control.publication import PublishBeginReply
 
@@ -72,15 +73,20 @@ def test_the_last_two_versions_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000002", "v000003"]
 
 
-def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path) -> None:
+def read_in_parts(file: Path) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor("a.weight")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("read", [read_in_parts, lambda file: mapped(file)["a.weight"]], ids=["read", "mapped"])
+def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path, read: Callable[[Path], Tensor]) -> None:
     carrier = files(tmp_path)
     reused = set()
     for version in (1, 2, 3, 4):
         carrier.prepare(version, Weights(some(version)))  # type: ignore[arg-type]
         reused.add((Path(carrier.announce().folder) / "model.safetensors").stat().st_ino)
     assert len(reused) == 2
-    with safe_open(tmp_path / "v000003" / "model.safetensors", framework="pt") as opened:
-        held = opened.get_tensor("a.weight")
+    held = read(tmp_path / "v000003" / "model.safetensors")
     carrier.prepare(5, Weights(some(5)))  # type: ignore[arg-type]
     assert torch.equal(held, some(3)["a.weight"])
     found = load_file(tmp_path / "v000005" / "model.safetensors")

@@ -90,7 +90,14 @@ class EmbeddedEngine:
             log.info(
                 "this processor only emulates %s: weights of it are held and computed with in %s", dtype, computes_in
             )
-        self._weights = WeightSets(architecture, dtype=dtype, held_in=computes_in, device=device, threads=threads)
+        self._weights = WeightSets(
+            architecture,
+            dtype=dtype,
+            held_in=computes_in,
+            device=device,
+            threads=threads,
+            packs_first=deterministic,
+        )
         cache = KVCache(
             architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device
         )
@@ -133,7 +140,7 @@ class EmbeddedEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._do(lambda: self._weights.live.load(self._folder))
+        await self._do(lambda: self._weights.start(self._folder))
 
     async def failed(self) -> None:
         await self._broken.wait()

@@ -43,10 +43,10 @@ class Matrix:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[rows, inputs]` → `[rows, outputs]`, a new tensor."""
-        rows = x.shape[0]
-        if self._packed is None or rows < FEWEST_ROWS:
+        packed = self._packed  # another thread may set it at any time
+        if packed is None or x.shape[0] < FEWEST_ROWS:
             return F.linear(x, self.weight, bias)
-        return _packed_product(x, self._packed, self.weight, bias)
+        return _packed_product(x, packed, self.weight, bias)
 
     @property
     def packed(self) -> bool:

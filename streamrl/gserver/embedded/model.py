@@ -118,7 +118,6 @@ class Model:
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
         """Hidden states of the `wanted` tokens: the last layer ends with these alone."""
-        self.parameters.make_ready()
         x = self.parameters.embedding.index_select(0, tokens)
         cos, sin = self._rotation[:, positions, None].unbind()
         last = self._a.layers - 1

@@ -1,12 +1,13 @@
-"""Packs matrices one after another, in a thread of its own, while others are still written.
+"""Packs matrices one after another, in a thread of its own, while others compute.
 
 The thread has as many helpers as the one that computes: a pack made with fewer makes products up to twice as slow.
-It ends with `finish`, and its helpers with it, because idle ones would slow down those of other threads (see
+It ends with the last matrix, and its helpers with it, because idle ones would slow down those of other threads (see
 `device.compute_with`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from streamrl.device import compute_with
@@ -18,21 +19,21 @@ class Packer:
 
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
         self._packing: dict[Matrix, Future[None]] = {}
 
-    def start(self, matrix: Matrix) -> None:
-        """Pack `matrix` soon, unless it is packed or about to be."""
-        if matrix.packed or matrix in self._packing:
+    def start(self, matrices: Iterable[Matrix]) -> None:
+        """Pack those of `matrices` soon that are not packed."""
+        missing = [matrix for matrix in matrices if not matrix.packed and matrix not in self._packing]
+        if not missing:
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(self._threads,))
-        self._packing[matrix] = self._pool.submit(self._pack, matrix)
+        pool = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(self._threads,))
+        self._packing |= {matrix: pool.submit(self._pack, matrix) for matrix in missing}
+        pool.shutdown(wait=False)
 
     def unpack(self, matrix: Matrix) -> None:
         """Nobody reads the weights of `matrix` any more, and its packed copy is gone."""
         packing = self._packing.pop(matrix, None)
-        if packing is not None:
+        if packing is not None and not packing.cancel():
             packing.result()
         matrix.unpack()
 
@@ -41,9 +42,10 @@ class Packer:
         for packing in self._packing.values():
             packing.result()
         self._packing.clear()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+
+    def stop(self) -> None:
+        """Pack nothing more than what is being packed now."""
+        self._packing = {matrix: packing for matrix, packing in self._packing.items() if not packing.cancel()}
 
     def _pack(self, matrix: Matrix) -> None:
         if packs_exactly(self._threads):

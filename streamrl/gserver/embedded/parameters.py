@@ -1,9 +1,9 @@
 """The weights that are served: laid out as Hugging Face lays them out, and addressed by those names.
 
 Q, K and V are neighbouring rows of one matrix, gate and up of another. So every name is a contiguous view, and an
-update is a plain copy into it. Where packed products are faster (`linear.py`), each matrix has a packed copy besides.
-Invariant: nothing is computed from packed copies that are older than the weights; a matrix that is written to is
-unpacked before, and packed again when all of it has been written, or by `make_ready`.
+update is a plain copy into it; or the weights stay where they are, in memory that somebody else has filled. Where
+packed products are faster (`linear.py`), each matrix may have a packed copy besides. Invariant: nothing is computed
+from packed copies that are older than the weights; a matrix that is written to is unpacked before.
 
 Weights are served in one dtype and may be held in a wider one, in which is computed. Invariant: every
 number that is held is one of the served dtype, so the checksum is that of the weights as served.
@@ -58,24 +58,23 @@ class Parameters:
         device: torch.device,
         held_in: torch.dtype | None = None,
         threads: int = 1,
+        borrowed: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given. `threads`: of whoever computes
-        with them."""
+        with them. `borrowed`: all weights by name, which are only read; without it there is new memory to write to."""
         self.architecture = architecture
         self.dtype = dtype
         self.held_in = held_in or dtype
         self.device = device
-        self.ready = False
-        """Whether they can be computed with: packed since they were written last, where they are packed at all."""
+        self.borrowed = borrowed is not None
+        """Whether nobody may write to them."""
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
+        self._lent = borrowed or {}
         self._packer = Packer(threads=threads)
         self._lock = threading.Lock()
-        self._matrices: dict[Matrix, frozenset[str]] = {}
-        """The names that each consists of."""
+        self._matrices: list[Matrix] = []
         self._matrix_of: dict[str, Matrix] = {}
-        self._written_since: set[str] = set()
-        """Names that were written since this was ready."""
         a = architecture
         self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         """`[vocab, hidden]`"""
@@ -94,49 +93,53 @@ class Parameters:
         return self.architecture.tied and name == TIED_HEAD
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Write `weights`; `make_ready` comes next."""
+        """Write `weights`."""
         for name, tensor in weights.items():
             self.write(name, tensor)
 
+    def place(self, name: str) -> Tensor:
+        """Where one weight lies, to be written to: in `held_in`. Several threads may write, each another weight."""
+        assert not self.borrowed, "these weights belong to somebody else"
+        matrix = self._matrix_of.get(name)
+        if matrix is not None:
+            with self._lock:
+                self._packer.unpack(matrix)
+        return self.named[name]
+
     def write(self, name: str, tensor: Tensor) -> str:
-        """Copy one weight in place; its name must be known and its shape right. `make_ready` comes after the last.
+        """Copy one weight in place; its name must be known and its shape right.
 
         Several threads may write, each another weight. Answers `tensor_sums` of what was written, as it is served.
         """
-        matrix = self._matrix_of.get(name)
-        with self._lock:
-            self.ready = False
-            if matrix is not None:
-                self._packer.unpack(matrix)
-        place = self.named[name]
+        place = self.place(name)
         rounded = tensor.to(self.dtype)  # where they are held wider
         if self.held_in == self.dtype:
-            sums = copy_and_sum(place, rounded)
-        else:
-            place.copy_(rounded)
-            sums = tensor_sums(place.to(self.dtype))
-        with self._lock:
-            self._written_since.add(name)
-            if self._packs and matrix is not None and self._written_since.issuperset(self._matrices[matrix]):
-                self._packer.start(matrix)
-        return sums
+            return copy_and_sum(place, rounded)
+        place.copy_(rounded)
+        return tensor_sums(place.to(self.dtype))
 
-    def make_ready(self) -> None:
-        """Everything is written: prepare to compute with it."""
-        if self.ready:
-            return
-        for matrix in self._matrices if self._packs else ():
-            self._packer.start(matrix)
-        self._packer.finish()
+    def settle(self) -> None:
+        """Everything is written; another thread may be the next to compute with it."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # another thread may be the next to compute with them
-        self._written_since.clear()
-        self.ready = True
+            torch.cuda.synchronize(self.device)
+
+    def start_packing(self) -> None:
+        """Pack what is not packed, where that is faster, while others compute with the weights as they are."""
+        if self._packs:
+            self._packer.start(self._matrices)
+
+    def pack(self) -> None:
+        """`start_packing`, and wait for it."""
+        self.start_packing()
+        self._packer.finish()
+
+    def stop_packing(self) -> None:
+        """Nobody computes with them any more."""
+        self._packer.stop()
 
     def load(self, folder: Path) -> None:
-        """Copy the checkpoint in `folder` in place, converting its dtype, and be ready."""
+        """Copy the checkpoint in `folder` in place, converting its dtype."""
         self.update(self.read(folder))
-        self.make_ready()
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The checkpoint in `folder`, checked to have exactly these weights."""
@@ -195,19 +198,33 @@ class Parameters:
 
     def _matrix_over(self, weight: Tensor, names: Sequence[str]) -> Matrix:
         matrix = Matrix(weight)
-        self._matrices[matrix] = frozenset(names)
+        self._matrices.append(matrix)
         self._matrix_of.update(dict.fromkeys(names, matrix))
         return matrix
 
     def _vector(self, name: str, *shape: int) -> Tensor:
-        self.named[name] = self._zeros(*shape)
+        self.named[name] = self._lent[name] if self.borrowed else self._zeros(*shape)
         return self.named[name]
 
     def _fused(self, rows: Mapping[str, int], *inputs: int) -> Tensor:
         """One tensor whose rows belong to several names."""
-        fused = self._zeros(sum(rows.values()), *inputs)
+        if self.borrowed:
+            fused = joined([self._lent[name] for name in rows])
+        else:
+            fused = self._zeros(sum(rows.values()), *inputs)
         self.named.update(zip(rows, torch.split(fused, list(rows.values())), strict=True))
         return fused
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.held_in, device=self.device)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all `parts`, contiguous: a view where they lie one after another in the same memory, else a copy."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(parts))
+        place += part.nbytes
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())

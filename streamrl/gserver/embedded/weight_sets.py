@@ -1,23 +1,26 @@
-"""The two sets of weights: one that is served, and one that stands by, which updates are written to.
+"""The two sets of weights: one that is served, and one that stands by, which an update fills.
 
-There is a second one from the first update on. Invariant: the live set is never written to; an exchange hands over a
-set only when it is ready to be computed with.
+The one that stands by is memory of this process, which updates are written to, or is borrowed: weights that a
+publisher on this host has put into shared memory are served from there. Invariant: the live set is never written to,
+a borrowed one never at all.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from streamrl.checksum import tensor_sums
 from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.parameters import Parameters
 
 
 class WeightSets:
-    """Keeps `gserver.engine.WeightsAside`: it is written to in other threads than the engine's."""
+    """Keeps `gserver.engine.WeightsAside`: it is filled in other threads than the engine's."""
 
     def __init__(
         self,
@@ -27,22 +30,51 @@ class WeightSets:
         held_in: torch.dtype,
         device: torch.device,
         threads: int,
+        packs_first: bool = False,
     ) -> None:
-        """See `Parameters`."""
+        """See `Parameters`. `packs_first`: no product is made before all matrices are packed, so that equal requests
+        get equal answers to the last bit; else a set is served at once, and packed meanwhile."""
         self._architecture = architecture
         self._dtype = dtype
         self._held_in = held_in
         self._device = device
         self._threads = threads
+        self._packs_first = packs_first
         self.live = self._new()
         self._standby: Parameters | None = None
         self._making = threading.Lock()
 
+    def start(self, folder: Path) -> None:
+        """Serve the checkpoint in `folder`, which nobody computes with yet; raises `ModelError`."""
+        self.live.load(folder)
+        self.live.settle()
+        self.live.pack()
+
     def store(self, name: str, tensor: Tensor) -> str:
         return self._standing_by().write(name, tensor)
 
+    def place(self, name: str) -> Tensor | None:
+        return self._standing_by().place(name) if self._held_in == self._dtype else None
+
+    def sums(self, name: str) -> str:
+        return tensor_sums(self._standing_by().named[name])
+
+    def borrow(self, weights: Mapping[str, Tensor]) -> bool:
+        if self._held_in != self._dtype or self._device.type != "cpu":
+            return False
+        with self._making:
+            self._standby = self._new(borrowed=weights)
+        return True
+
+    def forget(self) -> None:
+        with self._making:
+            self._standby = None
+
     def make_ready(self) -> None:
-        self._standing_by().make_ready()
+        standby = self._standing_by(borrowed=True)
+        standby.settle()
+        if self._packs_first:
+            standby.pack()
 
     def load(self, folder: Path) -> None:
         """Write the checkpoint in `folder` to the set that stands by; raises `ModelError`."""
@@ -51,20 +83,25 @@ class WeightSets:
     def exchange(self) -> Parameters:
         """Serve the set that stands by; answers it."""
         self.make_ready()
-        self.live, self._standby = self._standing_by(), self.live
+        old, self.live = self.live, self._standing_by(borrowed=True)
+        old.stop_packing()
+        self._standby = None if old.borrowed else old
+        self.live.start_packing()
         return self.live
 
-    def _standing_by(self) -> Parameters:
+    def _standing_by(self, *, borrowed: bool = False) -> Parameters:
+        """What stands by; `borrowed`: also if it cannot be written to."""
         with self._making:
-            if self._standby is None:
+            if self._standby is None or (self._standby.borrowed and not borrowed):
                 self._standby = self._new()
             return self._standby
 
-    def _new(self) -> Parameters:
+    def _new(self, borrowed: Mapping[str, Tensor] | None = None) -> Parameters:
         return Parameters(
             self._architecture,
             dtype=self._dtype,
             device=self._device,
             held_in=self._held_in,
             threads=self._threads,
+            borrowed=borrowed,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from streamrl.gserver.embedded.linear import has_packed_products
 from streamrl.gserver.embedded.model import Extension, Model
 from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.weight_sets import WeightSets
+from streamrl.safetensors_files import SHARED_MEMORY, layout, mapped
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
 
 CPU = torch.device("cpu")
@@ -64,41 +66,73 @@ def fresh_logits(a: Architecture, weights: dict[str, Tensor], *, held_in: torch.
     return logits(model_of(parameters), count=count)
 
 
+def in_a_file(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those of a file that nobody can find any more."""
+    header, begins, size = layout([(name, tuple(tensor.shape)) for name, tensor in weights.items()], dtype)
+    content = bytearray(size)
+    content[: len(header)] = header
+    for name, tensor in weights.items():
+        data = tensor.to(dtype).contiguous().view(torch.uint8).flatten().numpy().tobytes()
+        content[begins[name] : begins[name] + len(data)] = data
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return mapped(Path(file.name))
+
+
 def random_weight(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator).to(torch.bfloat16).to(like.dtype)
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), tied=st.booleans(), packs=st.booleans(), count=st.sampled_from([1, 3, 4, len(TOKENS)]))
-def test_any_sequence_of_updates_and_swaps(data: st.DataObject, tied: bool, packs: bool, count: int) -> None:
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    tied=st.booleans(),
+    packs=st.booleans(),
+    count=st.sampled_from([1, 3, 4, len(TOKENS)]),
+)
+def test_any_sequence_of_updates_and_swaps(
+    data: st.DataObject, dtype: torch.dtype, tied: bool, packs: bool, count: int
+) -> None:
     """Each set's weights are tracked by hand; the live one's logits are those of a fresh model with them."""
     a = architecture(tied=tied)
-    sets = WeightSets(a, dtype=torch.bfloat16, held_in=torch.float32, device=CPU, threads=1)
+    sets = WeightSets(a, dtype=dtype, held_in=torch.float32, device=CPU, threads=1)
     names = sorted(sets.live.named)
     copiers = Copiers()
     if not packs:
         sets.live._packs = False
     model = model_of(sets.live)
     live = {name: torch.zeros_like(tensor) for name, tensor in sets.live.named.items()}
-    aside = dict(live)
+    zeros = aside = dict(live)
     for seed, step in enumerate(
-        data.draw(st.lists(st.sampled_from(["store", "ready", "swap", "compute"]), min_size=1, max_size=12))
+        data.draw(st.lists(st.sampled_from(["store", "borrow", "ready", "swap", "compute"]), min_size=1, max_size=12))
     ):
         changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step == "store" else []
         if step == "store":
-            aside |= {name: random_weight(aside[name], seed) for name in changed}
+            if sets._standby is not None and sets._standby.borrowed:  # it cannot be written to
+                aside = zeros
+            aside = aside | {name: random_weight(aside[name], seed) for name in changed}
             sums = copiers.each(sets.store, [(name, aside[name]) for name in changed])
-            assert sums == {name: tensor_sums(aside[name].bfloat16()) for name in changed}
+            assert sums == {name: tensor_sums(aside[name].to(dtype)) for name in changed}
+        elif step == "borrow":
+            weights = {name: random_weight(tensor, seed) for name, tensor in aside.items()}
+            if sets.borrow(in_a_file(weights, dtype)):
+                aside = weights
+            else:
+                assert dtype != torch.float32
         elif step == "ready":
             sets.make_ready()
         elif step == "swap":
             model.parameters = sets.exchange()
             live, aside = aside, live
+            if sets._standby is None:  # what was borrowed is given back
+                aside = zeros
         assert torch.allclose(
             logits(model, count=count), fresh_logits(a, live, held_in=torch.float32, count=count), atol=1e-4
         )
-        assert sets.live.checksum() == weights_checksum({n: t.bfloat16() for n, t in live.items()})
+        assert sets.live.checksum() == weights_checksum({n: t.to(dtype) for n, t in live.items()})
 
 
 @pytest.mark.skipif(not has_packed_products(), reason="this torch has no packed products")
@@ -109,34 +143,41 @@ def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: 
     original = parameters_module.Matrix.pack
     monkeypatch.setattr(parameters_module.Matrix, "pack", lambda matrix: (packed.append(matrix), original(matrix)))
     parameters.load(tmp_path)
-    assert parameters.ready
+    assert not packed
+    parameters.pack()
     assert len(packed) == 4 * 2 + 1
     logits(model_of(parameters))
-    parameters.make_ready()
+    parameters.pack()
     assert len(packed) == 4 * 2 + 1
     parameters.write("model.norm.weight", torch.ones(16))
-    assert not parameters.ready
+    assert all(matrix.packed for matrix in parameters._matrices)
     parameters.write("model.layers.0.self_attn.k_proj.weight", torch.ones(16, 16))
     assert [matrix.packed for matrix in parameters._matrices].count(False) == 1
-    logits(model_of(parameters))
-    assert parameters.ready
+    parameters.pack()
     assert all(matrix.packed for matrix in parameters._matrices)
 
 
-async def test_a_complete_set_is_made_ready_before_it_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["written", "borrowed"])
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must_not_depend_on_it(
+    tmp_path: Path, way: str, deterministic: bool
+) -> None:
     old, new = make_model(seed=0), make_model(seed=1)
-    update = tmp_path / "new"
-    update.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in weights_of(new).items()}, update / "model.safetensors")
-    async with engine_for(save(old, tmp_path / "old")) as engine:
-        await engine.begin_update()
-        await engine.load(update, "1")
-        standing_by = engine._weights._standing_by()
-        assert standing_by.ready
-        await engine.end_update()
-        assert engine._weights.live is standing_by
-        assert engine.weight_version == "1"
-        outputs = await generate(engine, [job(str(i), prompt(20 + i)) for i in range(6)])
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if way == "borrowed" else tmp_path) as folder:
+        update = Path(folder)
+        save_file({n: tensor.contiguous() for n, tensor in weights_of(new).items()}, update / "model.safetensors")
+        async with engine_for(save(old, tmp_path / "old"), deterministic=deterministic) as engine:
+            await engine.begin_update()
+            await engine.load(update, "1")
+            standing_by = engine._weights._standing_by(borrowed=True)
+            assert standing_by.borrowed == (way == "borrowed")
+            assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
+            if has_packed_products():
+                assert all(matrix.packed == deterministic for matrix in standing_by._matrices)
+            await engine.end_update()
+            assert engine._weights.live is standing_by
+            assert engine.weight_version == "1"
+            outputs = await generate(engine, [job(str(i), prompt(20 + i)) for i in range(6)])
     for i, output in enumerate(outputs):
         expected = response_logprobs(new, prompt(20 + i), output.output_ids)
         assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)

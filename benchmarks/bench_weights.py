@@ -13,8 +13,8 @@ With `--engine simulated` gservers receive the weights and throw them away: for 
 | pause | longest pause of generation on any gserver |
 | share | bytes per second of `publish`, relative to bare ones among the same processes in the same run |
 
-Bare is a broadcast (gloo) of the same buckets from and into buffers that are there, whatever the way. Repeats of
-both take turns; of the bare ones the best counts, of `publish` the median.
+Bare is a broadcast (gloo) of the same tensors from and into memory that is there (1 GiB of it, used again for what is
+larger), whatever the way. Repeats of both take turns, and of both the median counts.
 
 Checksums are on, as they are in a run unless `weights.checksum` says otherwise.
 """
@@ -39,14 +39,13 @@ from common import RESULTS, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from weights_gserver import bare_broadcasts
+from weights_gserver import bare_broadcast
 
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver import manager
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.backends.files import TensorFiles
-from streamrl.trainer.broadcaster import plan_buckets
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.collective import open_store
 from streamrl.transport.control.client import ControlClient
@@ -112,19 +111,15 @@ class Point:
     async def bare(self, weights: Weights) -> float:
         """Seconds of a broadcast of the same bytes without anything around it."""
         self._bare += 1
-        limit = int(self.config.weights.bucket_mb * 2**20)
-        buckets = plan_buckets(weights.specs(), itemsize=4, limit_bytes=limit)
-        sizes = [sum(weights.tensors[name].nbytes for name, _ in bucket) for bucket in buckets]
         order: dict[str, Any] = {
             "port": self._store.port,
             "world_size": len(self._gservers) + 1,
             "name": f"bare-{self._bare}",
-            "buckets": sizes,
-            "repeats": 2,
+            "sizes": [tensor.nbytes for tensor in weights.tensors.values()],
         }
         others = [asyncio.create_task(self._order(gserver, order)) for gserver in self._gservers]
-        await asyncio.to_thread(bare_broadcasts, order, rank=0, store=self._store)
-        return min(max(repeat) for repeat in zip(*await asyncio.gather(*others), strict=True))
+        await asyncio.to_thread(bare_broadcast, order, rank=0, store=self._store)
+        return max(await asyncio.gather(*others))
 
     async def close(self) -> None:
         self._publisher.close()
@@ -137,12 +132,12 @@ class Point:
         reply = await self._generation.generate(self._urls[0], request)
         assert reply.meta_info.weight_version == str(version), reply.meta_info.weight_version
 
-    async def _order(self, gserver: asyncio.subprocess.Process, order: dict[str, Any]) -> list[float]:
+    async def _order(self, gserver: asyncio.subprocess.Process, order: dict[str, Any]) -> float:
         assert gserver.stdin is not None
         assert gserver.stdout is not None
         gserver.stdin.write(json.dumps(order).encode() + b"\n")
         await gserver.stdin.drain()
-        answer: list[float] = json.loads(await gserver.stdout.readline())
+        answer: float = json.loads(await gserver.stdout.readline())
         return answer
 
 
@@ -210,7 +205,7 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
                 bare.append(await here.bare(weights))
                 rows.append(await here.publish(version, weights))
         figures = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        best = min(bare)
+        bare_seconds = statistics.median(bare)
         return {
             "mode": mode,
             "engine": engine,
@@ -220,8 +215,8 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
             "gservers": count,
             "megabytes": weights.bytes / 2**20,
             **{f"{key}_seconds": seconds for key, seconds in figures.items()},
-            "bare_seconds": best,
-            "share": best / figures["publish"],
+            "bare_seconds": bare_seconds,
+            "share": bare_seconds / figures["publish"],
         }
 
 

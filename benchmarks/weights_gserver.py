@@ -1,7 +1,7 @@
 """A gserver of `bench_weights.py`: serves as always, and on demand receives bytes without any of streamrl around it.
 
-Each line on stdin is a JSON object: receive `buckets` (bytes of each) in a process group, into a buffer that is
-there, `repeats` times. The answer on stdout is the seconds of each repeat.
+Each line on stdin is a JSON object: receive tensors of `sizes` (in bytes) in a process group, into memory that is
+there. The answer on stdout is the seconds that it took.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from streamrl.gserver.process import serve
 from streamrl.transport.collective import broadcast, destroy_group, form_group
 
 TIMEOUT_SECONDS = 120.0
+MOST_MEMORY = 2**30
+"""Bytes; what is larger goes over it again."""
 
 
-def bare_broadcasts(order: dict[str, Any], *, rank: int, store: Any = None) -> list[float]:
-    """Seconds of each repeat; rank 0 passes its store."""
+def bare_broadcast(order: dict[str, Any], *, rank: int, store: Any = None) -> float:
+    """Seconds that it took; rank 0 passes its store."""
     group = form_group(
         address="127.0.0.1",
         port=order["port"],
@@ -35,13 +37,19 @@ def bare_broadcasts(order: dict[str, Any], *, rank: int, store: Any = None) -> l
         timeout=TIMEOUT_SECONDS,
         store=store,
     )
-    buffer = torch.ones(max(order["buckets"]), dtype=torch.uint8)
-    seconds = []
-    for _ in range(order["repeats"]):
-        began = time.perf_counter()
-        for size in order["buckets"]:
-            broadcast(buffer[:size], group, what="bare bytes")
-        seconds.append(time.perf_counter() - began)
+    sizes = order["sizes"]
+    memory = torch.ones(min(sum(sizes), max(MOST_MEMORY, *sizes)), dtype=torch.uint8)
+    pieces = []
+    place = 0
+    for size in sizes:
+        place = place if place + size <= len(memory) else 0
+        pieces.append(memory[place : place + size])
+        place += size
+    broadcast(memory[:1], group, what="a first byte, when all are there")
+    began = time.perf_counter()
+    for piece in pieces:
+        broadcast(piece, group, what="bare bytes")
+    seconds = time.perf_counter() - began
     destroy_group(group)
     return seconds
 
@@ -49,7 +57,7 @@ def bare_broadcasts(order: dict[str, Any], *, rank: int, store: Any = None) -> l
 def follow_orders(index: int) -> None:
     for line in sys.stdin:
         order = json.loads(line)
-        seconds = bare_broadcasts(order, rank=index + 1)
+        seconds = bare_broadcast(order, rank=index + 1)
         sys.stdout.write(json.dumps(seconds) + "\n")
         sys.stdout.flush()
 

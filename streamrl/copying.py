@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from torch import Tensor
-
 from streamrl.device import compute_with
 
+Source = TypeVar("Source")
 Result = TypeVar("Result")
 
 THREADS = 2
@@ -23,7 +22,7 @@ class Copiers:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, "copying", initializer=compute_with, initargs=(1,))
 
-    def each(self, copy: Callable[[str, Tensor], Result], weights: Iterable[tuple[str, Tensor]]) -> dict[str, Result]:
+    def each(self, copy: Callable[[str, Source], Result], weights: Iterable[tuple[str, Source]]) -> dict[str, Result]:
         """Call `copy` with each of `weights`, some of them at once; answers what it answered, by name.
 
         Takes few more of `weights` than are being copied. Raises what `copy` raises, after the others have ended.
@@ -31,8 +30,8 @@ class Copiers:
         results: dict[str, Result] = {}
         copying: deque[tuple[str, Future[Result]]] = deque()
         try:
-            for name, tensor in weights:
-                copying.append((name, self._pool.submit(copy, name, tensor)))
+            for name, source in weights:
+                copying.append((name, self._pool.submit(copy, name, source)))
                 if len(copying) > THREADS:
                     first, done = copying.popleft()
                     results[first] = done.result()

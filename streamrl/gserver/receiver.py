@@ -130,6 +130,8 @@ class WeightReceiver:
             received = await self.exclusively(lambda: self._receive(message))
         except PublicationError:
             self._buffers.clear()  # who knows who still writes into them
+            if self._aside is not None:
+                self._aside.forget()
             if self._staged is staged:
                 await self.discard()
             raise
@@ -224,8 +226,8 @@ class WeightReceiver:
         if staged.storing is not None:
             await asyncio.shield(staged.storing)
 
-    async def _store_next(self, staged: Staged, received: Mapping[str, Tensor]) -> None:
-        """Begin to store `received`, once what came before it is stored."""
+    async def _store_next(self, staged: Staged, received: Mapping[str, Tensor | None]) -> None:
+        """Begin to store `received`, once what came before it is stored; None: it lies where it is kept."""
         await self._settled(staged)
         if self._staged is not staged:
             raise Refused("another weight update has begun meanwhile")
@@ -233,14 +235,18 @@ class WeightReceiver:
             in_thread(lambda: self._keep(received.items(), staged)), name="storing weights"
         )
 
-    def _keep(self, received: Iterable[tuple[str, Tensor]], staged: Staged) -> None:
+    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
         staged.sums |= self._copiers.each(self._store, received)
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
 
-    def _store(self, name: str, tensor: Tensor) -> str:
-        ignored = self._expected is not None and name in self._expected.ignored
-        return "" if ignored or self._aside is None else self._aside.store(name, tensor)
+    def _store(self, name: str, tensor: Tensor | None) -> str:
+        if self._aside is None or self._is_ignored(name):
+            return ""
+        return self._aside.sums(name) if tensor is None else self._aside.store(name, tensor)
+
+    def _is_ignored(self, name: str) -> bool:
+        return self._expected is not None and name in self._expected.ignored
 
     def _missing(self, staged: Staged) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
@@ -299,32 +305,40 @@ class WeightReceiver:
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive(self, message: UpdateWeightsFromDistributed) -> dict[str, Tensor]:
+    def _receive(self, message: UpdateWeightsFromDistributed) -> dict[str, Tensor | None]:
+        """The tensors by name; None: it was received where it is kept."""
         group, device = self._groups[message.group_name]
-        dtypes = [DTYPES[dtype] for dtype in message.dtypes]
-        if message.load_format == "flattened_bucket":
-            return self._receive_bucket(message, dtypes, group, device)
-        received = {}
-        for name, dtype, shape in zip(message.names, dtypes, message.shapes, strict=True):
-            received[name] = torch.empty(shape, dtype=dtype, device=device)
-            broadcast(received[name], group, what=name)
+        flattened = message.load_format == "flattened_bucket"
+        places = {} if flattened else self._places(message.names, device)
+        sizes = {
+            name: math.prod(shape) * DTYPES[dtype].itemsize
+            for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True)
+            if name not in places
+        }
+        flat = self._buffer(sum(sizes.values()), device) if sizes else None
+        if flat is not None and flattened:
+            broadcast(flat, group, what=f"a bucket of {len(sizes)} tensors from {message.names[0]} on")
+        received: dict[str, Tensor | None] = dict.fromkeys(places)
+        offset = 0
+        for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+            tensor = places.get(name)
+            if tensor is None:
+                assert flat is not None
+                piece = flat[offset : offset + sizes[name]]
+                if offset % DTYPES[dtype].itemsize:
+                    piece = piece.clone()  # a view as `dtype` needs an aligned start
+                tensor = received[name] = piece.view(DTYPES[dtype]).view(shape)
+                offset += sizes[name]
+            if not flattened:
+                broadcast(tensor, group, what=name)
         return received
 
-    def _receive_bucket(
-        self, message: UpdateWeightsFromDistributed, dtypes: list[torch.dtype], group: Any, device: torch.device
-    ) -> dict[str, Tensor]:
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(message.shapes, dtypes, strict=True)]
-        flat = self._buffer(sum(sizes), device)
-        broadcast(flat, group, what=f"a bucket of {len(sizes)} tensors from {message.names[0]} on")
-        received = {}
-        offset = 0
-        for name, dtype, shape, size in zip(message.names, dtypes, message.shapes, sizes, strict=True):
-            piece = flat[offset : offset + size]
-            if offset % dtype.itemsize:
-                piece = piece.clone()  # a view as `dtype` needs an aligned start
-            received[name] = piece.view(dtype).view(shape)
-            offset += size
-        return received
+    def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Where those tensors are kept that can be received there."""
+        if self._aside is None or self._expected is None:
+            return {}
+        kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
+        return {name: place for name, place in kept.items() if place is not None and place.device == device}
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
         """`size` bytes that nobody stores from: of two buffers in turn, which stay (new memory costs as much as a copy

@@ -63,8 +63,8 @@ class WeightCalls:
     async def receive(
         self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int | None, flush_cache: bool
     ) -> None:
-        """Have the next broadcast in `group` taken as the tensors of `bucket`; a gserver that writes them over those
-        that it serves is told no `version` yet."""
+        """Have the next broadcasts in `group` taken as the tensors of `bucket`, one for each; a gserver that writes
+        them over those that it serves is told no `version` yet."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
@@ -72,7 +72,6 @@ class WeightCalls:
             group_name=group,
             flush_cache=flush_cache,
             weight_version=None if version is None else str(version),
-            load_format="flattened_bucket",
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 

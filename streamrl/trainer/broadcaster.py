@@ -1,22 +1,23 @@
 """Carries weights by collective broadcast: rank 0 of the weight group, which all gservers join.
 
-Owns the group, the store at which it meets, and two buffers of the size of a bucket: while one bucket is on its way
-the next one is laid out and its checksums are taken, in a thread of its own.
+Owns the group, and the store at which it meets. A weight is sent from where it lies, or from one of two buffers if it
+has to be converted first. While one is on its way the next one is converted and its checksum is taken, in a thread
+of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from streamrl.checksum import copy_and_sum, dtype_name
+from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
 from streamrl.device import compute_with
 from streamrl.errors import PublicationError
@@ -45,17 +46,14 @@ class Broadcaster:
         self._group_name = ""
         self._source: WeightSource
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self._laying_out = ThreadPoolExecutor(1, "weight buckets", initializer=compute_with, initargs=(1,))
+        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * 2
+        """Used in turn."""
+        self._preparing = ThreadPoolExecutor(1, "weights to send", initializer=compute_with, initargs=(1,))
 
     def prepare(self, version: int, source: WeightSource) -> None:
         limit = int(self._config.bucket_mb * 2**20)
         self._source = source
         self._buckets = plan_buckets(source.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
-        if self._buffers is None:  # the model stays the same
-            largest = max(_numbers(bucket) for bucket in self._buckets)
-            empty = torch.empty(largest, dtype=self.dtype, device=self._device)
-            self._buffers = empty, torch.empty_like(empty)
 
     def announce(self) -> Broadcast:
         if self._store is None:
@@ -77,14 +75,12 @@ class Broadcaster:
             self._form(begin)
         checksums: dict[str, str] = {}
         with closing(self._source.weights()) as weights:
-            next_one = self._laying_out.submit(self._lay_out, 0, weights)
+            ready = self._ready(weights, checksums)
+            next_one = self._preparing.submit(next, ready, None)
             try:
-                for number in range(1, len(self._buckets) + 1):
-                    flat, sums = next_one.result()
-                    if number < len(self._buckets):
-                        next_one = self._laying_out.submit(self._lay_out, number, weights)
-                    checksums |= sums
-                    broadcast(flat, self._group, what=f"weight bucket {number} of {len(self._buckets)}")
+                while (weight := next_one.result()) is not None:
+                    next_one = self._preparing.submit(next, ready, None)
+                    broadcast(weight[1], self._group, what=weight[0])
             finally:
                 next_one.exception()  # nobody may be reading `weights` when they are closed
         return checksums
@@ -100,7 +96,7 @@ class Broadcaster:
 
     def close(self) -> None:
         self.give_up()
-        self._laying_out.shutdown(wait=False)
+        self._preparing.shutdown(wait=False)
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -121,21 +117,34 @@ class Broadcaster:
         )
         self._group_name = begin.group_name
 
-    def _lay_out(self, number: int, weights: Iterator[tuple[str, Tensor]]) -> tuple[Tensor, dict[str, str]]:
-        """The next weights, those of bucket `number`, one after another as bytes, and their checksums by name."""
-        assert self._buffers is not None
-        bucket = self._buckets[number]
-        flat = self._buffers[number % 2][: _numbers(bucket)]
-        sums: dict[str, str] = {}
-        places = torch.split(flat, [math.prod(shape) for _, shape in bucket])
-        for place, (name, shape), (found, tensor) in zip(places, bucket, islice(weights, len(bucket)), strict=True):
+    def _ready(self, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]) -> Generator[tuple[str, Tensor]]:
+        """Names and contents of what was announced, in its order; puts the checksums into `checksums`."""
+        for name, shape in chain.from_iterable(self._buckets):
+            found, tensor = next(weights, ("nothing", torch.empty(0)))
             if found != name or tuple(tensor.shape) != tuple(shape):
                 raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
-            if self._config.checksum:
-                sums[name] = copy_and_sum(place.view(shape), tensor)
+            weight = tensor.detach()
+            if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
+                sums = tensor_sums(weight) if self._config.checksum else ""
             else:
-                place.view(shape).copy_(tensor)
-        return flat.view(torch.uint8), sums
+                weight = self._buffer(weight.numel()).view(shape)
+                sums = self._convert(weight, tensor.detach())
+            if sums:
+                checksums[name] = sums
+            yield name, weight
+
+    def _convert(self, target: Tensor, source: Tensor) -> str:
+        if self._config.checksum:
+            return copy_and_sum(target, source)
+        target.copy_(source)
+        return ""
+
+    def _buffer(self, numbers: int) -> Tensor:
+        """Not the one before, which may be on its way."""
+        self._buffers.reverse()
+        if self._buffers[0].numel() < numbers:
+            self._buffers[0] = torch.empty(numbers, dtype=self.dtype, device=self._device)
+        return self._buffers[0][:numbers]
 
 
 def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -150,7 +159,3 @@ def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list
         buckets[-1].append((name, shape))
         room -= size
     return buckets
-
-
-def _numbers(bucket: Bucket) -> int:
-    return sum(math.prod(shape) for _, shape in bucket)

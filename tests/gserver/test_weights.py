@@ -94,7 +94,7 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
                 "flush_cache": False,
                 "abort_all_requests": False,
                 "weight_version": "1",
-                "load_format": "flattened_bucket",
+                "load_format": None,
             }
             assert gserver.bodies[PAUSE][0] == {"mode": "in_place"}
             assert gserver.weight_version == "1"

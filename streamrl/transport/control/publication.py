@@ -16,9 +16,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
-    """Weights that rank 0 of a weight group sends, in these buckets, in this order."""
+    """Weights that rank 0 of a weight group sends, in this order."""
 
     buckets: list[list[TensorSpec]]
+    """What a gserver receives in one call, in a broadcast each."""
     master_address: str
     """Host of rank 0's store for a new weight group."""
     master_port: int

@@ -113,7 +113,8 @@ class ParallelModel(Protocol):
         """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
 
         Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other
-        than 0 get empty tensors. No rank holds more than a few weights at a time.
+        than 0 get empty tensors. No rank holds more than a few weights at a time; nobody writes to one that was given
+        out before the caller has dropped it, or ends the iteration.
         """
         ...
 

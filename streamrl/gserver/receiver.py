@@ -1,8 +1,8 @@
 """The receiving end of a weight update: process groups, and the set of tensors that waits aside.
 
-Between `begin` and `take` tensors are stored aside, where nobody serves them. Receiving blocks a
-thread of its own, so that generation goes on; one bucket is stored while the next one is received.
-A receive that fails discards the set.
+Between `begin` and `take` tensors are kept aside, where nobody serves them: received there, if that can be, or copied
+there while the next one is received. Receiving blocks a thread of its own, so that generation goes on. A receive that
+fails discards the set.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Staged(msgspec.Struct):
     version: str | None = None
     """The last one that was named."""
     abort_all_requests: bool = False
-    storing: asyncio.Task[None] | None = None
-    """What was received last is on its way to where it is kept."""
 
 
 class WeightReceiver:
@@ -82,8 +80,8 @@ class WeightReceiver:
         self._timeout = timeout
         self._groups: dict[str, tuple[Any, torch.device]] = {}
         self._staged: Staged | None = None
-        self._buffers: list[Tensor] = []
-        """For a bucket each: the one that comes next is received into the last."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """For what cannot be received where it is kept."""
         self._busy = asyncio.Lock()
         self._copiers = Copiers()
 
@@ -108,14 +106,11 @@ class WeightReceiver:
 
     async def begin(self) -> None:
         """Start an empty staged set."""
-        await self.discard()
         self._staged = Staged(sums={})
 
     async def discard(self) -> None:
         """Forget an unfinished staged set."""
-        staged, self._staged = self._staged, None
-        if staged is not None and staged.storing is not None:
-            await asyncio.wait({staged.storing})
+        self._staged = None
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive what `message` announces, in its order; all or nothing."""
@@ -127,22 +122,16 @@ class WeightReceiver:
             )
         self._check(message.names, message.dtypes, message.shapes)
         try:
-            received = await self.exclusively(lambda: self._receive(message))
+            await self.exclusively(lambda: self._receive(message, staged))
         except PublicationError:
-            self._buffers.clear()  # who knows who still writes into them
-            if self._aside is not None:
-                self._aside.forget()
-            if self._staged is staged:
-                await self.discard()
+            self._drop(staged)
             raise
-        await self._store_next(staged, received)
         staged.version = message.weight_version or staged.version
         staged.abort_all_requests |= message.abort_all_requests
 
     async def load(self, folder: Path, version: str | None) -> None:
         """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
         staged = self._expecting()
-        await self._settled(staged)
         try:
             await self.exclusively(lambda: self._load(folder, staged))
         except ModelError:
@@ -153,13 +142,11 @@ class WeightReceiver:
     async def staged_sums(self) -> dict[str, str]:
         """Checksums of the tensors that are kept aside."""
         staged = self._expecting()
-        await self._settled(staged)
         return {name: sums for name, sums in staged.sums.items() if sums}
 
     async def take(self) -> Staged:
         """End the update, whose tensors are all stored; raises `Refused` when some are missing."""
         staged = self._expecting()
-        await self._settled(staged)
         self._drop(staged)
         missing = self._missing(staged)
         if missing and self._expected is not None:
@@ -221,21 +208,10 @@ class WeightReceiver:
         if self._staged is staged:
             self._staged = None
 
-    async def _settled(self, staged: Staged) -> None:
-        """Until what was received is stored; raises what kept it from that."""
-        if staged.storing is not None:
-            await asyncio.shield(staged.storing)
-
-    async def _store_next(self, staged: Staged, received: Mapping[str, Tensor | None]) -> None:
-        """Begin to store `received`, once what came before it is stored; None: it lies where it is kept."""
-        await self._settled(staged)
+    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
+        """Store what is `received`, while more of it comes; None: it lies where it is kept."""
         if self._staged is not staged:
             raise Refused("another weight update has begun meanwhile")
-        staged.storing = asyncio.create_task(
-            in_thread(lambda: self._keep(received.items(), staged)), name="storing weights"
-        )
-
-    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
         staged.sums |= self._copiers.each(self._store, received)
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
@@ -305,33 +281,37 @@ class WeightReceiver:
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive(self, message: UpdateWeightsFromDistributed) -> dict[str, Tensor | None]:
-        """The tensors by name; None: it was received where it is kept."""
+    def _receive(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
+        try:
+            self._keep(self._arriving(message), staged)
+        except PublicationError:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # who knows who still writes into it
+            if self._aside is not None:
+                self._aside.forget()
+            raise
+
+    def _arriving(self, message: UpdateWeightsFromDistributed) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors, as soon as each is here."""
         group, device = self._groups[message.group_name]
         flattened = message.load_format == "flattened_bucket"
         places = {} if flattened else self._places(message.names, device)
-        sizes = {
-            name: math.prod(shape) * DTYPES[dtype].itemsize
+        others = [
+            (name, DTYPES[dtype], shape)
             for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True)
             if name not in places
+        ]
+        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in others]
+        flat = self._room(sum(sizes), device)
+        if flattened:
+            broadcast(flat, group, what=f"a bucket of {len(others)} tensors from {message.names[0]} on")
+        views = {
+            name: _aligned(piece, dtype).view(dtype).view(shape)
+            for (name, dtype, shape), piece in zip(others, torch.split(flat, sizes) if sizes else (), strict=True)
         }
-        flat = self._buffer(sum(sizes.values()), device) if sizes else None
-        if flat is not None and flattened:
-            broadcast(flat, group, what=f"a bucket of {len(sizes)} tensors from {message.names[0]} on")
-        received: dict[str, Tensor | None] = dict.fromkeys(places)
-        offset = 0
-        for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
-            tensor = places.get(name)
-            if tensor is None:
-                assert flat is not None
-                piece = flat[offset : offset + sizes[name]]
-                if offset % DTYPES[dtype].itemsize:
-                    piece = piece.clone()  # a view as `dtype` needs an aligned start
-                tensor = received[name] = piece.view(DTYPES[dtype]).view(shape)
-                offset += sizes[name]
+        for name in message.names:
             if not flattened:
-                broadcast(tensor, group, what=name)
-        return received
+                broadcast(places[name] if name in places else views[name], group, what=name)
+            yield name, views.get(name)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Where those tensors are kept that can be received there."""
@@ -340,15 +320,11 @@ class WeightReceiver:
         kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
         return {name: place for name, place in kept.items() if place is not None and place.device == device}
 
-    def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """`size` bytes that nobody stores from: of two buffers in turn, which stay (new memory costs as much as a copy
-        into it)."""
-        while len(self._buffers) < 2:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=device))
-        self._buffers.reverse()
-        if self._buffers[-1].numel() < size or self._buffers[-1].device != device:
-            self._buffers[-1] = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffers[-1][:size]
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        """So many bytes of the buffer, which stays: new memory costs as much as a copy into it."""
+        if self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffer[:size]
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:
@@ -375,6 +351,11 @@ async def in_thread(call: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run, name="weight receiver", daemon=True).start()
     return await future
+
+
+def _aligned(content: Tensor, dtype: torch.dtype) -> Tensor:
+    """`content`, or a copy of it that can be viewed as `dtype`."""
+    return content if content.storage_offset() % dtype.itemsize == 0 else content.clone()
 
 
 def _some(items: list[str]) -> str:

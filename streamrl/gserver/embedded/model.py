@@ -140,9 +140,9 @@ class Model:
             turned.copy_(self._scaled(turned))
             turned[:, : a.heads].mul_(w.q_norm)
             turned[:, a.heads :].mul_(w.k_norm)
-        # `sin` carries the sign of rotate_half, so that a roll does for it.
-        rolled = turned.roll(a.head_dim // 2, -1)
-        turned.mul_(cos).addcmul_(rolled, sin)
+        # `sin` carries the sign of rotate_half, so that exchanged halves do for it.
+        exchanged = torch.cat(turned.chunk(2, -1)[::-1], -1)
+        turned.mul_(cos).addcmul_(exchanged, sin)
         return attend(i, qkv[:, : a.heads], qkv[:, a.heads :])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Model:
 
 
 def _rotation_table(a: Architecture, max_length: int) -> Tensor:
-    """Cosines, and sines signed for `roll`: `[2, max_length, head_dim]`, float32."""
+    """Cosines, and sines signed for exchanged halves: `[2, max_length, head_dim]`, float32."""
     angles = torch.outer(torch.arange(max_length, dtype=torch.float32), a.rope.inverse_frequencies(a.head_dim))
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

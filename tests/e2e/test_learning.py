@@ -16,6 +16,9 @@ trained; so a run that ends below the target may be tried again with another see
 PATIENCE = {"embedded": 400.0, "sglang": 900.0}
 """Seconds for one run."""
 
+SOONER = {"trainer__batch_groups": 16, "algorithm__minibatches": 2, "algorithm__entropy_coef": 0.01}
+"""Learned from half the responses; but from old ones policies of some seeds lose again what they have learned."""
+
 CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",), ("embedded",)), ("mask", 4, "megatron", "embedded")]
 ON_SGLANG = pytest.param(
     *("mask", 4, "torch", "sglang"),
@@ -28,6 +31,7 @@ ON_SGLANG = pytest.param(
 def test_copy_is_learned(tmp_path, over_age, max_staleness, backend, engine):
     if backend == "megatron":
         pytest.importorskip("megatron.core")
+    tuned = SOONER if max_staleness == 0 else {}
     reached = []
     for seed in SEEDS:
         name = f"seed-{seed}"
@@ -45,6 +49,7 @@ def test_copy_is_learned(tmp_path, over_age, max_staleness, backend, engine):
             run__total_train_steps=320,
             run__stop_at_reward=0.95,
             trainer__save_at_end="false",
+            **tuned,
         )
         run(COPY_SCRATCH, settings, timeout=PATIENCE[engine])
         check_bounds(tmp_path / name, max_staleness, over_age)

@@ -52,7 +52,7 @@ def copy_and_sum(target: Tensor, source: Tensor) -> str:
     return _sums(target, source.detach())
 
 
-PIECE_BYTES = 2**19
+PIECE_BYTES = 2**20
 """What is read twice is read so much at a time, to find it in the processor's cache the second time."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes → integer of that width."""
@@ -62,17 +62,24 @@ def _sums(tensor: Tensor, source: Tensor | None) -> str:
     """`tensor_sums`, after `source`, if there is one, was copied into `tensor`."""
     numbers = _as_matrix(tensor)
     matrix = numbers.view(_INTEGERS[tensor.element_size()])
-    new = None if source is None else _as_matrix(source)
+    rows = _rows_at_once(matrix, arrays=1 if source is None else 2)
+    pieces = torch.split(matrix, rows)
     of_rows = matrix.new_empty(matrix.shape[0])
-    of_columns = matrix.new_zeros(matrix.shape[1])
-    for piece in _pieces(matrix):
-        if new is not None:
-            numbers[piece].copy_(new[piece])
-        torch.sum(matrix[piece], 1, dtype=matrix.dtype, out=of_rows[piece])
-        of_columns += matrix[piece].sum(0, dtype=matrix.dtype)
+    of_columns = matrix.new_empty(len(pieces), matrix.shape[1])
+    copies = (
+        []
+        if source is None
+        else list(zip(torch.split(numbers, rows), torch.split(_as_matrix(source), rows), strict=True))
+    )
+    # Few calls for each piece: they take turns with those of other threads, for the interpreter's lock.
+    for number, (piece, sums, columns) in enumerate(zip(pieces, torch.split(of_rows, rows), of_columns, strict=True)):
+        if copies:
+            copies[number][0].copy_(copies[number][1])
+        torch.sum(piece, 1, dtype=matrix.dtype, out=sums)
+        torch.sum(piece, 0, dtype=matrix.dtype, out=columns)
     digest = hashlib.blake2b(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode(), digest_size=16)
-    for sums in (of_columns, of_rows):
-        digest.update(sums.cpu().view(torch.uint8).numpy().data)
+    for found in (of_columns.sum(0, dtype=matrix.dtype), of_rows):
+        digest.update(found.cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -80,13 +87,11 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
-def _pieces(matrix: Tensor) -> list[slice]:
-    """Rows that are worked on together."""
-    rows = matrix.shape[0]
+def _rows_at_once(matrix: Tensor, *, arrays: int) -> int:
+    """So many rows are worked on together, of as many `arrays` of the same shape."""
     if matrix.device.type != "cpu":
-        return [slice(0, rows)]
-    count = max(1, PIECE_BYTES // max(1, matrix.shape[1] * matrix.element_size()))
-    return [slice(start, start + count) for start in range(0, rows, count)]
+        return matrix.shape[0]
+    return max(1, PIECE_BYTES // max(1, arrays * matrix.shape[1] * matrix.element_size()))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

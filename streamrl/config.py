@@ -281,7 +281,7 @@ class WeightsConfig(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     host: str = "127.0.0.1"
     """Where the publisher listens for the weight group."""
-    bucket_mb: PositiveFloat = 64.0
+    bucket_mb: PositiveFloat = 256.0
     """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
     timeout_seconds: PositiveFloat = 120.0
     """Of each wait in an update."""

@@ -6,6 +6,7 @@ The format: https://github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ def mapped(file: Path) -> dict[str, Tensor]:
     Raises `ModelError` for a file that was not written by `layout`.
     """
     try:
-        size = file.stat().st_size
-        whole = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+        with file.open("rb") as opened:
+            # Memory is shared until written to. Unlike torch's mappings this is given back without the interpreter's lock.
+            memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
         length = int.from_bytes(whole[:LENGTH_BYTES].numpy().tobytes(), "little")
         start = LENGTH_BYTES + length
         entries = msgspec.json.decode(whole[LENGTH_BYTES:start].numpy().tobytes(), type=dict[str, _Entry])

@@ -128,6 +128,8 @@ class EmbeddedEngine:
         self._broken_by = ""
         self._requests_total = 0
         self._weight_updates = 0
+        self._letting_go: asyncio.Task[None] | None = None
+        """Generation does not wait for it."""
         self._pause_seconds = 0.0
         self._pause_mode: PauseMode = "in_place"
         """What was asked for last."""
@@ -266,6 +268,7 @@ class EmbeddedEngine:
             return time.perf_counter() - began
 
         seconds = await self._do(swap)
+        self._letting_go = asyncio.create_task(in_thread(self._weights.let_go))
         self._weight_updates += 1
         return f"{len(self._weights.live.named)} tensors swapped in within {seconds:.4f} s"
 

@@ -42,6 +42,8 @@ class WeightSets:
         self._packs_first = packs_first
         self.live = self._new()
         self._standby: Parameters | None = None
+        self._retired: Parameters | None = None
+        """What was borrowed, and is served no more."""
         self._making = threading.Lock()
 
     def start(self, folder: Path) -> None:
@@ -81,13 +83,17 @@ class WeightSets:
         self._standing_by().load(folder)
 
     def exchange(self) -> Parameters:
-        """Serve the set that stands by; answers it."""
+        """Serve the set that stands by; answers it. `let_go` comes next, when there is time."""
         self.make_ready()
         old, self.live = self.live, self._standing_by(borrowed=True)
         old.stop_packing()
-        self._standby = None if old.borrowed else old
+        self._standby, self._retired = (None, old) if old.borrowed else (old, None)
         self.live.start_packing()
         return self.live
+
+    def let_go(self) -> None:
+        """Give back what is served no more; takes longer the larger it is."""
+        self._retired = None
 
     def _standing_by(self, *, borrowed: bool = False) -> Parameters:
         """What stands by; `borrowed`: also if it cannot be written to."""

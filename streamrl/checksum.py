@@ -66,17 +66,14 @@ def _sums(tensor: Tensor, source: Tensor | None) -> str:
     pieces = torch.split(matrix, rows)
     of_rows = matrix.new_empty(matrix.shape[0])
     of_columns = matrix.new_empty(len(pieces), matrix.shape[1])
-    copies = (
-        []
-        if source is None
-        else list(zip(torch.split(numbers, rows), torch.split(_as_matrix(source), rows), strict=True))
-    )
+    targets = torch.split(numbers, rows)
+    sources = targets if source is None else torch.split(_as_matrix(source), rows)
     # Few calls for each piece: they take turns with those of other threads, for the interpreter's lock.
-    for number, (piece, sums, columns) in enumerate(zip(pieces, torch.split(of_rows, rows), of_columns, strict=True)):
-        if copies:
-            copies[number][0].copy_(copies[number][1])
+    for i, (piece, sums) in enumerate(zip(pieces, torch.split(of_rows, rows), strict=True)):
+        if source is not None:
+            targets[i].copy_(sources[i])
         torch.sum(piece, 1, dtype=matrix.dtype, out=sums)
-        torch.sum(piece, 0, dtype=matrix.dtype, out=columns)
+        torch.sum(piece, 0, dtype=matrix.dtype, out=of_columns[i])
     digest = hashlib.blake2b(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode(), digest_size=16)
     for found in (of_columns.sum(0, dtype=matrix.dtype), of_rows):
         digest.update(found.cpu().view(torch.uint8).numpy().data)

@@ -66,7 +66,7 @@ def mapped(file: Path) -> dict[str, Tensor]:
     """
     try:
         with file.open("rb") as opened:
-            # Memory is shared until written to. Unlike torch's mappings this is given back without the interpreter's lock.
+            # Shared until it is written to. Other than torch's own mappings it is given back without Python's lock.
             memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         length = int.from_bytes(whole[:LENGTH_BYTES].numpy().tobytes(), "little")

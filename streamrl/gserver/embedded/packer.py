@@ -7,11 +7,14 @@ It ends with the last matrix, and its helpers with it, because idle ones would s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from streamrl.device import compute_with
 from streamrl.gserver.embedded.linear import Matrix, packs_exactly
+
+log = logging.getLogger(__name__)
 
 
 class Packer:
@@ -48,5 +51,8 @@ class Packer:
         self._packing = {matrix: packing for matrix, packing in self._packing.items() if not packing.cancel()}
 
     def _pack(self, matrix: Matrix) -> None:
-        if packs_exactly(self._threads):
-            matrix.pack()
+        try:
+            if packs_exactly(self._threads):
+                matrix.pack()
+        except RuntimeError as error:  # most likely there is no memory left
+            log.warning("a matrix was not packed, and products with it take about twice as long: %s", error)

@@ -21,6 +21,9 @@ TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""
 LONGEST_FIRST = (CONTRACT, *ON_SGLANG, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
+RUNS = "tests/e2e/"
+RUN_SECONDS = 900
+"""For a test of whole runs, which a busy machine may hold up."""
 
 gc.disable()  # while torch and the like are imported, which stay: see streamrl.importing
 
@@ -44,6 +47,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_length)
+    for item in items:
+        if item.nodeid.startswith(RUNS) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(RUN_SECONDS))
 
 
 def _length(item: pytest.Item) -> int:

@@ -111,7 +111,8 @@ class Publisher:
     async def _attempt(self, version: int, *, again: bool) -> tuple[float, str]:
         """Pause in seconds, and why the attempt failed, if it did."""
         limit = self._config.timeout_seconds
-        message = PublishBegin(version=version, weights=self._carrier.announce(), again=again)
+        weights = await self._in_thread(self._carrier.announce)
+        message = PublishBegin(version=version, weights=weights, again=again)
         begin = await self._client.publish_begin(message, timeout=limit + COMMIT_MARGIN_SECONDS)
         if begin.world_size == 1:
             return 0.0, ""
@@ -121,14 +122,15 @@ class Publisher:
             checksums = await self._in_thread(self._carrier.bring, begin)
         except PublicationError as failure:
             error = str(failure)
-            self._carrier.give_up()  # before the manager hears: a gserver that still waits for a part cannot resume
+            # before the manager hears: a gserver that still waits for a part cannot resume
+            await self._in_thread(self._carrier.give_up)
         reply = await self._client.publish_commit(
             PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
             timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,
         )
         if reply.done:
             return reply.pause_seconds, ""
-        self._carrier.give_up()
+        await self._in_thread(self._carrier.give_up)
         return 0.0, reply.error or error
 
 

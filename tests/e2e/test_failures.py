@@ -26,7 +26,7 @@ QUICK = LONG | {"trainer__batch_groups": 16, "rollout__group_size": 8}
 """A quarter of the responses, where it is all the same how long a step takes."""
 
 
-def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 120.0) -> None:
+def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 240.0) -> None:
     """Until the run has made `count` steps."""
     deadline = time.monotonic() + seconds
     metrics = run_dir / "metrics.jsonl"

@@ -94,9 +94,9 @@ class FaultyFleet:
             in_thread=asyncio.to_thread,
         )
 
-    def replace_publisher(self) -> None:
+    async def replace_publisher(self) -> None:
         """As after the death of the trainer's rank 0."""
-        self.publisher.close()
+        await asyncio.to_thread(self.publisher.close)
         self.publisher = self.new_publisher()
 
     def weights(self, version: int) -> dict[str, Tensor]:
@@ -274,7 +274,7 @@ async def faulty_fleet(
         fleet = FaultyFleet(run, proxies, places=places, model=model)
         stack.push_async_callback(fleet.client.close)
         stack.push_async_callback(fleet.control.close)
-        stack.callback(lambda: fleet.publisher.close())
+        stack.push_async_callback(lambda: asyncio.to_thread(fleet.publisher.close))
         for proxy in proxies:
             await fleet.start(proxy)
         await run.register("rollout")

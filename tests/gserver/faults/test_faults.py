@@ -89,7 +89,7 @@ def cases(engine: str, mode: str) -> list[tuple[str, int, Fault]]:
 async def strike(fleet: FaultyFleet, path: str, skip: int, fault: Fault) -> None:
     """One fault in one update, and what comes after it."""
     if path == JOIN:
-        fleet.replace_publisher()  # the next update forms a new group
+        await fleet.replace_publisher()  # the next update forms a new group
     armed = fleet.arm(path, fault, skip=skip)
     await fleet.publish()
     assert armed.struck
@@ -123,7 +123,7 @@ async def publisher_faults(fleet: FaultyFleet) -> None:
         status = await fleet.run.until(lambda s: s.publication["state"] == "rolled_back", timeout=60)
         assert status.ledger.policy_version == before
         await fleet.settle()
-        fleet.replace_publisher()
+        await fleet.replace_publisher()
         await fleet.publish()
         await fleet.settle()
 

@@ -210,8 +210,6 @@ class WeightReceiver:
 
     def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
         """Store what is `received`, while more of it comes; None: it lies where it is kept."""
-        if self._staged is not staged:
-            raise Refused("another weight update has begun meanwhile")
         staged.sums |= self._copiers.each(self._store, received)
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
@@ -227,7 +225,13 @@ class WeightReceiver:
     def _missing(self, staged: Staged) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
 
+    def _check_current(self, staged: Staged) -> None:
+        """Whoever waited for another's receive to end may come too late to write anything."""
+        if self._staged is not staged:
+            raise Refused("another weight update has begun meanwhile")
+
     def _load(self, folder: Path, staged: Staged) -> None:
+        self._check_current(staged)
         try:
             if not self._borrow(folder, staged):
                 self._keep(self._read(folder), staged)
@@ -282,6 +286,7 @@ class WeightReceiver:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
     def _receive(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
+        self._check_current(staged)
         try:
             self._keep(self._arriving(message), staged)
         except PublicationError:

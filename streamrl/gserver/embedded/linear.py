@@ -21,9 +21,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PACKED_FOR_ROWS = 192
-"""Named to MKL when it packs. Its documentation does not tie it to the rows of a product, and `packs_exactly` tries.
-
-With 256, products of 32 and 64 rows, 1024 inputs and 256 outputs gain nothing from a second thread."""
+"""Named to MKL when it packs. Its documentation does not tie it to the rows of a product, and `packs_exactly` tries."""
 FEWEST_ROWS = 4
 """With fewer the weights are used as they are."""
 HOST_SHARE = 0.25

@@ -51,7 +51,7 @@ class SglangProcess:
                 stderr=its_end,
                 env={**os.environ, **environment, LIFELINE: str(lifeline)},
                 pass_fds=[lifeline],
-                start_new_session=True,
+                process_group=0,
             )
         except OSError as error:
             os.close(our_end)

@@ -51,7 +51,6 @@ class SglangProcess:
                 stderr=its_end,
                 env={**os.environ, **environment, LIFELINE: str(lifeline)},
                 pass_fds=[lifeline],
-                process_group=0,
             )
         except OSError as error:
             os.close(our_end)
@@ -95,8 +94,11 @@ class SglangProcess:
         await self._reading
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or was just started and leads no group yet
+            with contextlib.suppress(ProcessLookupError):
+                self._handle.kill()
 
     async def _read(self) -> None:
         reader = asyncio.StreamReader()

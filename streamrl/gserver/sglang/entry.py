@@ -6,7 +6,9 @@ it imports nothing of streamrl. Processes that SGLang starts afresh import it ag
 same support. Its arguments are those of SGLang's server.
 
 Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only
-writing end is the gserver's, and at end-of-file ends its whole process group.
+writing end is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the
+gserver's session: Linux may share processors out between sessions, and two busy servers in sessions of their own
+would then leave the rest of the machine a third.
 
 What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 
@@ -48,7 +50,8 @@ DETECTION_OPERATORS = ("nms", "qnms")
 
 
 def hold_lifeline(descriptor: int) -> None:
-    """End this process group as soon as the other end of the pipe is closed."""
+    """Lead a process group, and end it as soon as the other end of the pipe is closed."""
+    os.setpgid(0, 0)
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -112,13 +115,14 @@ def declare_detection_operators() -> None:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+if __name__ == "__main__":
+    hold_lifeline(int(os.environ.pop(LIFELINE)))
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
     support_cpu()
 if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:
     limit_group_waits(float(os.environ[GROUP_SECONDS]))
 
 if __name__ == "__main__":
-    hold_lifeline(int(os.environ.pop(LIFELINE)))
     if key := os.environ.pop(API_KEY, ""):
         sys.argv.append(f"--api-key={key}")
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

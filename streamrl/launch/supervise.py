@@ -102,6 +102,6 @@ async def _failure(children: Children, first: Child, message: str) -> str:
         await asyncio.wait([with_end], timeout=CULPRIT_SECONDS)
         with_end.cancel()
     text = f"the run failed: {message}"
-    if culprit.exit_code in (0, None):
+    if culprit.exit_code == 0:
         return text
     return f"{text}\n{culprit.obituary()}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,6 @@ class FaultyFleet:
         self._places = places
         self._model = model
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-        self._sums: dict[int, Any] = {}
         self._pids = 1000
         self._publisher_lock = asyncio.Lock()
         self.publisher = self.new_publisher()
@@ -181,10 +181,10 @@ class FaultyFleet:
             assert not proxy.paused
 
     async def _check_weights(self, proxy: Proxy) -> None:
-        """They are those of the version; real SGLang's checksums can only be compared with each other."""
+        """They are those of the version, to the bit."""
         served = await self.client.checksum(proxy.url)
         if self.run.config.gserver.engine == "sglang":
-            assert served == self._sums.setdefault(self.version % FACTORS, served)
+            assert served["ranks"][0]["checksums"] == sglang_checksums(self.weights(self.version)), proxy.url
             return
         expected = weights_checksum(self.weights(self.version)).total
         same = [v for v in range(self.version + 2) if weights_checksum(self.weights(v)).total == served["total"]]
@@ -229,6 +229,26 @@ def response_of(reply: GenerateReply) -> Generation:
         matched=None,
         interruptions=0,
     )
+
+
+SGLANG_FUSES = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+SGLANG_PADS_VOCABULARY = 64
+
+
+def sglang_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """What one rank of real SGLang on a CPU answers of `weights`: by its own names, the first eight bytes of SHA-256."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in weights.items():
+        kind = name.split(".")[-2]
+        parts.setdefault(name.replace(kind, SGLANG_FUSES.get(kind, kind)), []).append(tensor)
+    embedding = parts["model.embed_tokens.weight"]
+    embedding.append(torch.zeros(-len(embedding[0]) % SGLANG_PADS_VOCABULARY, embedding[0].shape[1]))
+    return {
+        name: hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()[:16] for name, tensors in parts.items()
+    }
 
 
 def request(tokens: int) -> GenerateRequest:

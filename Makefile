@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are.
 PIP_INSTALL := -m pip --disable-pip-version-check install --no-compile
-TEST_PROCESSES := 3
+TEST_PROCESSES := 2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
@@ -30,8 +30,8 @@ MAKEFLAGS += --jobs=2
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml
 
-# One thread for each test process: more of them would only wait for each other. One process more than two cores:
-# whole runs wait for their own processes to start.
+# One thread for each test process: more of them would only wait for each other. As many processes as cores of the
+# smallest machine that this is for: whole runs start processes of their own, and their deadlines are real.
 test: export OMP_NUM_THREADS := 1
 test: lint $(SGLANG_FOR_TESTS)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)

@@ -239,7 +239,7 @@ SGLANG_PADS_VOCABULARY = 64
 
 
 def sglang_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """What one rank of real SGLang on a CPU answers of `weights`: by its own names, the first eight bytes of SHA-256."""
+    """What one rank of real SGLang on a CPU answers of `weights`: its own names, the first eight bytes of SHA-256."""
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in weights.items():
         kind = name.split(".")[-2]

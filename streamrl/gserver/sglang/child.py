@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from streamrl.errors import ModelError, ProcessDied
-from streamrl.gserver.sglang.entry import LIFELINE
+from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class SglangProcess:
         self._lifeline = lifeline
         self._output = output
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._level = logging.DEBUG
+        """At which its output is logged."""
         self._reading = asyncio.create_task(self._read(), name="output of SGLang")
         self._ending = asyncio.create_task(self._see_end(), name="end of SGLang")
 
@@ -76,6 +78,12 @@ class SglangProcess:
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
         lines = "\n".join(f"  {line}" for line in self._tail) or "  (nothing)"
         raise ProcessDied(f"SGLang (pid {self.pid}) ended with {how}; its last lines:\n{lines}")
+
+    def tell_stacks(self) -> None:
+        """Have all its processes print what their threads are doing; from now on its output is logged as errors."""
+        self._level = logging.ERROR
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, STACKS_SIGNAL)
 
     async def stop(self) -> None:
         """End it: by SIGTERM, and by force what is there after `STOP_SECONDS`."""
@@ -121,4 +129,4 @@ class SglangProcess:
         for line in lines:
             if text := line[:MOST_LINE_BYTES].decode(errors="replace").rstrip():
                 self._tail.append(text)
-                log.debug("sglang: %s", text)
+                log.log(self._level, "sglang: %s", text)

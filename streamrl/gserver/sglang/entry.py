@@ -22,6 +22,7 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
@@ -42,6 +43,8 @@ API_KEY = "STREAMRL_SGLANG_API_KEY"
 """Environment variable: the key that callers of the server must show, if there is one."""
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
 """Environment variable: how long the others may take to form a weight group, or to send what they announced."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""At this signal each process prints what its threads are doing, and goes on."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
@@ -115,6 +118,8 @@ def declare_detection_operators() -> None:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+if __name__ in ("__main__", "__mp_main__"):
+    faulthandler.register(STACKS_SIGNAL)
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":

@@ -41,6 +41,7 @@ class Monitor:
         """Whether it answers that it is well."""
         try:
             async with self._session.get(f"{self._url}/health") as response:
+                self._answered = time.monotonic()
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

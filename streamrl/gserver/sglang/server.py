@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 0.5
 """Between two questions whether the server is ready: SGLang gives no other sign."""
 PROGRESS_SECONDS = 15.0
+STACKS_SECONDS = 1.0
+"""For a server that hangs to say where."""
 
 
 class SglangServer:
@@ -49,8 +51,21 @@ class SglangServer:
         return self._monitor.stats()
 
     async def failed(self) -> None:
-        """Wait for the server's end, and raise `ProcessDied`."""
-        await self.process.died()
+        """Wait for the server's end and raise `ProcessDied`, or until it answers no more and raise `PeerLost`."""
+        died = asyncio.create_task(self.process.died())
+        silent = asyncio.create_task(self._monitor.until_silent())
+        try:
+            await asyncio.wait({died, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                died.result()
+            log.error("SGLang (pid %d) answers nothing; this is where its processes are:", self.process.pid)
+            self.process.tell_stacks()
+            await asyncio.sleep(STACKS_SECONDS)
+            silent.result()
+        finally:
+            for task in (died, silent):
+                task.cancel()
+            await asyncio.gather(died, silent, return_exceptions=True)
 
     async def until_ready(self, *, timeout: float) -> None:
         """Wait until the server answers; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""

@@ -107,6 +107,7 @@ async def test_a_gserver_fails_at_every_step(
                 await strike(fleet, path, skip, fault)
             except BaseException as error:
                 error.add_note(f"at {fault} in {path} (call {skip + 1}) of v{fleet.version + 1}")
+                await running_sglang.tell_stacks()
                 raise
         assert fleet.checked > len(cases(engine, mode))
         await publisher_faults(fleet)

@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
+from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.process import running
+from streamrl.gserver.sglang import monitor
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
 
@@ -87,6 +88,24 @@ async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:
         with pytest.raises(ProcessDied, match=r"(?s)exit code 7.*the last words"):
             await asyncio.wait_for(failing, 20)
         await until_gone(pids)
+
+
+async def test_one_that_answers_nothing_says_where_it_hangs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.1)
+    monkeypatch.setattr(monitor, "SILENT_SECONDS", 3.0)
+    async with started(sglang_config(), folder) as (served, url):
+        pids = (await ask(url))["pids"]
+        failing = asyncio.create_task(served.failed())
+        unanswered = asyncio.create_task(ask(f"{url}/stall"))
+        with pytest.raises(PeerLost, match="has not answered for 3 s"):
+            await asyncio.wait_for(failing, 30)
+        unanswered.cancel()
+        await asyncio.gather(unanswered, return_exceptions=True)
+    assert "in serve_forever" in caplog.text  # the server
+    assert "in schedule" in caplog.text  # and the process that it started
+    await until_gone(pids)
 
 
 async def test_a_server_that_cannot_start(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -23,12 +24,19 @@ sglang:generation_tokens_total{engine="a"} 40.0
 """
 
 
+stalled = threading.Event()
+"""Nothing is answered any more."""
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/die":
             sys.stderr.write("the last words\n")
             sys.stderr.flush()
             os._exit(7)
+        if self.path == "/stall" or stalled.is_set():
+            stalled.set()
+            time.sleep(600)
         told = {
             "argv": sys.argv[1:],
             "pids": [os.getpid(), worker.pid],

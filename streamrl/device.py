@@ -29,8 +29,8 @@ def compute_with(threads: int) -> None:
 def keep_freed_memory() -> None:
     """Have the C library keep large pieces of memory that are freed, for those that are allocated next.
 
-    Else each large tensor is new memory, whose first touch costs as much as writing it once more. Only where the
-    C library is GNU's; a process then stays as large as it once was.
+    Else each large tensor is new memory, which the system clears page by page when it is first touched. Only where
+    the C library is GNU's; a process then stays as large as it once was.
     """
     if sys.platform != "linux":
         return

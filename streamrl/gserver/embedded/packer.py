@@ -23,12 +23,15 @@ class Packer:
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
         self._packing: dict[Matrix, Future[None]] = {}
+        self._failed = False
+        """One of the last that were started could not be packed."""
 
     def start(self, matrices: Iterable[Matrix]) -> None:
         """Pack those of `matrices` soon that are not packed."""
         missing = [matrix for matrix in matrices if not matrix.packed and matrix not in self._packing]
         if not missing:
             return
+        self._failed = False
         pool = ThreadPoolExecutor(1, "packing", initializer=compute_with, initargs=(self._threads,))
         self._packing |= {matrix: pool.submit(self._pack, matrix) for matrix in missing}
         pool.shutdown(wait=False)
@@ -52,7 +55,8 @@ class Packer:
 
     def _pack(self, matrix: Matrix) -> None:
         try:
-            if packs_exactly(self._threads):
+            if not self._failed and packs_exactly(self._threads):
                 matrix.pack()
-        except RuntimeError as error:  # most likely there is no memory left
-            log.warning("a matrix was not packed, and products with it take about twice as long: %s", error)
+        except RuntimeError as error:  # most likely there is no memory left, for the others neither
+            self._failed = True
+            log.warning("matrices of these weights are not packed; products take up to twice as long: %s", error)

@@ -7,8 +7,8 @@ same support. Its arguments are those of SGLang's server.
 
 Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only
 writing end is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the
-gserver's session: Linux may share processors out between sessions, and two busy servers in sessions of their own
-would then leave the rest of the machine a third.
+gserver's session: Linux may share processors out between sessions, and busy servers in sessions of their own
+would then starve whoever else is on the machine.
 
 What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 

@@ -34,7 +34,7 @@ class Figures:
         """Take what SGLang said at the time `now`, in seconds."""
         found = dict.fromkeys(NAMES.values(), 0.0)
         wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(NAMES)))
-        for family in text_string_to_metric_families(wanted):  # slow: of all that SGLang says it takes 50 ms
+        for family in text_string_to_metric_families(wanted):  # too slow for all that SGLang says
             for sample in family.samples:
                 if name := NAMES.get(sample.name):
                     found[name] += sample.value

@@ -22,6 +22,8 @@ FIGURES_SECONDS = 2.0
 """Between two questions for figures; each costs SGLang some milliseconds."""
 SILENT_SECONDS = 60.0
 """A server that has answered nothing for so long is lost: long enough for a prefill that keeps it from answering."""
+SILENT_QUESTIONS = 3
+"""And so many questions in a row: it may be this process that stood still, and then it is asked again first."""
 
 
 class Monitor:
@@ -32,6 +34,8 @@ class Monitor:
         self._url = url
         self._figures = Figures()
         self._answered = time.monotonic()
+        self._unanswered = 0
+        """Questions for figures since."""
 
     def stats(self) -> dict[str, float]:
         """As of the last time that the server was asked."""
@@ -64,10 +68,11 @@ class Monitor:
         while True:
             try:
                 async with self._session.get(f"{self._url}/metrics") as response:
-                    self._answered = time.monotonic()
+                    self._answered, self._unanswered = time.monotonic(), 0
                     if response.status == 200:
                         self._figures.update(await response.text(), now=self._answered)
             except (aiohttp.ClientError, TimeoutError) as error:
+                self._unanswered += 1
                 log.debug("no figures from SGLang: %s", error)
             await asyncio.sleep(FIGURES_SECONDS)
 
@@ -75,6 +80,6 @@ class Monitor:
         """While `keep_figures` asks: wait until nothing was answered for long, and raise `PeerLost`."""
         while True:
             silent = time.monotonic() - self._answered
-            if silent >= SILENT_SECONDS:
+            if silent >= SILENT_SECONDS and self._unanswered >= SILENT_QUESTIONS:
                 raise PeerLost(f"the SGLang server at {self._url} has not answered for {silent:.0f} s; look at its log")
-            await asyncio.sleep(SILENT_SECONDS - silent)
+            await asyncio.sleep(max(SILENT_SECONDS - silent, FIGURES_SECONDS))

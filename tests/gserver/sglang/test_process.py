@@ -19,7 +19,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.process import running
-from streamrl.gserver.sglang import monitor
+from streamrl.gserver.sglang import monitor, server
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
 
@@ -93,11 +93,16 @@ async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:
 async def test_one_that_answers_nothing_says_where_it_hangs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.1)
     monkeypatch.setattr(monitor, "SILENT_SECONDS", 3.0)
     async with started(sglang_config(), folder) as (served, url):
         pids = (await ask(url))["pids"]
         failing = asyncio.create_task(served.failed())
+        await asyncio.sleep(0.5)
+        time.sleep(4)  # noqa: ASYNC251 - it is the gserver that stands still, and nothing is wrong with the server
+        await asyncio.sleep(1)
+        assert not failing.done()
         unanswered = asyncio.create_task(ask(f"{url}/stall"))
         with pytest.raises(PeerLost, match="has not answered for 3 s"):
             await asyncio.wait_for(failing, 30)

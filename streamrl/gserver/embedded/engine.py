@@ -96,7 +96,7 @@ class EmbeddedEngine:
             held_in=computes_in,
             device=device,
             threads=threads,
-            packs_first=deterministic,
+            deterministic=deterministic,
         )
         cache = KVCache(
             architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device

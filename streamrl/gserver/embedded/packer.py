@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from streamrl.device import compute_with
-from streamrl.gserver.embedded.linear import Matrix, packs_exactly
+from streamrl.gserver.embedded.linear import Matrix
+from streamrl.gserver.embedded.packing import packing_for
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +21,10 @@ log = logging.getLogger(__name__)
 class Packer:
     """Called by one thread at a time."""
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, deterministic: bool = False) -> None:
+        """`deterministic`: see `packing_for`."""
         self._threads = threads
+        self._deterministic = deterministic
         self._packing: dict[Matrix, Future[None]] = {}
         self._failed = False
         """One of the last that were started could not be packed."""
@@ -55,8 +58,11 @@ class Packer:
 
     def _pack(self, matrix: Matrix) -> None:
         try:
-            if not self._failed and packs_exactly(self._threads):
-                matrix.pack()
+            if self._failed:
+                return
+            packing = packing_for(matrix.weight.dtype, self._threads, deterministic=self._deterministic)
+            if packing is not None:
+                matrix.pack(packing)
         except RuntimeError as error:  # most likely there is no memory left, for the others neither
             self._failed = True
             log.warning("matrices of these weights are not packed; products take up to twice as long: %s", error)

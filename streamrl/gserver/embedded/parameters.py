@@ -58,10 +58,12 @@ class Parameters:
         device: torch.device,
         held_in: torch.dtype | None = None,
         threads: int = 1,
+        deterministic: bool = False,
         borrowed: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`held_in`: as what the weights of `dtype` lie in memory, `dtype` unless given. `threads`: of whoever computes
-        with them. `borrowed`: all weights by name, which are only read; without it there is new memory to write to."""
+        with them. `deterministic`: every process packs them in the same way (`packing.py`). `borrowed`: all weights
+        by name, which are only read; without it there is new memory to write to."""
         self.architecture = architecture
         self.dtype = dtype
         self.held_in = held_in or dtype
@@ -71,7 +73,7 @@ class Parameters:
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
         self._lent = borrowed or {}
-        self._packer = Packer(threads=threads)
+        self._packer = Packer(threads=threads, deterministic=deterministic)
         self._lock = threading.Lock()
         self._matrices: list[Matrix] = []
         self._matrix_of: dict[str, Matrix] = {}

@@ -30,16 +30,16 @@ class WeightSets:
         held_in: torch.dtype,
         device: torch.device,
         threads: int,
-        packs_first: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """See `Parameters`. `packs_first`: no product is made before all matrices are packed, so that equal requests
+        """See `Parameters`. `deterministic`: no product is made before all matrices are packed, so that equal requests
         get equal answers to the last bit; else a set is served at once, and packed meanwhile."""
         self._architecture = architecture
         self._dtype = dtype
         self._held_in = held_in
         self._device = device
         self._threads = threads
-        self._packs_first = packs_first
+        self._deterministic = deterministic
         self.live = self._new()
         self._standby: Parameters | None = None
         self._retired: Parameters | None = None
@@ -75,7 +75,7 @@ class WeightSets:
     def make_ready(self) -> None:
         standby = self._standing_by(borrowed=True)
         standby.settle()
-        if self._packs_first:
+        if self._deterministic:
             standby.pack()
 
     def load(self, folder: Path) -> None:
@@ -109,5 +109,6 @@ class WeightSets:
             device=self._device,
             held_in=self._held_in,
             threads=self._threads,
+            deterministic=self._deterministic,
             borrowed=borrowed,
         )

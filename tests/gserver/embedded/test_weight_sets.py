@@ -17,8 +17,8 @@ from streamrl.copying import Copiers
 from streamrl.gserver.embedded import parameters as parameters_module
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.cache import KVCache
-from streamrl.gserver.embedded.linear import has_packed_products
 from streamrl.gserver.embedded.model import Extension, Model
+from streamrl.gserver.embedded.packing import can_pack
 from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.weight_sets import WeightSets
 from streamrl.safetensors_files import SHARED_MEMORY, layout, mapped
@@ -135,13 +135,13 @@ def test_any_sequence_of_updates_and_swaps(
         assert sets.live.checksum() == weights_checksum({n: t.to(dtype) for n, t in live.items()})
 
 
-@pytest.mark.skipif(not has_packed_products(), reason="this torch has no packed products")
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed products")
 def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = Parameters(architecture(tied=False), dtype=torch.float32, device=CPU)
     save_file({name: random_weight(t, 1) for name, t in parameters.named.items()}, tmp_path / "model.safetensors")
     packed = []
     original = parameters_module.Matrix.pack
-    monkeypatch.setattr(parameters_module.Matrix, "pack", lambda matrix: (packed.append(matrix), original(matrix)))
+    monkeypatch.setattr(parameters_module.Matrix, "pack", lambda m, packing: (packed.append(m), original(m, packing)))
     parameters.load(tmp_path)
     assert not packed
     parameters.pack()
@@ -172,7 +172,7 @@ async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must
             standing_by = engine._weights._standing_by(borrowed=True)
             assert standing_by.borrowed == (way == "borrowed")
             assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
-            if has_packed_products():
+            if can_pack(torch.float32):
                 assert all(matrix.packed == deterministic for matrix in standing_by._matrices)
             await engine.end_update()
             assert engine._weights.live is standing_by

@@ -1,8 +1,8 @@
-"""Matrix products with weights in the order in which the product reads them: packed once, instead of at every product.
+"""Matrix products with weights in the order in which the product reads them: packed once, not at every product.
 
-Two libraries that come with torch do it. oneDNN packs float32, and bfloat16 where the processor computes in it. MKL packs
-float32; on processors that are not Intel's it does without AVX512. Which of them is faster is tried on the processor at
-hand, and whether they are right; `benchmarks/bench_engine.py` measures the engine with them.
+Two libraries that come with torch do it. oneDNN packs float32, and bfloat16 where the processor computes in it. MKL
+packs float32; on processors that are not Intel's it does without AVX512. Which of them is faster is tried on the
+processor at hand, and whether they are right; `benchmarks/bench_engine.py` measures the engine with them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MKL:
         return packed
 
     def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The last argument is not what was packed for: with any number but the rows of `x` torch would not use `packed`.
+        # The last argument is not what was packed for: torch uses `packed` only if it is the number of rows of `x`.
         product: Tensor = torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, x.shape[0])
         return product
 
@@ -109,9 +109,7 @@ def packing_for(dtype: torch.dtype, threads: int, *, deterministic: bool = False
     if not right or deterministic or len(right) == 1:
         return right[0] if right else None
     seconds = {packing.name: _seconds(packing, dtype) for packing in right}
-    log.info(
-        "products of %d rows: %s", _TIMED_ROWS, ", ".join(f"{name} {1e6 * s:.0f} µs" for name, s in seconds.items())
-    )
+    log.info("a product takes %s", " and ".join(f"{name} {1e6 * taken:.0f} µs" for name, taken in seconds.items()))
     return min(right, key=lambda packing: seconds[packing.name])
 
 
@@ -127,8 +125,8 @@ def _is_right(packing: Packing, dtype: torch.dtype, threads: int) -> bool:
             worst = (packing.product(x, packed, weight, None) - expected).abs().max().item()
             if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
                 log.warning(
-                    "%s packs no matrices here: with %d threads its product of %d rows, %d inputs and %d outputs is off "
-                    "by %g",
+                    "%s packs no matrices here: with %d threads its product of %d rows, %d inputs and %d outputs is "
+                    "off by %g",
                     *(packing.name, threads, rows, inputs, outputs, worst),
                 )
                 return False

@@ -53,10 +53,10 @@ def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
 def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     """The folder of `config.model.path`, made first if need be.
 
-    `cache` is where made folders are kept: by default `$STREAMRL_CACHE`, else `~/.cache/streamrl`.
+    `cache` is where made folders are kept: by default `cache_home`.
     Raises `ModelError` when the model cannot be found or made, or is of an unsupported type.
     """
-    home = cache or Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl")
+    home = cache or cache_home()
     if config.model.path == SMOLLM2:
         return _made(home / f"{SMOLLM2}-{CACHE_FORMAT}", _convert_smollm2)
     if config.model.path == SCRATCH:
@@ -69,6 +69,11 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     folder = Path(config.model.path).expanduser()
     check_checkpoint(folder)
     return folder
+
+
+def cache_home() -> Path:
+    """Where this machine keeps what it has made: `$STREAMRL_CACHE`, else `~/.cache/streamrl`."""
+    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl")
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:

@@ -59,10 +59,6 @@ class KVCache:
         """Where token i, at `positions[i]` of `slots[i]`, lies: `[tokens]`."""
         return slots * self.length + positions
 
-    def write(self, layer: int, rows: Tensor, keys_values: Tensor) -> None:
-        """Store `keys_values` (`[tokens, 2 * kv_heads, head_dim]`, keys first) at `rows`."""
-        self.layers[layer].flatten(0, 1).index_copy_(0, rows, keys_values)
-
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a slot to others, given in ascending order."""
         for layer in self.layers:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.cache import KVCache
+from streamrl.gserver.embedded.compiled import kernels_for
+from streamrl.gserver.embedded.kernels import Turn
 from streamrl.gserver.embedded.parameters import LayerWeights, Parameters
 
-Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""Layer number, queries `[tokens, heads, head_dim]`, keys then values `[tokens, 2 * kv_heads, head_dim]`
-→ `[tokens, heads * head_dim]`."""
+Attend = Callable[[int, Tensor], Tensor]
+"""Layer number; queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]` → `[tokens, heads * head_dim]`."""
 
 
 class Extension(msgspec.Struct, frozen=True):
@@ -57,10 +58,8 @@ class Model:
         self._device = parameters.device
         self._groups = self._a.heads // self._a.kv_heads
         self._copies_cache = copies_cache
-        self._rotation = _rotation_table(self._a, max_length).to(parameters.held_in).to(self._device)
-        self._own_norm = self._device.type == "cpu" and parameters.held_in == torch.float32
-        self._eps = torch.tensor(self._a.rms_norm_eps, device=self._device)
-        self._places = torch.arange(max(max_length, cache.max_slots), device=self._device)
+        self._kernels = kernels_for(self._a, max_length=max_length, dtype=parameters.held_in, device=self._device)
+        self._slots = torch.arange(cache.max_slots, device=self._device)
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
         """Hidden states of the wanted tokens, packed, and where each extension's begin.
@@ -80,93 +79,62 @@ class Model:
             slots.extend([extension.slot] * len(extension.tokens))
             wanted.extend(range(len(tokens) - extension.wanted, len(tokens)))
         place = torch.tensor([tokens, positions, slots], device=self._device)
-        rows = self.cache.rows(place[2], place[1])
+        turn = self._kernels.turn(place[1], self.cache.rows(place[2], place[1]))
         runs = _runs(extensions)
 
-        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
-            self.cache.write(layer, rows, keys_values)
-            parts = [self._attend_run(layer, run, queries, keys_values) for run in runs]
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            parts = [self._attend_run(layer, run, qkv) for run in runs]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         chosen = None if len(wanted) == len(tokens) else torch.tensor(wanted, dtype=torch.long, device=self._device)
-        return self._forward(place[0], place[1], attend, wanted=chosen), starts
+        return self._forward(place[0], turn, attend, wanted=chosen), starts
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Logits `[n, vocab]` after `tokens[i]`, which stands at `positions[i]` of slot i."""
-        n = len(tokens)
         place = torch.tensor([tokens, positions], device=self._device)
-        rows = self.cache.rows(self._places[:n], place[1])
-        longest = max(positions) + 1
-        mask = None
-        if min(positions) + 1 < longest:
-            hidden = self._places[:longest] > place[1][:, None]
-            mask = torch.zeros(n, 1, 1, longest, dtype=self.parameters.held_in, device=self._device)
-            mask.masked_fill_(hidden[:, None, None], float("-inf"))
-        a = self._a
+        rows = self.cache.rows(self._slots[: len(tokens)], place[1])
+        attend_slots = self._kernels.attend([position + 1 for position in positions])
 
-        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
-            self.cache.write(layer, rows, keys_values)
-            keys, values = self._heads(self.cache.layers[layer][:n, :longest])
-            queries = queries.view(n, a.kv_heads, self._groups, a.head_dim)
-            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).reshape(n, -1)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return attend_slots(qkv[:, : self._a.heads], self.cache.layers[layer])
 
-        return self.logits(self._forward(place[0], place[1], attend))
+        return self.logits(self._forward(place[0], self._kernels.turn(place[1], rows), attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, vocab]` in the dtype that is computed in."""
-        return self.parameters.head(self._norm(hidden, self.parameters.norm))
+        return self.parameters.head(self._kernels.rms_norm(hidden, self.parameters.norm))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
+    def _forward(self, tokens: Tensor, turn: Turn, attend: Attend, *, wanted: Tensor | None = None) -> Tensor:
         """Hidden states of the `wanted` tokens: the last layer ends with these alone."""
         x = self.parameters.embedding.index_select(0, tokens)
-        cos, sin = self._rotation[:, positions, None].unbind()
         last = self._a.layers - 1
         for i, layer in enumerate(self.parameters.layers):
-            attended = self._attended(i, layer, x, cos, sin, attend)
+            qkv = self._queries_keys_values(layer, x)
+            turn(qkv, self.cache.layers[i])
+            attended = attend(i, qkv)
             if i == last and wanted is not None:
                 x, attended = x[wanted], attended[wanted]
             x = layer.o(attended, layer.o_bias).add_(x)
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
-            x = layer.down(F.silu(gate).mul_(up)).add_(x)
+            gate_up = layer.gate_up(self._kernels.rms_norm(x, layer.post_norm))
+            x = layer.down(self._kernels.silu_times(gate_up)).add_(x)
         return x
 
-    def _attended(self, i: int, w: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """What layer i attends to, before its output projection."""
+    def _queries_keys_values(self, w: LayerWeights, x: Tensor) -> Tensor:
         a = self._a
-        normed = self._norm(x, w.input_norm)
-        qkv = w.qkv(normed, w.qkv_bias).view(x.shape[0], -1, a.head_dim)
-        turned = qkv[:, : a.heads + a.kv_heads]
+        qkv = w.qkv(self._kernels.rms_norm(x, w.input_norm), w.qkv_bias).view(len(x), -1, a.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
-            turned.copy_(self._scaled(turned))
-            turned[:, : a.heads].mul_(w.q_norm)
-            turned[:, a.heads :].mul_(w.k_norm)
-        # `sin` carries the sign of rotate_half, so that exchanged halves do for it.
-        exchanged = torch.cat(turned.chunk(2, -1)[::-1], -1)
-        turned.mul_(cos).addcmul_(exchanged, sin)
-        return attend(i, qkv[:, : a.heads], qkv[:, a.heads :])
+            queries, keys = qkv[:, : a.heads], qkv[:, a.heads : a.heads + a.kv_heads]
+            queries.copy_(self._kernels.rms_norm(queries, w.q_norm))
+            keys.copy_(self._kernels.rms_norm(keys, w.k_norm))
+        return qkv
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension; torch's own is slow on a CPU in float32."""
-        return (
-            self._scaled(x).mul_(weight)
-            if self._own_norm
-            else F.rms_norm(x, weight.shape, weight, self._a.rms_norm_eps)
-        )
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        """RMS norm without weights: a new tensor."""
-        if self._own_norm:
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return F.rms_norm(x, x.shape[-1:], None, self._a.rms_norm_eps)
-
-    def _attend_run(self, layer: int, run: _Run, queries: Tensor, keys_values: Tensor) -> Tensor:
+    def _attend_run(self, layer: int, run: _Run, qkv: Tensor) -> Tensor:
         a = self._a
         count, new, total = len(run.slots), run.new, run.cached + run.new
         span = slice(run.start, run.start + count * new)
-        q = queries[span].view(count, new, a.heads, a.head_dim).transpose(1, 2)
+        q = qkv[span, : a.heads].view(count, new, a.heads, a.head_dim).transpose(1, 2)
         if run.cached == 0:
-            held = keys_values[span].view(count, new, 2 * a.kv_heads, a.head_dim)
+            held = qkv[span, a.heads :].view(count, new, 2 * a.kv_heads, a.head_dim)
         else:
             kept = self.cache.layers[layer]
             held = kept[run.slots[0], None, :total] if count == 1 else kept[run.slots, :total]
@@ -185,13 +153,6 @@ class Model:
         """Keys and values, each `[slots, kv_heads, length, head_dim]`, of cache rows `[slots, length, ...]`."""
         heads = held.transpose(1, 2)
         return heads[:, : self._a.kv_heads], heads[:, self._a.kv_heads :]
-
-
-def _rotation_table(a: Architecture, max_length: int) -> Tensor:
-    """Cosines, and sines signed for exchanged halves: `[2, max_length, head_dim]`, float32."""
-    angles = torch.outer(torch.arange(max_length, dtype=torch.float32), a.rope.inverse_frequencies(a.head_dim))
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
 
 def _runs(extensions: Sequence[Extension]) -> list[_Run]:

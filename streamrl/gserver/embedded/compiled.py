@@ -1,0 +1,218 @@
+"""`Kernels` in C (`kernels.c`), compiled for the processor at hand when an engine first starts on it.
+
+The library is kept in streamrl's cache (`models.cache_home`), under a name that says of what it was made. Where there
+is no compiler (`$CC`, or `cc`), or what it makes does not compute what torch computes, torch does it, and the log says
+so; `CC=false` asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamrl.gserver.embedded.architecture import Architecture, Rope
+from streamrl.gserver.embedded.kernels import Attend, Kernels, TorchKernels, Turn, rotation_table
+from streamrl.models import cache_home
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.c")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+"""For which there is code."""
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
+"""None that would let the compiler take sums apart: `exponential` relies on their order."""
+FORMATS: dict[torch.dtype, Sequence[str]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+COMPILE_SECONDS = 120.0
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+_POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_P, _I = _POINTER, _INTEGER
+_ARGUMENTS = {
+    "attend_slots": (_P, _I, _P, _I, _I, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
+    "rms_norm": (_P, _P, _P, _I, _I, _FLOAT, _THREADS),
+    "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _I, _P, _P, _P, _I, _THREADS),
+    "silu_times": (_P, _P, _I, _I, _THREADS),
+}
+
+
+class Unavailable(Exception):
+    """Why there are no compiled kernels."""
+
+
+class CompiledKernels:
+    """`Kernels` on a CPU, with as many threads as torch has in the calling one."""
+
+    def __init__(
+        self, library: ctypes.CDLL, architecture: Architecture, *, max_length: int, dtype: torch.dtype
+    ) -> None:
+        self._library = library
+        self._a = architecture
+        self._rotation = rotation_table(architecture, max_length).to(dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        x, out, width = x.contiguous(), torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+        self._library.rms_norm(
+            *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width),
+            *(self._a.rms_norm_eps, torch.get_num_threads()),
+        )
+        return out
+
+    def silu_times(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        self._library.silu_times(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+        return out
+
+    def turn(self, positions: Tensor, rows: Tensor) -> Turn:
+        a, rotation = self._a, self._rotation
+        heads, threads = a.heads + 2 * a.kv_heads, torch.get_num_threads()
+        positions, rows = positions.contiguous(), rows.contiguous()
+
+        def turn(qkv: Tensor, layer: Tensor) -> None:
+            self._library.rotate_and_keep(
+                *(qkv.data_ptr(), heads, a.heads + a.kv_heads, 2 * a.kv_heads, a.head_dim),
+                *(rotation.data_ptr(), rotation.shape[1], positions.data_ptr()),
+                *(layer.data_ptr(), rows.data_ptr(), len(qkv), threads),
+            )
+
+        return turn
+
+    def attend(self, lengths: Sequence[int]) -> Attend:
+        a, n, threads = self._a, len(lengths), torch.get_num_threads()
+        counts = torch.tensor(lengths, dtype=torch.int64)
+
+        def attend(queries: Tensor, layer: Tensor) -> Tensor:
+            out = torch.empty(n, a.heads * a.head_dim, dtype=queries.dtype)
+            self._library.attend_slots(
+                *(queries.data_ptr(), queries.stride(0), layer.data_ptr(), layer.stride(0), layer.stride(1)),
+                *(counts.data_ptr(), out.data_ptr(), n, a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, threads),
+            )
+            return out
+
+        return attend
+
+
+def kernels_for(architecture: Architecture, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Compiled ones where they can be had, else torch's."""
+    library = None
+    if device.type == "cpu" and dtype in FORMATS and architecture.head_dim in HEAD_DIMS:
+        library = library_for(dtype)
+    if library is None:
+        return TorchKernels(architecture, max_length=max_length, dtype=dtype, device=device)
+    return CompiledKernels(library, architecture, max_length=max_length, dtype=dtype)
+
+
+@cache
+def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The functions of `kernels.c`, compiled first if need be; None: they cannot be had here."""
+    try:
+        library = ctypes.CDLL(str(_compiled(FORMATS[dtype])))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        _check(library, dtype)
+    except (Unavailable, OSError) as reason:
+        log.warning("the engine does without compiled kernels, and takes up to a third longer for a token: %s", reason)
+        return None
+    return library
+
+
+def _compiled(flags: Sequence[str]) -> Path:
+    """The library that was made with `flags`."""
+    if sys.platform != "linux":
+        raise Unavailable(f"they are made on Linux only, and this is {sys.platform}")
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        raise Unavailable(f"there is no C compiler ({os.environ.get('CC') or 'cc'}); install one, or name it in CC")
+    threads = _openmp()
+    command = [compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", str(SOURCE), threads]
+    made_of = (SOURCE.read_text(), command, _told(compiler, "--version"), _processor())
+    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    library = cache_home() / f"kernels-{name}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernels-") as folder:
+            made = Path(folder, library.name)
+            _told(*command, "-o", str(made))
+            made.rename(library)
+    return library
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch has loaded: with another one, the threads of the two would wait for each other."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.search(r"(/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*)$", line)
+        if found:
+            return found[1]
+    raise Unavailable("torch has no OpenMP library loaded")
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if re.match(r"model name|flags|Features|CPU part", line))
+
+
+def _told(*command: str) -> str:
+    """What a command has printed; raises `Unavailable` if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise Unavailable(f"{command[0]} has failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Raise `Unavailable` unless `library` computes on random numbers what torch does."""
+    a = _TRIED
+    generator = torch.Generator().manual_seed(0)
+    torchs = TorchKernels(a, max_length=256, dtype=torch.float32, device=torch.device("cpu"))
+    ours = CompiledKernels(library, a, max_length=256, dtype=dtype)
+    qkv = torch.randn(3, a.heads + 2 * a.kv_heads, a.head_dim, generator=generator).to(dtype)
+    layer = torch.randn(3, 200, 2 * a.kv_heads, a.head_dim, generator=generator).to(dtype)
+    x, weight = torch.randn(7, 198, generator=generator).to(dtype), torch.randn(198, generator=generator).to(dtype)
+    positions, rows = torch.tensor([0, 69, 199]), torch.tensor([0, 269, 599])
+    found: list[list[Tensor]] = []
+    for kernels, to in ((torchs, torch.float32), (ours, dtype)):
+        turned, cache = qkv.to(to, copy=True), layer.to(to, copy=True)
+        kernels.turn(positions, rows)(turned, cache)
+        attended = kernels.attend([1, 70, 200])(turned[:, : a.heads], cache)
+        found.append([turned, cache, attended, kernels.rms_norm(x.to(to), weight.to(to)), kernels.silu_times(x.to(to))])
+    for what, expected, got in zip(("turn", "cache", "attention", "norm", "silu"), *found, strict=True):
+        worst = (expected - got).abs().max().item()
+        if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
+            raise Unavailable(f"what the compiler has made is wrong: {what} is off by {worst:g}")
+
+
+_TRIED = Architecture(
+    vocab_size=8,
+    hidden_size=64,
+    intermediate_size=64,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope=Rope(theta=10000.0),
+    max_position=256,
+    tied=True,
+    qkv_bias=False,
+    o_bias=False,
+    qk_norm=False,
+    eos_token_ids=frozenset(),
+)

@@ -45,7 +45,11 @@ SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         LlamaForCausalLM,
         {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
     ),
-    "llama-biased": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "attention_bias": True}),
+    "llama-biased": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 32},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2-untied-linear-rope": (
         Qwen2Config,

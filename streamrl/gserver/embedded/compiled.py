@@ -125,7 +125,7 @@ def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
             function.argtypes, function.restype = arguments, None
         _check(library, dtype)
     except (Unavailable, OSError) as reason:
-        log.warning("the engine does without compiled kernels, and takes up to a third longer for a token: %s", reason)
+        log.warning("the engine does without compiled kernels, which is slower: %s", reason)
         return None
     return library
 

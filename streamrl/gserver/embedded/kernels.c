@@ -95,13 +95,12 @@ INLINE vector choose(integers condition, vector yes, vector no)
     return (vector)(((integers)yes & condition) | ((integers)no & ~condition));
 }
 
-/* e to the power of x, to about 2e-7 of its value; 0 below -87, NaN of NaN. 2^n * e^r, where |r| is at most ln(2) / 2,
+/* e to the power of x, to about 2e-7 of its value; 0 below -87, infinite above 88, NaN of NaN. 2^n * e^r, where |r| is at most ln(2) / 2,
  * and e^r is its Taylor polynomial. */
 INLINE vector exponential(vector x)
 {
-    integers too_small = x < -87.0f;
-    x = choose(too_small, all(-87.0f), x);
-    x = choose(x > 88.0f, all(88.0f), x);
+    integers too_small = x < -87.0f, too_large = x > 88.0f;
+    x = choose(too_small | too_large, all(0.0f), x);
     vector shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: n are its lowest bits */
     vector n = shifted - 12582912.0f;
     vector r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
@@ -114,7 +113,7 @@ INLINE vector exponential(vector x)
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     vector power = (vector)(((integers)shifted << 23) + (127 << 23));
-    return choose(too_small, all(0.0f), p * power);
+    return choose(too_large, all(__builtin_inff()), choose(too_small, all(0.0f), p * power));
 }
 
 /* --- Attention of one new token for each slot --------------------------------------------------------------------- */

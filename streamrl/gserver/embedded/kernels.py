@@ -1,7 +1,6 @@
 """What the forward pass does besides matrix products and the attention of prompts, and how torch does it.
 
-`compiled.py` does the same on a CPU in fewer passes over memory, where there is a C compiler; `kernels_for` answers
-what is best at hand. `benchmarks/bench_engine.py --kernels torch` measures what that gains.
+`compiled.py` does the same on a CPU in fewer passes over memory, where there is a C compiler.
 """
 
 from __future__ import annotations

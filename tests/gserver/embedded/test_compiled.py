@@ -1,0 +1,239 @@
+"""The compiled kernels compute what torch computes, and torch does it where they cannot be had."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamrl.device import compute_with
+from streamrl.gserver.embedded import compiled
+from streamrl.gserver.embedded.architecture import Architecture, Rope
+from streamrl.gserver.embedded.compiled import FORMATS, HEAD_DIMS, CompiledKernels, kernels_for, library_for
+from streamrl.gserver.embedded.kernels import Kernels, TorchKernels
+
+CPU = torch.device("cpu")
+DTYPES = list(FORMATS)
+MAX_LENGTH = 300
+needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C compiler")
+
+
+@pytest.fixture
+def made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The empty cache in which kernels are made."""
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
+    library_for.cache_clear()
+    yield tmp_path
+    library_for.cache_clear()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    compute_with(request.param)
+    yield
+    compute_with(before)
+
+
+def architecture(*, heads: int = 4, kv_heads: int = 2, head_dim: int = 32) -> Architecture:
+    return Architecture(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=64,
+        layers=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope=Rope(theta=10000.0),
+        max_position=MAX_LENGTH,
+        tied=True,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        eos_token_ids=frozenset(),
+    )
+
+
+def ours(dtype: torch.dtype, a: Architecture) -> Kernels:
+    kernels = kernels_for(a, max_length=MAX_LENGTH, dtype=dtype, device=CPU)
+    assert isinstance(kernels, CompiledKernels)
+    return kernels
+
+
+def torchs(dtype: torch.dtype, a: Architecture) -> Kernels:
+    """In float32, with the rotations of `dtype`."""
+    kernels = TorchKernels(a, max_length=MAX_LENGTH, dtype=torch.float32, device=CPU)
+    kernels._rotation = kernels._rotation.to(dtype).float()
+    return kernels
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """To rounding: of float32 sums, or of a bfloat16 result."""
+    assert found.dtype == dtype
+    tolerance = 2e-5 + 2e-5 * expected.abs() if dtype == torch.float32 else 1e-3 + expected.abs() / 128
+    return bool(((found - expected).abs() <= tolerance).all())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS), kv_heads=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+def test_attention(data: st.DataObject, dtype: torch.dtype, head_dim: int, kv_heads: int, seed: int) -> None:
+    a = architecture(heads=kv_heads * data.draw(st.integers(1, 11)), kv_heads=kv_heads, head_dim=head_dim)
+    lengths = data.draw(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=5))
+    generator = torch.Generator().manual_seed(seed)
+    spread = data.draw(st.sampled_from([0.1, 1.0, 30.0]))
+    qkv = (spread * torch.randn(len(lengths), a.heads + 2 * kv_heads, head_dim, generator=generator)).to(dtype)
+    layer = torch.randn(len(lengths) + 2, MAX_LENGTH, 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    found = ours(dtype, a).attend(lengths)(qkv[:, : a.heads], layer)
+    for i, length in enumerate(lengths):
+        keys, values = layer[i, :length].double().transpose(0, 1).repeat_interleave(a.heads // kv_heads, 0).chunk(2)
+        scores = (keys @ qkv[i, : a.heads, :, None].double())[..., 0] * head_dim**-0.5
+        expected = (scores.softmax(-1)[:, None] @ values)[:, 0].flatten()
+        assert close(found[i], expected, dtype)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    width=st.integers(1, 700),
+    scale=st.sampled_from([1e-6, 1.0, 100.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_norm_and_silu(dtype: torch.dtype, rows: int, width: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (scale * torch.randn(rows, 2 * width, generator=generator)).to(dtype)
+    weight = torch.randn(2 * width, generator=generator).to(dtype)
+    a = architecture()
+    kernels = ours(dtype, a)
+    expected = F.rms_norm(x.double(), (2 * width,), weight.double(), a.rms_norm_eps)
+    assert close(kernels.rms_norm(x, weight), expected, dtype)
+    heads = x.view(rows, 2, width)[:, 1:]
+    expected = F.rms_norm(heads.double(), (width,), weight[:width].double(), a.rms_norm_eps)
+    assert close(kernels.rms_norm(heads, weight[:width]), expected, dtype)
+    gate, up = x.double().chunk(2, -1)
+    assert close(kernels.silu_times(x), F.silu(gate) * up, dtype)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS), seed=st.integers(0, 2**32 - 1))
+def test_turning_and_keeping(data: st.DataObject, dtype: torch.dtype, head_dim: int, seed: int) -> None:
+    a = architecture(heads=6, kv_heads=2, head_dim=head_dim)
+    tokens, slots = data.draw(st.integers(1, 40)), 3
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(tokens, 10, head_dim, generator=generator).to(dtype)
+    layer = torch.randn(slots, MAX_LENGTH, 4, head_dim, generator=generator).to(dtype)
+    positions = torch.randint(MAX_LENGTH, (tokens,), generator=generator)
+    rows = torch.randperm(slots * MAX_LENGTH, generator=generator)[:tokens]
+    expected, expected_layer = qkv.float(), layer.float()
+    torchs(dtype, a).turn(positions, rows)(expected, expected_layer)
+    values = qkv[:, 8:].clone()
+    ours(dtype, a).turn(positions, rows)(qkv, layer)
+    assert close(qkv, expected, dtype)
+    assert close(layer, expected_layer, dtype)
+    assert torch.equal(qkv[:, 8:], values)
+    assert torch.equal(layer.flatten(0, 1)[rows], qkv[:, 6:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extremes(dtype: torch.dtype) -> None:
+    """No score is too large, nothing overflows, and what is broken is not hidden."""
+    a = architecture()
+    kernels = ours(dtype, a)
+    values = [0.0, -0.0, 20.0, -20.0, 88.0, -88.0, 1000.0, -1000.0, 1e30, -1e30, 3e-39, math.inf]
+    found = kernels.silu_times(torch.tensor([values + [1.0] * len(values)], dtype=dtype))
+    expected = F.silu(torch.tensor([values], dtype=dtype).double())
+    assert torch.allclose(found.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-30)
+    assert kernels.silu_times(torch.tensor([[math.nan, 1.0]], dtype=dtype)).isnan().all()
+    x = torch.ones(2, 64, dtype=dtype)
+    x[1, 3] = math.nan
+    assert kernels.rms_norm(x, torch.ones(64, dtype=dtype)).isnan().any(-1).tolist() == [False, True]
+    queries, layer = torch.full((3, 8, 32), 1e4, dtype=dtype), torch.full((3, 80, 4, 32), 1e4, dtype=dtype)
+    layer[0, 50], layer[1, 2], layer[2, 79] = -1e4, math.nan, math.nan
+    found = kernels.attend([80, 80, 79])(queries[:, :4], layer)
+    assert (found[0] == layer[0, 0, 0, 0]).all()  # all the weight is on the others
+    assert found[1].isnan().all()
+    assert not found[2].isnan().any()  # it lies behind the end
+
+
+@needs_compiler
+def test_they_are_made_once(made_anew: Path) -> None:
+    assert library_for(torch.float32) is not None
+    made = {path: path.stat().st_mtime_ns for path in made_anew.iterdir()}
+    assert [path.suffix for path in made] == [".so"]
+    library_for.cache_clear()
+    assert library_for(torch.float32) is not None
+    assert {path: path.stat().st_mtime_ns for path in made_anew.iterdir()} == made
+
+
+@needs_compiler
+def test_several_processes_make_them_at_once(made_anew: Path) -> None:
+    code = (
+        "import torch; from streamrl.gserver.embedded.compiled import library_for; assert library_for(torch.bfloat16)"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(list(made_anew.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [("false", "has failed"), ("no-such-compiler", "there is no C compiler (no-such-compiler)")],
+)
+def test_without_a_compiler_torch_computes(
+    compiler: str, message: str, made_anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    kernels = kernels_for(architecture(), max_length=8, dtype=torch.float32, device=CPU)
+    assert isinstance(kernels, TorchKernels)
+    assert message in caplog.text
+    assert not list(made_anew.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("p = p * r + 0.5f;", "p = p * r + 0.6f;", "attention"),
+        ("b * load(sines + i));", "b);", "turn"),
+        ("/ (float)width", "", "norm"),
+        ("head * head_dim;\n        const", "head;\n        const", "attention"),
+    ],
+)
+def test_what_is_wrong_is_not_used(
+    right: str,
+    wrong: str,
+    what: str,
+    made_anew: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = compiled.SOURCE.read_text()
+    assert right in source
+    made_anew.joinpath("kernels.c").write_text(source.replace(right, wrong))
+    monkeypatch.setattr(compiled, "SOURCE", made_anew / "kernels.c")
+    assert library_for(torch.float32) is None
+    assert f"is wrong: {what} is off by" in caplog.text
+
+
+def test_torch_does_what_there_is_no_code_for() -> None:
+    kernels = kernels_for(architecture(head_dim=16), max_length=8, dtype=torch.float32, device=CPU)
+    assert isinstance(kernels, TorchKernels)

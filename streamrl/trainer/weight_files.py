@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO
 
@@ -53,6 +53,8 @@ class WeightFiles:
         self._sums: dict[str, str] = {}
         self._lock = _claim(folder)
         self._copiers = Copiers()
+        self._held: dict[Path, _Held] = {}
+        """By the folders that they are in."""
 
     @classmethod
     def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
@@ -76,10 +78,10 @@ class WeightFiles:
         unfinished = self.folder / f".v{version:06d}.unfinished"
         try:
             self._make_place(unfinished)
-            self._sums = self._write(unfinished / FILE, source)
+            self._sums = self._write(unfinished, source)
             if self._durable:
                 _synchronise(unfinished)
-            unfinished.rename(target)
+            self._rename(unfinished, target)
             if self._durable:
                 _synchronise(self.folder)
         except OSError as error:
@@ -98,6 +100,8 @@ class WeightFiles:
 
     def close(self) -> None:
         """Remove them."""
+        for folder in list(self._held):
+            self._let_go(folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
@@ -106,56 +110,94 @@ class WeightFiles:
         for folder in self.folder.iterdir():
             if folder.is_dir() and folder != self._latest:
                 if not unfinished.exists():
-                    folder.rename(unfinished)  # nobody finds it from here on
-                    if is_unused(unfinished / FILE):
+                    self._rename(folder, unfinished)  # nobody finds it from here on
+                    held = self._held.get(unfinished)
+                    if held is not None and held.is_unused():
                         continue
                     folder = unfinished
+                self._let_go(folder)
                 shutil.rmtree(folder)
         unfinished.mkdir(exist_ok=True)
 
-    def _write(self, file: Path, source: WeightSource) -> dict[str, str]:
+    def _rename(self, folder: Path, to: Path) -> None:
+        folder.rename(to)
+        if folder in self._held:
+            self._held[to] = self._held.pop(folder)
+
+    def _let_go(self, folder: Path) -> None:
+        held = self._held.pop(folder, None)
+        if held is not None:
+            held.close()
+
+    def _write(self, folder: Path, source: WeightSource) -> dict[str, str]:
         """Answers the checksum of each tensor as it lies in the file, by name."""
         header, offsets, size = layout(source.specs(), self.dtype)
-        with file.open("r+b" if file.exists() else "w+b") as opened:
+        held = self._hold(folder, size)
+        held.memory[: len(header)] = header
+
+        def write(name: str, tensor: Tensor) -> str:
+            numbers = torch.frombuffer(held.memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
+            if self._checksum:
+                return copy_and_sum(numbers.view(tensor.shape), tensor)
+            numbers.view(tensor.shape).copy_(tensor)
+            return ""
+
+        with closing(source.weights()) as weights:
+            sums = self._copiers.each(write, weights)
+        if self._durable:
+            held.synchronise()
+        return sums if self._checksum else {}
+
+    def _hold(self, folder: Path, size: int) -> _Held:
+        """The file in `folder`, of so many bytes."""
+        if folder in self._held and len(self._held[folder].memory) != size:
+            self._let_go(folder)
+        if folder not in self._held:
             try:
-                os.truncate(opened.fileno(), size)
-                os.posix_fallocate(opened.fileno(), 0, size)
+                self._held[folder] = _Held(folder / FILE, size, populate=not self._durable)
             except OSError as error:
                 free = shutil.disk_usage(self.folder).free
                 raise PublicationError(
                     f"the weights, {size / 2**20:.0f} MiB, do not fit into {self.folder} ({error.strerror}; "
                     f'{free / 2**20:.0f} MiB are free): make room there, or take weights.mode = "collective"'
                 ) from error
-            mapping = mmap.MAP_SHARED | (0 if self._durable else mmap.MAP_POPULATE)
-            with mmap.mmap(opened.fileno(), size, flags=mapping) as memory:
-                memory[: len(header)] = header
-
-                def write(name: str, tensor: Tensor) -> str:
-                    numbers = torch.frombuffer(memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
-                    if self._checksum:
-                        return copy_and_sum(numbers.view(tensor.shape), tensor)
-                    numbers.view(tensor.shape).copy_(tensor)
-                    return ""
-
-                with closing(source.weights()) as weights:
-                    sums = self._copiers.each(write, weights)
-                if self._durable:
-                    memory.flush()
-            if self._durable:
-                os.fsync(opened.fileno())
-        return sums if self._checksum else {}
+        return self._held[folder]
 
 
-def is_unused(file: Path) -> bool:
-    """Whether nobody else has `file` open or mapped; False where the system cannot tell."""
-    try:
-        with file.open("r+b") as opened:
-            fcntl.fcntl(opened, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it just now: one that is ignored
-            fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return False
-    return True
+class _Held:
+    """A file that is open and mapped for as long as it may be written to: mapping it anew costs as much as a copy."""
+
+    def __init__(self, file: Path, size: int, *, populate: bool) -> None:
+        """`populate`: all of it is memory that is there. Raises `OSError` when there is no room."""
+        self._file = file.open("r+b" if file.exists() else "w+b")
+        try:
+            os.truncate(self._file.fileno(), size)
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self.memory = mmap.mmap(self._file.fileno(), size, flags=flags)
+        except OSError:
+            self._file.close()
+            raise
+
+    def is_unused(self) -> bool:
+        """Whether nobody else has the file open or mapped; False where the system cannot tell."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it just now: one that is ignored
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    def synchronise(self) -> None:
+        """Until it is on the disk."""
+        self.memory.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with suppress(BufferError):  # a tensor still lies there, after a copy that failed: the mapping goes with it
+            self.memory.close()
+        self._file.close()
 
 
 def _synchronise(folder: Path) -> None:

@@ -37,9 +37,9 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-
 FORMATS: dict[torch.dtype, Sequence[str]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 COMPILE_SECONDS = 120.0
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative to the largest entry."""
 
-_POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_P, _I = _POINTER, _INTEGER
+_P, _I, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "attend_slots": (_P, _I, _P, _I, _I, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
     "rms_norm": (_P, _P, _P, _I, _I, _FLOAT, _THREADS),

@@ -55,8 +55,8 @@ def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:
     needed, memory = 2 * numbers * dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > HOST_SHARE * memory:
         log.warning(
-            "matrices are not packed, so products of 4 requests and more take about twice as long: packed copies would "
-            "take %.1f GiB, more than a quarter of this host's %.1f GiB",
+            "matrices are not packed, so products are slower: packed copies would take %.1f GiB, more than a quarter "
+            "of this host's %.1f GiB",
             needed / 2**30,
             memory / 2**30,
         )

@@ -1,6 +1,6 @@
 """Packs matrices one after another, in a thread of its own, while others compute.
 
-The thread has as many helpers as the one that computes: a pack made with fewer makes products up to twice as slow.
+The thread has as many helpers as the one that computes: MKL's products are slower from a pack made with fewer.
 It ends with the last matrix, and its helpers with it, because idle ones would slow down those of other threads (see
 `device.compute_with`).
 """
@@ -65,4 +65,4 @@ class Packer:
                 matrix.pack(packing)
         except RuntimeError as error:  # most likely there is no memory left, for the others neither
             self._failed = True
-            log.warning("matrices of these weights are not packed; products take up to twice as long: %s", error)
+            log.warning("matrices of these weights are not packed, so products are slower: %s", error)

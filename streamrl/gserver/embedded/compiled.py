@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,12 +135,11 @@ def _compiled(flags: Sequence[str]) -> Path:
     """The library that was made with `flags`."""
     if sys.platform != "linux":
         raise Unavailable(f"they are made on Linux only, and this is {sys.platform}")
-    compiler = shutil.which(os.environ.get("CC") or "cc")
-    if compiler is None:
-        raise Unavailable(f"there is no C compiler ({os.environ.get('CC') or 'cc'}); install one, or name it in CC")
-    threads = _openmp()
-    command = [compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", str(SOURCE), threads]
-    made_of = (SOURCE.read_text(), command, _told(compiler, "--version"), _processor())
+    compiler = shlex.split(os.environ.get("CC", "").strip() or "cc")
+    if shutil.which(compiler[0]) is None:
+        raise Unavailable(f"there is no C compiler ({compiler[0]}); install one, or name it in CC")
+    command = [*compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", str(SOURCE), _openmp()]
+    made_of = (SOURCE.read_text(), command, _told(*compiler, "--version"), _processor())
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     library = cache_home() / f"kernels-{name}.so"
     if not library.exists():

@@ -175,7 +175,9 @@ def test_extremes(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_they_are_made_once(made_anew: Path) -> None:
+@pytest.mark.parametrize("compiler", ["", " ", "cc", "env cc"])
+def test_they_are_made_once(compiler: str, made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler)
     assert library_for(torch.float32) is not None
     made = {path: path.stat().st_mtime_ns for path in made_anew.iterdir()}
     assert [path.suffix for path in made] == [".so"]

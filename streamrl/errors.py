@@ -76,3 +76,10 @@ class TransferError(StreamRLError):
 
 class TrainingError(StreamRLError):
     """A training step whose numbers make no sense."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """What went wrong first in (nested) groups of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -68,7 +68,11 @@ class Starts(Protocol):
 
 
 class Director:
-    """Follows the master."""
+    """Follows the master.
+
+    Invariant: an admission that was asked for is waited for, whatever the master says meanwhile, so no group is
+    admitted and not known here.
+    """
 
     def __init__(self, config: Config, *, index: int, master: str, starts: Starts) -> None:
         """`master`: ZMQ endpoint of its channel."""
@@ -76,57 +80,87 @@ class Director:
         self._starts = starts
         self._gates: dict[int, GroupGate] = {}
         """Of groups that were started and are not scored yet."""
+        self._wanted = 0
+        """Groups that the master wants to wait here to be scored."""
+        self._refusals = 0
+        """Admissions that were answered with nothing."""
+        self._changed = asyncio.Condition()
+        """Of the three above."""
         self._channel: ReplyChannel[Direction] = ReplyChannel(
             endpoint=master, worker=FIRST_ROLLOUT_WORKER + index, call_type=Direction
         )
 
     async def follow(self) -> None:
         """Carry out directions until the run is over."""
-        over = asyncio.Event()
         await self._starts.admit(0)  # what the manager learns with it, such as the size of the data set, is awaited
         async with asyncio.TaskGroup() as tasks:
-            reading = tasks.create_task(self._read(tasks, over))
-            await over.wait()
-            reading.cancel()
+            carrying_out = tasks.create_task(self._carry_out())
+            await self._start_as_wanted()
+            carrying_out.cancel()
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _read(self, tasks: asyncio.TaskGroup, over: asyncio.Event) -> None:
-        generating: asyncio.Task[None] | None = None
+    async def _start_as_wanted(self) -> None:
+        """Until the run is over."""
         while True:
-            call_id, call = await self._channel.receive()
-            match call:
-                case Generate():
-                    if generating is not None:
-                        generating.cancel()  # the master gave it up; its groups are taken over
-                    generating = tasks.create_task(self._generate(call_id, call.groups, over))
-                case Score():
-                    tasks.create_task(self._score(call_id, call.seqs))
-
-    async def _generate(self, call_id: int, groups: int, over: asyncio.Event) -> None:
-        while len(self._gates) < groups:
-            admissions = await self._starts.admit(groups - len(self._gates))
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._gates) < self._wanted)
+                lacking = self._wanted - len(self._gates)
+            admissions = await self._starts.admit(lacking)
             if admissions is None:
-                over.set()
                 return
             for admission in admissions:
                 gate = GroupGate(self._siblings)
                 self._gates[admission.seq] = gate
                 self._starts.start(admission, gate)
-        begun = sorted(self._gates)
-        alive = await _which(begun, lambda seq: self._gates[seq].generated())
-        for seq in set(begun) - set(alive):
-            del self._gates[seq]
-        await self._channel.reply(call_id, Generated(alive))
+            self._refusals += not admissions
+            await self._tell_change()
+
+    async def _carry_out(self) -> None:
+        generating: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                call_id, call = await self._channel.receive()
+                if generating is not None:
+                    generating.cancel()  # it has replied, or the master goes on without; the groups stay
+                match call:
+                    case Generate():
+                        self._wanted = call.groups
+                        generating = tasks.create_task(self._generate(call_id, call.groups))
+                    case Score():
+                        self._wanted = 0
+                        tasks.create_task(self._score(call_id, call.seqs))
+                await self._tell_change()
+
+    async def _generate(self, call_id: int, groups: int) -> None:
+        """Reply when `groups` wait to be scored, or all that are admitted for now."""
+        refusals = self._refusals
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._gates) >= groups or self._refusals > refusals)
+            begun = sorted(self._gates)
+            alive = await _which(begun, lambda seq: self._gates[seq].generated())
+            for seq in set(begun) - set(alive):
+                self._gates.pop(seq, None)
+            if begun == alive == sorted(self._gates):
+                await self._channel.reply(call_id, Generated(alive))
+                return
+            await self._tell_change()  # others may start instead of those that were given up
 
     async def _score(self, call_id: int, seqs: list[int]) -> None:
-        for seq in seqs:
+        """Of groups that are unknown here, because a predecessor of this process had them, none is scored."""
+        known = [seq for seq in seqs if seq in self._gates]
+        for seq in known:
             self._gates[seq].open()
-        stored = await _which(seqs, lambda seq: self._gates[seq].ended())
-        for seq in seqs:
-            del self._gates[seq]
+        stored = await _which(known, lambda seq: self._gates[seq].ended())
+        for seq in known:
+            self._gates.pop(seq, None)
         await self._channel.reply(call_id, Scored(stored))
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 async def _which(seqs: list[int], question: Callable[[int], Awaitable[bool]]) -> list[int]:

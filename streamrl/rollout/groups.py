@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from streamrl.config import Config
-from streamrl.errors import DataError
+from streamrl.errors import DataError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -94,10 +94,3 @@ class GroupMaker:
         trajectory = await self._workflow.run(prompt, session)
         check_trajectory(trajectory)
         return trajectory
-
-
-def first_error(error: BaseException) -> BaseException:
-    """What went wrong first in (nested) groups of tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
+from streamrl.errors import first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.groups import GroupMaker, first_error
+from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.partial import Generator
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow

@@ -13,10 +13,10 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLError
+from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.directed import Director, GroupGate
-from streamrl.rollout.groups import GroupMaker, first_error
+from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.in_flight import InFlightReports, RequestCount
 from streamrl.rollout.partial import GroupRoute
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over

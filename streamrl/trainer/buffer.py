@@ -55,6 +55,9 @@ class AsyncIOSequenceBuffer:
     def __len__(self) -> int:
         return len(self._metas)
 
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._metas
+
     async def put_batch(self, metas: Iterable[SampleMeta]) -> None:
         """Groups arrived. One that is held already takes the place of the old one, and is read again."""
         async with self._changed:
@@ -88,6 +91,11 @@ class AsyncIOSequenceBuffer:
             for seq in seqs:
                 self._forget(seq)
             self._changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, which is looked at whenever something changes."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
 
     async def wake(self) -> None:
         """Something outside the buffer that waiters look at has changed."""

@@ -127,7 +127,9 @@ class FunctionExecutor:
             for source in ("arrivals", "batch")
             for mfc in graph.reading(source)
         }
-        self._generation = Generation(graph, channel=channel, config=config) if graph.of_rollout else None
+        self._generation = (
+            Generation(graph, channel=channel, buffer=buffer, config=config) if graph.of_rollout else None
+        )
         self._spans: list[Span] = []
 
     async def load_data(self, metas: Sequence[SampleMeta]) -> None:
@@ -147,7 +149,7 @@ class FunctionExecutor:
                 tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
 
     async def generate(self, groups: int, *, formed: asyncio.Event) -> None:
-        """In a synchronous graph: have a batch made, and no more once it is `formed`."""
+        """In a synchronous graph: have a batch of `groups` made, until it is `formed`."""
         if self._generation is not None:
             self._spans += await self._generation.make(groups, formed=formed)
 

@@ -1,79 +1,140 @@
-"""Generation and scoring in a synchronous graph: the MFCs that rollout workers carry out for the master."""
+"""Generation and scoring in a synchronous graph: the MFCs that rollout workers carry out for the master.
+
+How much of a batch is lacking is known by the buffer alone. What workers tell is not counted on: one may have stored
+groups and died before it could say so, or may score a group that another one has stored meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TypeVar
-
-import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import PeerLost
+from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.span import Span
-from streamrl.transport.directing import FIRST_ROLLOUT_WORKER, Generate, Generated, Score, Scored
+from streamrl.transport.directing import FIRST_ROLLOUT_WORKER, Direction, Generate, Generated, Score, Scored
 from streamrl.transport.request_reply import RequestChannel
 
 log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
 
+NEWS_SECONDS = 1.0
+"""What is stored is heard of within so long; a worker stored what is not when it had been stored before."""
+
 
 class Generation:
     """`actor_gen`, and `rew_inf` by verifiers: the MFCs that rollout workers carry out for the master."""
 
-    def __init__(self, graph: Graph, *, channel: RequestChannel[object], config: Config) -> None:
+    def __init__(
+        self, graph: Graph, *, channel: RequestChannel[object], buffer: AsyncIOSequenceBuffer, config: Config
+    ) -> None:
         self._channel = channel
+        self._buffer = buffer
         self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]
         self._scores = any(mfc.interface == "inference" for mfc in graph.of_rollout)
         self._timeout = config.trainer.step_timeout_seconds
 
     async def make(self, groups: int, *, formed: asyncio.Event) -> list[Span]:
-        """Have `groups` groups generated, scored and stored; what fails is made up for until the batch is `formed`."""
+        """Have groups generated, scored and stored until a batch of `groups` is `formed`; answers what ran when."""
         await self._channel.wait_for(set(self._workers), patience=self._timeout)
         spans: list[Span] = []
-        missing = groups
-        forming = asyncio.create_task(formed.wait())
-        try:
-            while missing > 0:
-                making = asyncio.create_task(self._round(missing, spans))
-                await asyncio.wait({making, forming}, return_when=asyncio.FIRST_COMPLETED)
-                if not making.done() and missing < groups:
-                    making.cancel()  # what was taken for lost had been stored after all
-                    break
-                missing -= await making
-        finally:
-            forming.cancel()
+        while not formed.is_set():
+            if len(self._buffer) >= groups:  # the master is about to form the batch, or to drop what is too old for it
+                await _first(formed.wait(), self._buffer.until(lambda: len(self._buffer) < groups))
+            else:
+                await self._round(groups, spans, formed)
         return spans
 
-    async def _round(self, groups: int, spans: list[Span]) -> int:
-        """Ask all living rollout workers for their share; answers how many groups are stored."""
-        living = await self._channel.living(self._workers, patience=self._timeout)
-        count = len(living)
-        shares = [groups * (i + 1) // count - groups * i // count for i in range(count)]
+    async def _round(self, groups: int, spans: list[Span], formed: asyncio.Event) -> None:
+        """Have generated, then scored, what a batch of `groups` lacks; some of it may fail."""
         begin = time.time()
-        generated = await self._ask(
-            {worker: Generate(share) for worker, share in zip(living, shares, strict=True) if share}, Generated
-        )
+        waiting = await self._generate(groups)
         middle = time.time()
-        scored = await self._ask({worker: Score(reply.seqs) for worker, reply in generated.items()}, Scored)
-        spans.append(Span("actor_gen", begin, middle))
-        if self._scores:
-            spans.append(Span("rew_inf", middle, time.time()))
-        return sum(len(reply.seqs) for reply in scored.values())
+        if waiting:
+            stored = await self._score(waiting)
+            spans.append(Span("actor_gen", begin, middle))
+            if self._scores:
+                spans.append(Span("rew_inf", middle, time.time()))
+            heard = self._buffer.until(lambda: all(seq in self._buffer for seq in stored))
+            await _first(formed.wait(), heard, timeout=NEWS_SECONDS)
 
-    async def _ask(self, calls: Mapping[int, msgspec.Struct], reply: type[Reply]) -> dict[int, Reply]:
-        """The replies of those that live; the manager gives the groups of the others to somebody else."""
+    async def _generate(self, groups: int) -> dict[int, list[int]]:
+        """Until those that are held and those that wait to be scored make a batch; answers which wait where."""
+        waiting: dict[int, list[int]] = {}
 
-        async def ask(worker: int, call: msgspec.Struct) -> Reply | None:
-            try:
-                return await self._channel.call(worker, call, reply, timeout=self._timeout)
-            except PeerLost as error:
-                log.warning("%s; its groups are made anew", error)
-                return None
+        def lacking() -> int:
+            return groups - len(self._buffer) - sum(map(len, waiting.values()))
 
-        answers = await asyncio.gather(*(ask(worker, call) for worker, call in calls.items()))
-        return {worker: answer for worker, answer in zip(calls, answers, strict=True) if answer is not None}
+        while lacking() > 0:
+            living = await self._channel.living(self._workers, patience=self._timeout)
+            for gone in waiting.keys() - set(living):
+                del waiting[gone]
+            await self._ask_for_more(lacking, living, waiting)
+        return {worker: seqs for worker, seqs in waiting.items() if seqs}
+
+    async def _ask_for_more(
+        self, lacking: Callable[[], int], living: Sequence[int], waiting: dict[int, list[int]]
+    ) -> None:
+        """Ask each of `living` for its share of what is lacking; changes `waiting` to what they tell.
+
+        Ends as soon as groups arrive or nothing is lacking: those that have not told may by then wait for groups
+        that nobody is to make any more.
+        """
+        short, held = lacking(), len(self._buffer)
+
+        async def ask(worker: int, count: int) -> None:
+            reply = await self._ask(worker, Generate(count), Generated)
+            waiting[worker] = reply.seqs if reply is not None else []
+            await self._buffer.wake()
+
+        asking: list[Coroutine[None, None, None]] = []
+        for i, worker in enumerate(living):
+            share = short * (i + 1) // len(living) - short * i // len(living)
+            if count := share + len(waiting.get(worker, ())):
+                asking.append(ask(worker, count))
+        await _first(_all(asking), self._buffer.until(lambda: lacking() <= 0 or len(self._buffer) > held))
+
+    async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
+        """Have groups scored that wait at a worker; answers which are stored, as far as workers lived to tell."""
+        stored: set[int] = set()
+
+        async def ask(worker: int, seqs: list[int]) -> None:
+            reply = await self._ask(worker, Score(seqs), Scored)
+            stored.update(reply.seqs if reply is not None else ())
+
+        await _all([ask(worker, seqs) for worker, seqs in waiting.items()])
+        return stored
+
+    async def _ask(self, worker: int, call: Direction, reply: type[Reply]) -> Reply | None:
+        """The reply, unless the worker does not live: the manager gives its groups to somebody else."""
+        try:
+            return await self._channel.call(worker, call, reply, timeout=self._timeout)
+        except PeerLost as error:
+            log.warning("%s; its groups are made anew", error)
+            return None
+
+
+async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
+
+
+async def _first(*works: Coroutine[None, None, object], timeout: float | None = None) -> None:
+    """Until one of `works` is done, or for `timeout` seconds; the others are cancelled. Raises what they raise."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end

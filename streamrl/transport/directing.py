@@ -1,7 +1,8 @@
 """What the master asks of rollout workers in a synchronous graph, over the channel that model workers use too.
 
-`Generate` starts groups, as many as the manager admits, and is answered when each waits to be scored;
-`Score` scores them and is answered when they are stored with the trainer, or given up.
+`Generate` says how many groups are to wait at a worker to be scored. The worker starts what it lacks, and answers when
+there are so many, or as many as the manager admits for now. `Score` scores them, and is answered when they are stored
+with the trainer, or given up. A direction takes the place of a `Generate` that is not answered yet.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """`actor_gen`."""
 
     groups: int
+    """To wait at the worker: those that do already are among them."""
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -28,13 +30,13 @@ Direction = Generate | Score
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """Groups that wait to be scored; those that failed are told to the manager."""
+    """All groups that wait to be scored."""
 
     seqs: list[int]
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """Groups that are stored with the trainer."""
+    """Those of the groups that are stored with the trainer, now or since long."""
 
     seqs: list[int]
 

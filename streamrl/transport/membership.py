@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from streamrl.errors import PeerLost, StreamRLError
+from streamrl.errors import PeerLost, StreamRLError, first_error
 from streamrl.metrics import finite
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.members import Heartbeat, Leave, Register, Role
@@ -65,8 +65,9 @@ class Membership:
 
         A manager that cannot be told is only logged: the caller raises `error` itself.
         """
+        cause = first_error(error)
         try:
-            await self._send(error=f"{self.name}: {type(error).__name__}: {error}")
+            await self._send(error=f"{self.name}: {type(cause).__name__}: {cause}")
         except StreamRLError as unheard:
             log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
 

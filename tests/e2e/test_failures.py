@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -54,6 +55,14 @@ def collected(process):
     return reader, output
 
 
+def exit_code(process, output, *, seconds=180.0):
+    """Once the process has ended."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running after {seconds:.0f} s; its last words:\n{''.join(output)[-4000:]}")
+
+
 def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     run_dir = tmp_path / "killed"
     settings = overrides(tmp_path, "killed", **(QUICK | {"run__total_train_steps": 30}), staleness__over_age="wait")
@@ -61,7 +70,7 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     reader, output = collected(process)
     wait_for_steps(run_dir, 5)
     process_of(run_dir, "rollout").send_signal(signal.SIGKILL)
-    assert process.wait(180) == 0, "".join(output)[-4000:]
+    assert exit_code(process, output) == 0, "".join(output)[-4000:]
     reader.join(10)
     assert_exactly_once(run_dir)
     assert summary(run_dir)["steps"] == 30
@@ -79,7 +88,7 @@ def test_a_rollout_worker_killed_in_a_synchronous_graph_is_made_up_for(tmp_path)
     reader, output = collected(process)
     wait_for_steps(run_dir, 2)
     process_of(run_dir, "rollout").send_signal(signal.SIGKILL)
-    assert process.wait(180) == 0, "".join(output)[-4000:]
+    assert exit_code(process, output) == 0, "".join(output)[-4000:]
     reader.join(10)
     assert_exactly_once(run_dir)
     trained = sorted(seq for step in steps(run_dir) for seq in step["seqs"])
@@ -183,7 +192,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     wait_for_steps(run_dir, 2)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130, "".join(output)[-4000:]
+    assert exit_code(process, output, seconds=20) == 130, "".join(output)[-4000:]
     assert time.monotonic() - began < 15
     reader.join(5)
     wait_until_gone(run_dir, seconds=2)
@@ -205,7 +214,7 @@ def test_a_killed_gserver_comes_back_with_the_current_weights(tmp_path, mode):
     reader, output = collected(process)
     wait_for_steps(run_dir, 5)
     process_of(run_dir, "gserver").send_signal(signal.SIGKILL)
-    assert process.wait(180) == 0, "".join(output)[-4000:]
+    assert exit_code(process, output) == 0, "".join(output)[-4000:]
     reader.join(10)
     assert_exactly_once(run_dir)
     assert summary(run_dir)["steps"] == 24

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl import config as configuration
-from streamrl.gserver.sglang.server import STACKS_SECONDS, SglangServer, sglang_server
+from streamrl.gserver.sglang.server import SglangServer, sglang_server
 from streamrl.models import ensure_checkpoint
 from tests.gserver.installed import sglang_python
 
@@ -51,8 +51,7 @@ class RunningSglang:
     async def tell_stacks(self) -> None:
         """Have all of them log where they are: for a test that has failed, maybe because one hangs."""
         for server in self._servers:
-            server.process.tell_stacks()
-        await asyncio.sleep(STACKS_SECONDS)
+            await server.process.tell_stacks()
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -71,37 +71,65 @@ async def test_nothing_is_scored_before_the_master_says_so():
         assert worker.scored == []
         scored = await channel.call(ME, Score(generated.seqs[:3]), Scored, timeout=10)
         assert scored.seqs == sorted(worker.scored) == [0, 1, 2]
-        # those that wait still count towards the next batch
+        # those that wait are among those that the master wants next
         assert (await channel.call(ME, Generate(3), Generated, timeout=10)).seqs == [3, 4, 5]
 
 
-async def test_groups_that_fail_are_told_by_their_absence():
-    worker = Worker(fails=[1], lost=[2])
+async def test_others_are_generated_instead_of_groups_that_fail():
+    worker = Worker(fails=[1, 4], lost=[2])
     async with directed(worker) as (channel, _):
         generated = await channel.call(ME, Generate(4), Generated, timeout=10)
-        assert generated.seqs == [0, 2, 3]
+        assert generated.seqs == [0, 2, 3, 5]
         assert (await channel.call(ME, Score([0, 2, 3]), Scored, timeout=10)).seqs == [0, 3]
+        assert (await channel.call(ME, Generate(1), Generated, timeout=10)).seqs == [5]
 
 
-async def test_a_generation_that_was_given_up_is_taken_over():
+async def test_as_many_as_are_admitted_for_now():
     worker = Worker()
-    stuck = asyncio.Event()
+    most = asyncio.Queue()
     admit = worker.admit
 
-    async def hesitant(count):
-        if count == 9:
-            stuck.set()
-            await asyncio.Event().wait()
+    async def scarce(count):
+        return await admit(min(count, await most.get())) if count else []
+
+    worker.admit = scarce
+    async with directed(worker) as (channel, _):
+        most.put_nowait(2)
+        most.put_nowait(0)
+        assert (await channel.call(ME, Generate(5), Generated, timeout=10)).seqs == [0, 1]
+        most.put_nowait(1)
+        assert (await channel.call(ME, Generate(3), Generated, timeout=10)).seqs == [0, 1, 2]
+
+
+async def test_an_admission_that_was_asked_for_is_not_lost_when_the_master_goes_on():
+    worker = Worker()
+    asked, granted = asyncio.Event(), asyncio.Event()
+    admit = worker.admit
+
+    async def slow(count):
+        if count:
+            asked.set()
+            await granted.wait()
         return await admit(count)
 
-    worker.admit = hesitant
+    worker.admit = slow
     async with directed(worker) as (channel, _):
         given_up = asyncio.create_task(channel.call(ME, Generate(9), Generated, timeout=30))
-        await stuck.wait()
-        assert (await channel.call(ME, Generate(2), Generated, timeout=10)).seqs == [0, 1]
+        await asked.wait()
+        asking = asyncio.create_task(channel.call(ME, Generate(2), Generated, timeout=10))
+        await asyncio.sleep(0.2)
+        granted.set()
+        assert (await asking).seqs == [0, 1]
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
+
+
+async def test_groups_of_a_predecessor_are_not_scored():
+    async with directed(Worker()) as (channel, _):
+        generated = await channel.call(ME, Generate(2), Generated, timeout=10)
+        assert generated.seqs == [0, 1]
+        assert (await channel.call(ME, Score([0, 7]), Scored, timeout=10)).seqs == [0]
 
 
 async def test_it_ends_when_the_run_is_over():

@@ -14,6 +14,8 @@ import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 from streamrl.errors import ModelError, ProcessDied
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 
@@ -23,6 +25,8 @@ TAIL_LINES = 30
 MOST_LINE_BYTES = 4096
 STOP_SECONDS = 2.0
 """Between asking SGLang to stop and ending it by force; less than a gserver itself is given."""
+STACKS_SECONDS = 0.5
+"""For a process that hangs to say where."""
 
 
 class SglangProcess:
@@ -79,11 +83,17 @@ class SglangProcess:
         lines = "\n".join(f"  {line}" for line in self._tail) or "  (nothing)"
         raise ProcessDied(f"SGLang (pid {self.pid}) ended with {how}; its last lines:\n{lines}")
 
-    def tell_stacks(self) -> None:
-        """Have all its processes print what their threads are doing; from now on its output is logged as errors."""
+    async def tell_stacks(self) -> None:
+        """Have its processes print what their threads are doing, one after another lest the lines mingle.
+
+        From now on its output is logged as errors.
+        """
         self._level = logging.ERROR
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, STACKS_SIGNAL)
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == self.pid:
+                    os.kill(pid, STACKS_SIGNAL)
+                    await asyncio.sleep(STACKS_SECONDS)
 
     async def stop(self) -> None:
         """End it: by SIGTERM, and by force what is there after `STOP_SECONDS`."""

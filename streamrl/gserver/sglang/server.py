@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 0.5
 """Between two questions whether the server is ready: SGLang gives no other sign."""
 PROGRESS_SECONDS = 15.0
-STACKS_SECONDS = 1.0
-"""For a server that hangs to say where."""
 
 
 class SglangServer:
@@ -59,8 +57,7 @@ class SglangServer:
             if died.done():
                 died.result()
             log.error("SGLang (pid %d) answers nothing; this is where its processes are:", self.process.pid)
-            self.process.tell_stacks()
-            await asyncio.sleep(STACKS_SECONDS)
+            await self.process.tell_stacks()
             silent.result()
         finally:
             for task in (died, silent):

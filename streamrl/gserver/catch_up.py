@@ -4,7 +4,8 @@ Owns the latest snapshot and one task for each gserver that is being brought up 
 its own with one member (`weight_update.py`). Where weights are broadcast there is no snapshot: then `wanted` names
 the gservers for which the publisher has to send them again.
 
-Invariant: a gserver is tried `weights.attempts` times for one version, then waits for the next.
+Invariant: a gserver is tried `weights.attempts` times for one version, then waits for the next. It is tried again,
+and the attempt counts, only when it has been heard of since: one that died has not failed, it falls silent.
 """
 
 from __future__ import annotations
@@ -67,13 +68,16 @@ class CatchUps:
         self._offer = offer
         for gserver in self._fleet.all():
             gserver.failed_catch_ups = 0
+            gserver.failing = False
 
     def lagging(self) -> list[Gserver]:
-        """Those that live, do not serve the current weights, and may still be brought to them."""
+        """Those that live, do not serve the current weights, and may be brought to them now."""
         return [
             gserver
             for gserver in self._fleet.all()
-            if gserver.standing is Standing.EVICTED and gserver.failed_catch_ups < self._config.attempts
+            if gserver.standing is Standing.EVICTED
+            and not gserver.failing
+            and gserver.failed_catch_ups < self._config.attempts
         ]
 
     def wanted(self, version: int) -> list[Gserver]:
@@ -98,10 +102,8 @@ class CatchUps:
 
     async def _bring_up(self, gserver: Gserver, offer: Offer) -> None:
         try:
-            while gserver in self.lagging() and self._fleet.is_member(gserver) and self._offer is offer:
-                await self._try(gserver, offer)
-                if gserver.standing is Standing.EVICTED:
-                    gserver.failed_catch_ups += 1
+            await self._try(gserver, offer)
+            gserver.failing = gserver.standing is Standing.EVICTED and self._offer is offer
         finally:
             del self._running[gserver]
             self._on_ended()

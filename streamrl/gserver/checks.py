@@ -72,6 +72,7 @@ class GserverChecks:
         elif gserver.standing is Standing.UNCHECKED:
             gserver.standing = Standing.EVICTED
             gserver.failed_catch_ups = 0
+            gserver.failing = False
             log.info(
                 "%s serves weights %r instead of %d: it takes groups once it has them",
                 gserver.name,

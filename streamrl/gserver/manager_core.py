@@ -233,6 +233,7 @@ class Manager:
                 gserver.standing = Standing.UNCHECKED
             if gserver.standing is Standing.UNCHECKED:
                 self._checks.start(gserver)
+            self.weights.heard(gserver)
             self._signals.gservers.notify()
 
     def _fell_silent(self, member: Member) -> None:

@@ -51,7 +51,9 @@ class Gserver:
         self.failed_version: int | None = None
         """The last weight update that failed because of it."""
         self.failed_catch_ups = 0
-        """How often in a row it could not be brought to the current weights."""
+        """How often in a row it could not be brought to the current weights, though it lived on."""
+        self.failing = False
+        """It could not be brought to them just now, and has not been heard of since: it may have died of it."""
         self.stuck = False
         """Its generation was paused and could not be resumed."""
         self.groups: dict[Key, Work] = {}

@@ -150,6 +150,14 @@ class WeightUpdates:
     def _wanting(self) -> list[Gserver]:
         return [] if self.under_way or self._closing else self._catch_ups.wanted(self.version)
 
+    def heard(self, gserver: Gserver) -> None:
+        """A heartbeat of `gserver` has come."""
+        if gserver.failing:
+            gserver.failing = False
+            gserver.failed_catch_ups += 1
+            self.look_for_laggards()
+            self._give_up_if_hopeless()
+
     def look_for_laggards(self) -> None:
         """Bring those up to date that lack the current weights, unless an update is on its way to them."""
         self._changed.notify()
@@ -193,7 +201,7 @@ class WeightUpdates:
             )
         elif not record.done and message.again:
             for gserver in update.group.members:
-                gserver.failed_catch_ups += 1
+                gserver.failing = True
         self._on_record(record)
         asyncio.get_running_loop().call_soon(self._settled, update.lost)
         return reply
@@ -237,7 +245,7 @@ class WeightUpdates:
         living = await self._living(wanting)
         for gserver in wanting:
             if gserver not in living:
-                gserver.failed_catch_ups += 1
+                gserver.failing = True
         return living
 
     async def _pick(self, message: PublishBegin) -> list[Gserver]:

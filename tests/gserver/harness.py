@@ -144,3 +144,11 @@ async def commit_publication(
 ) -> PublishReply:
     message = PublishCommit(version=version, group_name=group, error=error)
     return await run.client.publish_commit(message, timeout=timeout)
+
+
+async def keep_beating(run: Run, *roles: Any) -> None:
+    """Until cancelled, for the first process of each role."""
+    while True:
+        for role in roles:
+            await run.beat(role)
+        await asyncio.sleep(0.05)

@@ -12,7 +12,15 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.transport.control.publication import PublishBegin, PublishCommit, PublishReply, Snapshot
-from tests.gserver.harness import Run, begin_publication, commit_publication, live_gservers, managed, small_config
+from tests.gserver.harness import (
+    Run,
+    begin_publication,
+    commit_publication,
+    keep_beating,
+    live_gservers,
+    managed,
+    small_config,
+)
 from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 
 BEGIN = "/begin_weight_update"
@@ -155,7 +163,43 @@ async def test_a_run_without_hope_ends_with_the_reason(tmp_path: Path) -> None:
         await gserver.die()
         broken.faults[LOAD] = ["error", "error"]
         await run.register("gserver", 0, address=broken.url, pid=999)
+        beating = asyncio.create_task(keep_beating(run, "gserver"))
         status = await run.until(lambda status: status.state == "failed", timeout=20)
+        beating.cancel()
         assert (
             "no gserver serves weights v1, and gserver/0 could not be brought to them in 2 attempts" in status.message
         )
+
+
+async def test_one_that_dies_has_not_failed(tmp_path: Path) -> None:
+    """The manager cannot reach it, and has yet to learn from its silence that it has died."""
+    async with fleet(tmp_path, 1, attempts=1) as (run, (gserver,)), scripted(2) as (dying, successor):
+        assert (await publish(run, 1)).done
+        await gserver.die()
+        dying.faults[BEGIN] = ["die"]
+        await run.register("gserver", 0, address=dying.url, pid=999)
+        await run.until(lambda status: BEGIN in dying.calls, timeout=20)
+        await asyncio.sleep(0.3)
+        assert dying.calls.count(BEGIN) == 1
+        assert (await run.client.status()).state != "failed"
+        await run.register("gserver", 0, address=successor.url, pid=1000)
+        await run.until_live(0)
+
+
+async def test_the_publisher_is_not_asked_again_and_again_for_one_that_died(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (gserver,)), scripted(2) as (dying, successor):
+        begin = await begin_publication(run, 1)
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        await gserver.die()
+        dying.faults[BEGIN] = ["die"]
+        await run.register("gserver", 0, address=dying.url, pid=999)
+        assert (await run.client.weights_wanted()).gservers == ["gserver/0"]
+        assert not (await publish(run, 1, again=True)).done
+        waiting = asyncio.create_task(run.client.weights_wanted())
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        assert (await run.client.status()).state != "failed"
+        await run.register("gserver", 0, address=successor.url, pid=1000)
+        assert (await asyncio.wait_for(waiting, 10)).gservers == ["gserver/0"]
+        assert (await publish(run, 1, again=True)).done
+        await run.until_live(0)

@@ -18,7 +18,7 @@ from streamrl.gserver.timeline import Timeline
 from streamrl.metrics import StepReport
 from streamrl.transport.control.groups import Admit, Reject, Route, Settle
 from streamrl.transport.generation import GenerationClient
-from tests.gserver.harness import Run, live_gservers, managed, publish, small_config
+from tests.gserver.harness import Run, keep_beating, live_gservers, managed, publish, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 QUIET = 0.1
@@ -267,13 +267,6 @@ async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> N
         assert (await run.process("rollout", 1)).state == "silent"
         assert (await run.client.status()).ledger.expired >= 2
         beating.cancel()
-
-
-async def keep_beating(run: Run, *roles: Any) -> None:
-    while True:
-        for role in roles:
-            await run.beat(role)
-        await asyncio.sleep(0.05)
 
 
 async def test_heartbeats_keep_leases(tmp_path: Path) -> None:

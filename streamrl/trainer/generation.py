@@ -65,7 +65,7 @@ class Generation:
             await _first(formed.wait(), heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
-        """Until those that are held and those that wait to be scored make a batch; answers which wait where."""
+        """Until what is held and what waits to be scored make a batch; answers which are to be scored where."""
         waiting: dict[int, list[int]] = {}
 
         def lacking() -> int:
@@ -76,6 +76,8 @@ class Generation:
             for gone in waiting.keys() - set(living):
                 del waiting[gone]
             await self._ask_for_more(lacking, living, waiting)
+        if len(self._buffer) >= groups:  # what was taken for lost had been stored after all; the others wait on
+            return {}
         return {worker: seqs for worker, seqs in waiting.items() if seqs}
 
     async def _ask_for_more(

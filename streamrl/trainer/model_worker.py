@@ -207,7 +207,8 @@ class ModelWorker:
             await self._answer(channel, *await ordered.get())
 
     async def _answer(self, channel: ReplyChannel[Call], call_id: int, call: Call) -> None:
-        await channel.begin(call_id)
+        if not await channel.begin(call_id):
+            return
         try:
             result = await self._carry_out(call)
         except Exception:  # the one place where any failure of a call is turned into its answer

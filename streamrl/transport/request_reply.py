@@ -4,15 +4,17 @@ A *request* goes to one worker or to several at once. Requests of one turn of th
 collected and flushed together, one after another to all their workers, so every worker sees
 requests in the same order: workers that communicate within them never wait for each other in a
 circle. A request to several workers begins only when each of them has acknowledged it (`ack`), so
-none starts to communicate with a worker that is gone; the master's `syn` then sets all off.
+none starts to communicate with a worker that is gone; the master's `syn` then sets all off. One that the master gives
+up before that is withdrawn, or its workers would wait for ever.
 
 Besides replies a worker sends *notices* (something happened there) and beats. A worker whose
 connection ends, that stays silent, or that was started anew fails every request that waits for it,
 with its name; the master's probes find out within a beat that a connection has ended.
 
 Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
-`S` syn, `B` probe. From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice, `H`
-heartbeat (body: what tells this start of the worker from others), which is also a worker's first word.
+`S` syn or its withdrawal `W`, `B` probe. From a worker: `A` ack, `R` reply, `E` error (body:
+traceback text), `N` notice, `H` heartbeat (body: what tells this start of the worker from others),
+which is also a worker's first word.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ Notice = TypeVar("Notice")
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
 """A worker not heard of for so long is lost."""
+BEGIN_WARNING_SECONDS = 30.0
+"""A worker that waits so long for the others to have a call says so."""
 
 
 class _Request:
@@ -52,6 +56,7 @@ class _Request:
         self.what = what
         self.answers: dict[int, asyncio.Future[bytes]] = {worker: loop.create_future() for worker in calls}
         self.unacknowledged = set(calls) if len(calls) > 1 else set()
+        self.sent = False
 
     def fail(self, error: Exception) -> None:
         for future in self.answers.values():
@@ -143,6 +148,9 @@ class RequestChannel(Generic[Notice]):
             raise DeadlineExceeded(f"{late} did not finish {what} within {timeout:.0f} s") from error
         finally:
             self._pending.pop(request.number, None)
+            if request.unacknowledged:
+                self._collected.append(request)  # a second time, to be withdrawn
+                self._some.set()
         try:
             return {worker: msgspec.msgpack.decode(body, type=reply) for worker, body in bodies.items()}
         except msgspec.DecodeError as error:
@@ -162,9 +170,14 @@ class RequestChannel(Generic[Notice]):
             self._some.clear()
             while self._collected:
                 request = self._collected.popleft()
-                kind = b"P" if request.unacknowledged else b"C"
-                for worker, body in request.calls.items():
-                    await self._send(worker, kind, request.number, body)
+                together = bool(request.unacknowledged)
+                if request.number in self._pending:
+                    request.sent = True
+                    for worker, body in request.calls.items():
+                        await self._send(worker, b"P" if together else b"C", request.number, body)
+                elif request.sent and together:
+                    for worker in request.calls:
+                        await self._send(worker, b"W", request.number, b"")
 
     async def _receive(self) -> None:
         while True:
@@ -246,7 +259,8 @@ class ReplyChannel(Generic[Call]):
         self._socket.connect(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._waiting: dict[int, asyncio.Future[bool]] = {}
+        """Of calls that wait for the other workers: whether it is to be carried out."""
         self._start = uuid.uuid4().bytes
         self._beating = asyncio.create_task(self._beat())
 
@@ -259,24 +273,34 @@ class ReplyChannel(Generic[Call]):
                 call_id = int.from_bytes(number, "big")
                 if kind == b"B":
                     continue
-                if kind == b"S":
-                    self._waiting[call_id].set()
+                if kind in (b"S", b"W"):
+                    self._waiting[call_id].set_result(kind == b"S")
                     continue
                 call: Call = self._calls.decode(body)
             except (ValueError, KeyError, msgspec.DecodeError) as error:
                 log.warning("a worker received a call that is none: %s", error)
                 continue
             if kind == b"P":
-                self._waiting[call_id] = asyncio.Event()
+                self._waiting[call_id] = asyncio.get_running_loop().create_future()
                 await self._send(b"A", call_id, b"")
             return call_id, call
 
-    async def begin(self, call_id: int) -> None:
-        """Until all workers of this request have it; `receive` has to go on meanwhile."""
+    async def begin(self, call_id: int) -> bool:
+        """Until all workers of this request have it; `receive` has to go on meanwhile.
+
+        Answers whether it is to be carried out: not if it was withdrawn.
+        """
         waiting = self._waiting.get(call_id)
-        if waiting is not None:
-            await waiting.wait()
-            del self._waiting[call_id]
+        if waiting is None:
+            return True
+        began = time.monotonic()
+        while not (await asyncio.wait({waiting}, timeout=BEGIN_WARNING_SECONDS))[0]:
+            log.warning(
+                "a call of the master's waits for its other workers to have it, for %.0f s now",
+                time.monotonic() - began,
+            )
+        del self._waiting[call_id]
+        return waiting.result()
 
     async def reply(self, call_id: int, result: msgspec.Struct) -> None:
         await self._send(b"R", call_id, self._encoder.encode(result))

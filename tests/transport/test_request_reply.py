@@ -47,7 +47,8 @@ async def serve(channel, begun):
 async def carry_out(channel, ordered, begun):
     while True:
         call_id, call = await ordered.get()
-        await channel.begin(call_id)
+        if not await channel.begin(call_id):
+            continue
         begun.append(call)
         if isinstance(call, Double):
             await channel.reply(call_id, Answer(call.value * 2))
@@ -106,6 +107,40 @@ async def test_no_worker_begins_a_request_that_another_does_not_have():
         with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 did not finish Double"):
             await m.request({0: Double(1), 1: Double(1)}, Answer, timeout=0.5)
         assert a.begun == []
+
+
+@pytest.mark.parametrize("given_up", ["before it is sent", "before it is acknowledged", "by its deadline"])
+async def test_a_request_that_is_given_up_before_it_begins_holds_nobody_up(given_up):
+    async with master() as m, worker(m, 0) as first, reader_of_nothing(m, 1):
+        await m.wait_for({0, 1}, patience=5)
+        timeout = 0.2 if given_up == "by its deadline" else 30
+        together = asyncio.create_task(m.request({0: Double(1), 1: Double(2)}, Answer, timeout=timeout))
+        await asyncio.sleep(0 if given_up == "before it is sent" else 0.3)
+        together.cancel()
+        with pytest.raises(asyncio.CancelledError if timeout == 30 else DeadlineExceeded):
+            await together
+        assert (await m.call(0, Double(3), Answer, timeout=5)).value == 6
+        assert first.begun == [Double(3)]
+        assert not first._waiting
+
+
+@contextlib.asynccontextmanager
+async def reader_of_nothing(channel, number):
+    """A worker that lives, and takes no call."""
+    end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double)
+    try:
+        yield end
+    finally:
+        await end.close()
+
+
+async def test_a_call_that_waits_for_its_other_workers_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(request_reply, "BEGIN_WARNING_SECONDS", 0.1)
+    async with master() as m, worker(m, 0), reader_of_nothing(m, 1):
+        await m.wait_for({0, 1}, patience=5)
+        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 did not finish Double"):
+            await m.request({0: Double(1), 1: Double(2)}, Answer, timeout=0.5)
+    assert "waits for its other workers to have it" in caplog.text
 
 
 async def test_the_failure_of_one_worker_fails_the_request_at_once():

@@ -185,7 +185,7 @@ class ModelWorker:
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
-                        task = asyncio.create_task(self._answer(channel, call_id, call))
+                        task = asyncio.create_task(self._answer_beside(channel, call_id, call))
                         self._side_tasks.add(task)
                         task.add_done_callback(self._side_tasks.discard)
                     case _:
@@ -205,6 +205,12 @@ class ModelWorker:
     async def _work_in_order(self, channel: ReplyChannel[Call], ordered: asyncio.Queue[tuple[int, Call]]) -> None:
         while True:
             await self._answer(channel, *await ordered.get())
+
+    async def _answer_beside(self, channel: ReplyChannel[Call], call_id: int, call: Publish) -> None:
+        try:
+            await self._answer(channel, call_id, call)
+        finally:
+            self._weights_free.set()  # also when the call was withdrawn
 
     async def _answer(self, channel: ReplyChannel[Call], call_id: int, call: Call) -> None:
         if not await channel.begin(call_id):
@@ -305,16 +311,13 @@ class ModelWorker:
     async def _publish(self, call: Publish) -> Published:
         if self._source is None:
             raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
-        try:
-            if self._publisher is not None:
-                return await self._publisher.publish(
-                    call.version, self._source, again=call.again, on_read=self._weights_free.set
-                )
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._publishing, self._source.serve)
-            return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
-        finally:
-            self._weights_free.set()
+        if self._publisher is not None:
+            return await self._publisher.publish(
+                call.version, self._source, again=call.again, on_read=self._weights_free.set
+            )
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._publishing, self._source.serve)
+        return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
 
     def _spec(self) -> WorkerSpec:
         stats = self._dataset.stats()

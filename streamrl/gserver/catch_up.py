@@ -67,8 +67,7 @@ class CatchUps:
         """These are the weights that are served now; None: only the publisher has them."""
         self._offer = offer
         for gserver in self._fleet.all():
-            gserver.failed_catch_ups = 0
-            gserver.failing = False
+            gserver.forgive()
 
     def lagging(self) -> list[Gserver]:
         """Those that live, do not serve the current weights, and may be brought to them now."""

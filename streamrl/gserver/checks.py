@@ -71,8 +71,7 @@ class GserverChecks:
             gserver.standing = Standing.SERVING
         elif gserver.standing is Standing.UNCHECKED:
             gserver.standing = Standing.EVICTED
-            gserver.failed_catch_ups = 0
-            gserver.failing = False
+            gserver.forgive()
             log.info(
                 "%s serves weights %r instead of %d: it takes groups once it has them",
                 gserver.name,

@@ -64,6 +64,11 @@ class Gserver:
         self._draining = False
         self._info: ServerInfo | None = None
 
+    def forgive(self) -> None:
+        """What failed was another version."""
+        self.failed_catch_ups = 0
+        self.failing = False
+
     @property
     def name(self) -> str:
         return f"gserver/{self.index}"

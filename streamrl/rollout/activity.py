@@ -28,6 +28,7 @@ class Activity:
         self.groups_uniform = 0
         self.reward_errors = 0
         self._requests = 0
+        self._held_back = 0
         self._scores = 0
         self._pushes = 0
         self._tokens = 0
@@ -85,6 +86,17 @@ class Activity:
             self._update()
 
     @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """A response waits until it may be scored."""
+        self._held_back += 1
+        self._update()
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+            self._update()
+
+    @contextmanager
     def scoring(self) -> Iterator[None]:
         """A response is scored."""
         self._scores += 1
@@ -135,6 +147,8 @@ class Activity:
         """Tell what the worker waits for: the earliest stage that has something in it."""
         if self._requests:
             waiting_for = "generation"
+        elif self._held_back:
+            waiting_for = "the master to ask for scores"
         elif self._scores:
             waiting_for = "rewards"
         elif self._pushes:

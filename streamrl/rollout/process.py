@@ -77,9 +77,8 @@ async def serve_until_over(
                 task.cancel()
             await asyncio.gather(working, stop, return_exceptions=True)
         if not working.cancelled() and (error := working.exception()) is not None:
-            cause = first_error(error)
-            await membership.fail(cause)
-            raise cause
+            await membership.fail(error)
+            raise first_error(error)
         if membership.lost is not None:
             raise membership.lost
 

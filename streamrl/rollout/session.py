@@ -99,7 +99,8 @@ class Session:
         0 where a reward model of the trainer will score. Raises `RewardError` unless its errors count as zero.
         """
         if self._before_scoring is not None:
-            await self._before_scoring(self.sibling)
+            with self._activity.held_back():
+                await self._before_scoring(self.sibling)
         if self._rewards is None:
             return 0.0
         with self._activity.scoring():

@@ -34,12 +34,13 @@ UNIFORM_WARNING_GROUPS = 100
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Run rollout worker `index` until the run is over, or the task is cancelled."""
+    directed = config.trainer.graph == SYNCHRONOUS
 
     async def work(seat: Seat) -> None:
         maker, prompts = await open_group_maker(config, seat=seat, model_dir=model_dir)
         pusher = await _open_stream(config, seat)
         worker = RolloutWorker(config, seat=seat, maker=maker, pusher=pusher, data_rows=len(prompts))
-        if config.trainer.graph == SYNCHRONOUS:
+        if directed:
             await _follow_master(config, seat, worker)
         else:
             await worker.run()
@@ -49,7 +50,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         role="rollout",
         index=index,
         manager_url=manager_url,
-        activity=Activity(idle="room in the ledger"),
+        activity=Activity(idle="the master's directions" if directed else "room in the ledger"),
         work=work,
     )
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 NEWS_SECONDS = 1.0
-"""What is stored is heard of within so long; a worker stored what is not when it had been stored before."""
+"""A group that a worker calls stored is heard of within so long, unless it had been stored, and trained on, before."""
 
 
 class Generation:

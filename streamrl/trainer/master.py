@@ -76,7 +76,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 reason = training.result() + await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
         except* StreamRLError as errors:
-            await membership.fail(errors.exceptions[0])
+            await membership.fail(errors)
             raise
         finally:
             for task in (training, stopping):

@@ -36,7 +36,7 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """Those of the groups that are stored with the trainer, now or since long."""
+    """Those of the groups that are stored with the trainer, by this call or before."""
 
     seqs: list[int]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -50,6 +51,8 @@ async def session(
     on_error: Any = "reject",
     reward: RewardConfig | None = None,
     max_context: int = 400,
+    activity: Activity | None = None,
+    before_scoring: Any = None,
     **more: Any,
 ) -> AsyncIterator[tuple[Session, Engine]]:
     """A session whose engine says `texts` one after another, at versions 0, 1, …"""
@@ -71,7 +74,8 @@ async def session(
                 chat=CHAT,
                 sampling=sampling,
                 max_context=max_context,
-                activity=Activity(idle="nothing"),
+                activity=activity or Activity(idle="nothing"),
+                before_scoring=before_scoring,
             ),
             engine,
         )
@@ -254,6 +258,22 @@ def test_builder_keeps_the_books(prompt: list[int], pieces: list[tuple[bool, lis
     else:
         with pytest.raises(WireError, match="sampled none"):
             check_trajectory(trajectory)
+
+
+async def test_a_response_that_may_not_be_scored_yet_names_whom_it_waits_for() -> None:
+    activity, told, may = Activity(idle="nothing"), [], asyncio.Event()
+    activity.on_wait(told.append)
+
+    async def before_scoring(sibling: int) -> None:
+        await may.wait()
+
+    async with session(rewards=Rewards(1.0), activity=activity, before_scoring=before_scoring) as (given_session, _):
+        scoring = asyncio.create_task(given_session.score(Response(text="2", finish_reason="stop", output_tokens=1)))
+        await asyncio.sleep(0.01)
+        assert told[-1] == "the master to ask for scores"
+        may.set()
+        assert await scoring == 1.0
+        assert told[-2:] == ["rewards", "nothing"]
 
 
 def built(prompt: list[int], sampled: list[int]) -> Trajectory:

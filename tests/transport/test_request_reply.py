@@ -109,13 +109,13 @@ async def test_no_worker_begins_a_request_that_another_does_not_have():
         assert a.begun == []
 
 
-@pytest.mark.parametrize("given_up", ["before it is sent", "before it is acknowledged", "by its deadline"])
+@pytest.mark.parametrize("given_up", ["while it is sent", "before it is acknowledged", "by its deadline"])
 async def test_a_request_that_is_given_up_before_it_begins_holds_nobody_up(given_up):
     async with master() as m, worker(m, 0) as first, reader_of_nothing(m, 1):
         await m.wait_for({0, 1}, patience=5)
         timeout = 0.2 if given_up == "by its deadline" else 30
         together = asyncio.create_task(m.request({0: Double(1), 1: Double(2)}, Answer, timeout=timeout))
-        await asyncio.sleep(0 if given_up == "before it is sent" else 0.3)
+        await asyncio.sleep(0 if given_up == "while it is sent" else 0.3)
         together.cancel()
         with pytest.raises(asyncio.CancelledError if timeout == 30 else DeadlineExceeded):
             await together

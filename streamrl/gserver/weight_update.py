@@ -224,7 +224,9 @@ class WeightUpdate:
                 self._take(self._states.serves(do, answer))
                 return
             await self._call(do.step, gserver)
-        except StreamRLError as error:
+        except Exception as error:  # tolerance point: whatever happens in a step, the update comes to its end
+            if not isinstance(error, StreamRLError):
+                log.exception("%s on %s failed", do.step.value, gserver.name)
             self._failed(do, error)
             return
         if do.step is Step.RESUME:
@@ -233,7 +235,7 @@ class WeightUpdate:
             self.record.pause_seconds = max(self.record.pause_seconds, pause)
         self._take(self._states.succeeded(do))
 
-    def _failed(self, do: Do[Gserver], error: StreamRLError) -> None:
+    def _failed(self, do: Do[Gserver], error: Exception) -> None:
         gserver = do.who
         if do.step is Step.RESUME:
             log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
@@ -318,7 +320,7 @@ def _stages_weights(gserver: Gserver) -> bool:
     return gserver.info is not None and gserver.info.staged_weight_update
 
 
-def _classify(error: StreamRLError) -> Seen:
+def _classify(error: Exception) -> Seen:
     if isinstance(error, PeerLost):
         return Seen.LOST
     return Seen.LATE if isinstance(error, DeadlineExceeded) else Seen.REFUSED

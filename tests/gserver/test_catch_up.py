@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
+from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.transport.control.publication import PublishBegin, PublishCommit, PublishReply, Snapshot
 from tests.gserver.harness import (
     Run,
@@ -203,3 +204,19 @@ async def test_the_publisher_is_not_asked_again_and_again_for_one_that_died(tmp_
         assert (await asyncio.wait_for(waiting, 10)).gservers == ["gserver/0"]
         assert (await publish(run, 1, again=True)).done
         await run.until_live(0)
+
+
+async def test_a_step_that_fails_unforeseen_ends_the_update_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a fault of the manager's own")
+
+    async with fleet(tmp_path, 1) as (run, (gserver,)):
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightCalls, "begin", broken)
+            reply = await publish(run, 1)
+        assert not reply.done
+        assert "a fault of the manager's own" in reply.error
+        assert (await publish(run, 1)).done
+        assert gserver.weight_version == "1"

@@ -231,8 +231,9 @@ class WeightUpdate:
             return
         if do.step is Step.RESUME:
             gserver.stuck = False
-            pause = time.monotonic() - self._paused_at.pop(gserver)
-            self.record.pause_seconds = max(self.record.pause_seconds, pause)
+            now = time.monotonic()
+            since = self._paused_at.pop(gserver, now)  # now: cut off before its pause was asked for
+            self.record.pause_seconds = max(self.record.pause_seconds, now - since)
         self._take(self._states.succeeded(do))
 
     def _failed(self, do: Do[Gserver], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""`Kernels` in C (`kernels.c`), compiled for the processor at hand when an engine first starts on it.
+"""What the engine computes in C (`kernels.c`, `products.c`), compiled for the processor at hand when one first starts.
 
 The library is kept in streamrl's cache (`models.cache_home`), under a name that says of what it was made. Where there
 is no compiler (`$CC`, or `cc`), or what it makes does not compute what torch computes, torch does it, and the log says
@@ -30,7 +30,8 @@ from streamrl.models import cache_home
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c")]
+HEADER = Path(__file__).with_name("numbers.h")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """For which there is code."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
@@ -43,10 +44,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _P, _I, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "attend_slots": (_P, _I, _P, _I, _I, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
+    "pack": (_P, _P, _I, _I, _THREADS),
+    "packed_numbers": (_I, _I),
+    "product": (_P, _I, _I, _P, _I, _P, _P, _THREADS),
     "rms_norm": (_P, _P, _P, _I, _I, _FLOAT, _THREADS),
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _I, _P, _P, _P, _I, _THREADS),
     "silu_times": (_P, _P, _I, _I, _THREADS),
 }
+_ANSWERS = {"packed_numbers": _I}
 
 
 class Unavailable(Exception):
@@ -118,15 +123,15 @@ def kernels_for(architecture: Architecture, *, max_length: int, dtype: torch.dty
 
 @cache
 def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions of `kernels.c`, compiled first if need be; None: they cannot be had here."""
+    """The functions of the C files for `dtype`, compiled first if need be; None: they cannot be had here."""
     try:
         library = ctypes.CDLL(str(_compiled(FORMATS[dtype])))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _ANSWERS.get(name)
         _check(library, dtype)
     except (Unavailable, OSError) as reason:
-        log.warning("the engine does without compiled kernels, which is slower: %s", reason)
+        log.warning("the engine does without what is compiled for this processor, which is slower: %s", reason)
         return None
     return library
 
@@ -138,8 +143,8 @@ def _compiled(flags: Sequence[str]) -> Path:
     compiler = shlex.split(os.environ.get("CC", "").strip() or "cc")
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C compiler ({compiler[0]}); install one, or name it in CC")
-    command = [*compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", str(SOURCE), _openmp()]
-    made_of = (SOURCE.read_text(), command, _told(*compiler, "--version"), _processor())
+    command = [*compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", *map(str, SOURCES), _openmp()]
+    made_of = ([file.read_text() for file in (HEADER, *SOURCES)], command, _told(*compiler, "--version"), _processor())
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     library = cache_home() / f"kernels-{name}.so"
     if not library.exists():

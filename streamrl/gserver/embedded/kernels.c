@@ -1,76 +1,9 @@
 /* What the forward pass does besides matrix products, on a CPU: each function is one pass over memory that torch makes
- * in several. Compiled for one number format: float32, or bfloat16 with -DBFLOAT16; all is computed in float32.
- * `compiled.py` compiles this file and says what is passed; `kernels.py` says what is computed. */
+ * in several. `compiled.py` compiles this file and says what is passed; `kernels.py` says what is computed. */
 
-#include <stdint.h>
-#include <string.h>
+#include "numbers.h"
 
-#define WIDTH 16 /* numbers that are worked on together */
 #define FEW 8192 /* numbers that one thread is done with before another has begun */
-
-typedef float vector __attribute__((vector_size(4 * WIDTH)));
-typedef float eight __attribute__((vector_size(32)));
-typedef float four __attribute__((vector_size(16)));
-typedef int32_t integers __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
-
-#define INLINE static inline __attribute__((always_inline))
-
-#ifdef BFLOAT16
-
-typedef uint16_t number;
-
-INLINE vector load(const number *from)
-{
-    halves bits;
-    memcpy(&bits, from, sizeof bits);
-    return (vector)(__builtin_convertvector(bits, words) << 16);
-}
-
-/* Rounds to the nearest, ties to even; a NaN stays one. */
-INLINE void store(number *to, vector v)
-{
-    words bits = (words)v;
-    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    words is_number = (words)(v == v);
-    halves found = __builtin_convertvector((rounded & is_number) | (0x7fc0 & ~is_number), halves);
-    memcpy(to, &found, sizeof found);
-}
-
-INLINE float load_one(number from)
-{
-    uint32_t bits = (uint32_t)from << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE number store_one(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return value == value ? (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : (number)0x7fc0;
-}
-
-#else
-
-typedef float number;
-
-INLINE vector load(const number *from)
-{
-    vector v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-INLINE void store(number *to, vector v) { memcpy(to, &v, sizeof v); }
-INLINE float load_one(number from) { return from; }
-INLINE number store_one(float value) { return value; }
-
-#endif
-
-INLINE vector all(float value) { return value - (vector){0}; }
 
 INLINE float sum_of(vector v)
 {
@@ -83,16 +16,24 @@ INLINE float sum_of(vector v)
     return quartered[0][0] + quartered[0][1] + (quartered[0][2] + quartered[0][3]);
 }
 
-INLINE float largest_of(vector v)
-{
-    float largest = v[0];
-    for (int i = 1; i < WIDTH; i++) largest = v[i] > largest ? v[i] : largest;
-    return largest;
-}
-
 INLINE vector choose(integers condition, vector yes, vector no)
 {
     return (vector)(((integers)yes & condition) | ((integers)no & ~condition));
+}
+
+INLINE float largest_of(vector v)
+{
+#define PLACE(i) ((i) & (WIDTH - 1))
+#define TURNED(i) PLACE(i), PLACE(i + 1), PLACE(i + 2), PLACE(i + 3)
+#define LARGER(i) choose(v > SHUFFLE(v, v, TURNED(i), TURNED(i + 4), TURNED(i + 8), TURNED(i + 12)), v, \
+                         SHUFFLE(v, v, TURNED(i), TURNED(i + 4), TURNED(i + 8), TURNED(i + 12)))
+    v = LARGER(8);
+    v = LARGER(4);
+    v = LARGER(2);
+    return v[0] > v[1] ? v[0] : v[1];
+#undef PLACE
+#undef TURNED
+#undef LARGER
 }
 
 /* e to the power of x, to about 2e-7 of its value; 0 below -87, infinite above 88, NaN of NaN. 2^n * e^r, where |r| is at most ln(2) / 2,
@@ -118,95 +59,165 @@ INLINE vector exponential(vector x)
 
 /* --- Attention of one new token for each slot --------------------------------------------------------------------- */
 
-#define MOST_QUERIES 8 /* query heads that are computed together with the keys and values that they share */
+#define REGISTERS 16 /* vectors of queries that are computed together with the keys and values that they share */
+#define MOST_QUERIES 8
 #define MOST_VECTORS 16
-#define BLOCK 64       /* tokens, a multiple of WIDTH */
+#define BLOCK 64 /* tokens, a multiple of WIDTH */
+#define LEAST -3.0e38f
+
+/* The sum of each of the vectors, which are overwritten. In four steps, each adds halves of two vectors, so that half as
+ * many are left: first those of every four numbers, then fours of numbers. */
+INLINE vector sums_of(vector each[WIDTH])
+{
+    vector a, b;
+#define HALVE(count, low, high) \
+    for (int i = 0; i < count; i++) { \
+        a = each[2 * i], b = each[2 * i + 1]; \
+        each[i] = SHUFFLE(a, b, low) + SHUFFLE(a, b, high); \
+    }
+#define LIST(...) __VA_ARGS__
+#pragma GCC unroll 8
+    HALVE(8, LIST(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29),
+          LIST(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31))
+#pragma GCC unroll 4
+    HALVE(4, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+          LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#pragma GCC unroll 2
+    HALVE(2, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+          LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    HALVE(1, LIST(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+          LIST(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#undef LIST
+#undef HALVE
+    return each[0];
+}
+
+INLINE void fetch(const number *from, int vectors)
+{
+    for (int i = 0; i < vectors * WIDTH * (int)sizeof(number); i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+}
 
 /* `count` queries over `length` tokens, block by block with the softmax of what was seen so far (Milakov and
- * Gimelshein, 2018). `vectors`: of a head; a constant wherever this is called. */
-INLINE void attend(const number *queries, int count, const number *keys, const number *values, int64_t stride,
-                   int64_t length, int vectors, float scale, number *out)
+ * Gimelshein, 2018). `vectors`: of a head; both are constants wherever this is called. Meanwhile as many tokens are
+ * fetched as this has, of the keys and values at `ahead`, which are as far apart as these. */
+INLINE void attend(const number *queries, int count, const number *keys, const number *values, const number *ahead,
+                   int64_t stride, int64_t length, int vectors, float scale, number *out)
 {
     const int head_dim = vectors * WIDTH;
-    float scores[MOST_QUERIES][BLOCK];
+    vector sums[MOST_QUERIES][MOST_VECTORS], scores[MOST_QUERIES][BLOCK / WIDTH], dots[MOST_QUERIES][WIDTH];
     float total[MOST_QUERIES], largest[MOST_QUERIES];
-    vector sums[MOST_QUERIES][MOST_VECTORS];
-    for (int g = 0; g < count; g++) {
-        total[g] = 0;
-        largest[g] = -3.0e38f;
-        for (int i = 0; i < vectors; i++) sums[g][i] = all(0);
+    for (int q = 0; q < count; q++) {
+        total[q] = 0;
+        largest[q] = LEAST;
+        for (int i = 0; i < vectors; i++) sums[q][i] = all(0);
     }
     for (int64_t first = 0; first < length; first += BLOCK) {
         int tokens = length - first < BLOCK ? (int)(length - first) : BLOCK;
-        int padded = (tokens + WIDTH - 1) / WIDTH * WIDTH;
-        for (int g = 0; g < count; g++) {
-            vector query[MOST_VECTORS];
+        int parts = (tokens + WIDTH - 1) / WIDTH;
+        vector query[MOST_QUERIES][MOST_VECTORS];
+#pragma GCC unroll 8
+        for (int q = 0; q < count; q++)
 #pragma GCC unroll 16
-            for (int i = 0; i < vectors; i++) query[i] = load(queries + g * head_dim + i * WIDTH) * scale;
-            for (int t = 0; t < tokens; t++) {
-                const number *key = keys + (first + t) * stride;
-                vector dot = query[0] * load(key);
+            for (int i = 0; i < vectors; i++) query[q][i] = load(queries + q * head_dim + i * WIDTH) * scale;
+        for (int part = 0; part < parts; part++) {
+            int here = tokens - part * WIDTH < WIDTH ? tokens - part * WIDTH : WIDTH;
+            for (int t = 0; t < here; t++) {
+                int64_t row = (first + part * WIDTH + t) * stride;
+                fetch(ahead + row, vectors);
+                vector key[MOST_VECTORS];
 #pragma GCC unroll 16
-                for (int i = 1; i < vectors; i++) dot += query[i] * load(key + i * WIDTH);
-                scores[g][t] = sum_of(dot);
+                for (int i = 0; i < vectors; i++) key[i] = load(keys + row + i * WIDTH);
+#pragma GCC unroll 8
+                for (int q = 0; q < count; q++) {
+                    vector dot = query[q][0] * key[0];
+#pragma GCC unroll 16
+                    for (int i = 1; i < vectors; i++) dot += query[q][i] * key[i];
+                    dots[q][t] = dot;
+                }
             }
-            for (int t = tokens; t < padded; t++) scores[g][t] = -3.0e38f;
+            for (int q = 0; q < count; q++) {
+                for (int t = here; t < WIDTH; t++) dots[q][t] = all(LEAST / WIDTH);
+                scores[q][part] = sums_of(dots[q]);
+            }
         }
-        for (int g = 0; g < count; g++) {
-            vector highest = all(largest[g]);
-            for (int t = 0; t < padded; t += WIDTH) {
-                vector score;
-                memcpy(&score, &scores[g][t], sizeof score);
-                highest = choose(score > highest, score, highest);
-            }
+        for (int q = 0; q < count; q++) {
+            vector highest = all(largest[q]);
+            for (int part = 0; part < parts; part++)
+                highest = choose(scores[q][part] > highest, scores[q][part], highest);
             float now = largest_of(highest);
-            vector correction = exponential(all(largest[g] - now));
-            largest[g] = now;
+            vector correction = exponential(all(largest[q] - now));
+            largest[q] = now;
             vector exponentials = all(0);
-            for (int t = 0; t < padded; t += WIDTH) {
-                vector score;
-                memcpy(&score, &scores[g][t], sizeof score);
-                score = exponential(score - now);
-                exponentials += score;
-                memcpy(&scores[g][t], &score, sizeof score);
+            for (int part = 0; part < parts; part++) {
+                scores[q][part] = exponential(scores[q][part] - now);
+                exponentials += scores[q][part];
             }
-            total[g] = total[g] * correction[0] + sum_of(exponentials);
-            vector sum[MOST_VECTORS];
-#pragma GCC unroll 16
-            for (int i = 0; i < vectors; i++) sum[i] = sums[g][i] * correction;
-            for (int t = 0; t < tokens; t++) {
-                const number *value = values + (first + t) * stride;
-#pragma GCC unroll 16
-                for (int i = 0; i < vectors; i++) sum[i] += load(value + i * WIDTH) * scores[g][t];
-            }
-#pragma GCC unroll 16
-            for (int i = 0; i < vectors; i++) sums[g][i] = sum[i];
+            total[q] = total[q] * correction[0] + sum_of(exponentials);
+            for (int i = 0; i < vectors; i++) sums[q][i] *= correction;
         }
+        vector sum[MOST_QUERIES][MOST_VECTORS];
+#pragma GCC unroll 8
+        for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+            for (int i = 0; i < vectors; i++) sum[q][i] = sums[q][i];
+        for (int t = 0; t < tokens; t++) {
+            int64_t row = (first + t) * stride;
+            fetch(ahead + (values - keys) + row, vectors);
+            vector value[MOST_VECTORS];
+#pragma GCC unroll 16
+            for (int i = 0; i < vectors; i++) value[i] = load(values + row + i * WIDTH);
+#pragma GCC unroll 8
+            for (int q = 0; q < count; q++) {
+                float share;
+                memcpy(&share, (const char *)scores[q] + t * sizeof share, sizeof share);
+#pragma GCC unroll 16
+                for (int i = 0; i < vectors; i++) sum[q][i] += value[i] * share;
+            }
+        }
+#pragma GCC unroll 8
+        for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+            for (int i = 0; i < vectors; i++) sums[q][i] = sum[q][i];
     }
-    for (int g = 0; g < count; g++)
-        for (int i = 0; i < vectors; i++) store(out + g * head_dim + i * WIDTH, sums[g][i] / total[g]);
+    for (int q = 0; q < count; q++)
+        for (int i = 0; i < vectors; i++) store(out + q * head_dim + i * WIDTH, sums[q][i] / total[q]);
+}
+
+/* `attend` for any number of queries. */
+INLINE void attend_all(const number *queries, int64_t count, const number *keys, const number *values,
+                       const number *ahead, int64_t stride, int64_t length, int vectors, float scale, number *out)
+{
+    const int head_dim = vectors * WIDTH, most = REGISTERS / vectors < MOST_QUERIES ? REGISTERS / vectors : MOST_QUERIES;
+    for (int64_t first = 0; first < count; first += most) {
+        const number *some = queries + first * head_dim;
+        number *to = out + first * head_dim;
+#define CASE(n) \
+    case n: attend(some, n <= most ? n : most, keys, values, ahead, stride, length, vectors, scale, to); break;
+        switch (count - first < most ? count - first : most) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+        }
+#undef CASE
+    }
 }
 
 /* queries [slots, heads, head_dim], rows `query_stride` apart; cache [slots, tokens, 2 * kv_heads, head_dim], keys
  * first; out [slots, heads, head_dim], contiguous. head_dim is one of those below, times WIDTH. */
 void attend_slots(const number *queries, int64_t query_stride, const number *cache, int64_t slot_stride,
-                 int64_t token_stride, const int64_t *lengths, number *out, int64_t slots, int64_t heads,
-                 int64_t kv_heads, int64_t head_dim, float scale, int threads)
+                  int64_t token_stride, const int64_t *lengths, number *out, int64_t slots, int64_t heads,
+                  int64_t kv_heads, int64_t head_dim, float scale, int threads)
 {
-    int64_t group = heads / kv_heads;
+    int64_t group = heads / kv_heads, tasks = slots * kv_heads;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t task = 0; task < slots * kv_heads; task++) {
-        int64_t slot = task / kv_heads, head = task % kv_heads;
-        const number *keys = cache + slot * slot_stride + head * head_dim;
-        const number *values = keys + kv_heads * head_dim;
-        for (int64_t first = 0; first < group; first += MOST_QUERIES) {
-            int count = group - first < MOST_QUERIES ? (int)(group - first) : MOST_QUERIES;
-            const number *query = queries + slot * query_stride + (head * group + first) * head_dim;
-            number *to = out + (slot * heads + head * group + first) * head_dim;
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t slot = task / kv_heads, head = task % kv_heads, next = task + 1 < tasks ? task + 1 : task;
+        const number *keys = cache + slot * slot_stride + head * head_dim, *values = keys + kv_heads * head_dim;
+        const number *ahead = cache + next / kv_heads * slot_stride + next % kv_heads * head_dim;
+        const number *query = queries + slot * query_stride + head * group * head_dim;
+        number *to = out + (slot * heads + head * group) * head_dim;
 #define CASE(n) \
-    case n: attend(query, count, keys, values, token_stride, lengths[slot], n, scale, to); break;
-            switch (head_dim / WIDTH) { CASE(2) CASE(4) CASE(6) CASE(8) CASE(16) }
-        }
+    case n: attend_all(query, group, keys, values, ahead, token_stride, lengths[slot], n, scale, to); break;
+        switch (head_dim / WIDTH) { CASE(2) CASE(4) CASE(6) CASE(8) CASE(16) }
+#undef CASE
     }
 }
 

@@ -1,12 +1,14 @@
 """Matrix products with weights in the order in which the product reads them: packed once, not at every product.
 
-Two libraries that come with torch do it. oneDNN packs float32, and bfloat16 where the processor computes in it. MKL
-packs float32; on processors that are not Intel's it does without AVX512. Which of them is faster is tried on the
-processor at hand, and whether they are right; `benchmarks/bench_engine.py` measures the engine with them.
+streamrl's own (`products.c`) do it, and two libraries that come with torch. oneDNN packs float32, and bfloat16 where
+the processor computes in it. MKL packs float32; on processors that are not Intel's it does without AVX512. Which of
+them is the fastest is tried on the processor at hand, and whether they are right; `benchmarks/bench_engine.py` measures
+the engine with them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamrl.device import processor_has_bfloat16
+from streamrl.gserver.embedded.compiled import FORMATS, library_for
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,31 @@ class Packing(Protocol):
 
     def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`[rows, inputs]` → `[rows, outputs]`."""
+
+
+class Compiled:
+    """streamrl's own, where there is a C compiler (`compiled.py`). A row's product does not depend on the others."""
+
+    name = "products.c"
+    fewest_rows = 1
+
+    def can(self, dtype: torch.dtype) -> bool:
+        return dtype in FORMATS and library_for(dtype) is not None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        library, (outputs, inputs) = _library(weight.dtype), weight.shape
+        packed = torch.empty(library.packed_numbers(outputs, inputs), dtype=weight.dtype)
+        library.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+        return packed
+
+    def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, (rows, inputs), outputs = x.contiguous(), x.shape, weight.shape[0]
+        product = torch.empty(rows, outputs, dtype=x.dtype)
+        _library(x.dtype).product(
+            *(x.data_ptr(), rows, inputs, packed.data_ptr(), outputs, None if bias is None else bias.data_ptr()),
+            *(product.data_ptr(), torch.get_num_threads()),
+        )
+        return product
 
 
 class OneDNN:
@@ -82,7 +110,7 @@ class MKL:
         return product
 
 
-PACKINGS: Sequence[Packing] = (OneDNN(), MKL())
+PACKINGS: Sequence[Packing] = (Compiled(), OneDNN(), MKL())
 
 _PACKED_FOR_ROWS = 192
 """A hint: packed weights serve for any number of rows, and `_is_right` tries many."""
@@ -111,6 +139,12 @@ def packing_for(dtype: torch.dtype, threads: int, *, deterministic: bool = False
     seconds = {packing.name: _seconds(packing, dtype) for packing in right}
     log.info("a product takes %s", " and ".join(f"{name} {1e6 * taken:.0f} µs" for name, taken in seconds.items()))
     return min(right, key=lambda packing: seconds[packing.name])
+
+
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    library = library_for(dtype)
+    assert library is not None, "`can` has not been asked"
+    return library
 
 
 def _is_right(packing: Packing, dtype: torch.dtype, threads: int) -> bool:

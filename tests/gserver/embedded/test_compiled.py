@@ -217,7 +217,7 @@ def test_without_a_compiler_torch_computes(
         ("p = p * r + 0.5f;", "p = p * r + 0.6f;", "attention"),
         ("b * load(sines + i));", "b);", "turn"),
         ("/ (float)width", "", "norm"),
-        ("head * head_dim;\n        const", "head;\n        const", "attention"),
+        ("+ head * head_dim, *values", "+ head, *values", "attention"),
     ],
 )
 def test_what_is_wrong_is_not_used(
@@ -228,10 +228,13 @@ def test_what_is_wrong_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source = compiled.SOURCE.read_text()
-    assert right in source
-    made_anew.joinpath("kernels.c").write_text(source.replace(right, wrong))
-    monkeypatch.setattr(compiled, "SOURCE", made_anew / "kernels.c")
+    sources = []
+    for file in compiled.SOURCES:
+        sources.append(made_anew / file.name)
+        sources[-1].write_text(file.read_text().replace(right, wrong))
+    assert [a.read_text() == b.read_text() for a, b in zip(sources, compiled.SOURCES, strict=True)] == [False, True]
+    made_anew.joinpath(compiled.HEADER.name).write_text(compiled.HEADER.read_text())
+    monkeypatch.setattr(compiled, "SOURCES", sources)
     assert library_for(torch.float32) is None
     assert f"is wrong: {what} is off by" in caplog.text
 

@@ -164,7 +164,7 @@ def contenders(case: Case, dtype: str, arguments: argparse.Namespace) -> Iterato
     config = from_dict(
         {
             "model": case.model,
-            "gserver": {"threads": threads, "dtype": dtype, "max_context": CONTEXT},
+            "gserver": {"threads": threads, "dtype": dtype, "max_context": CONTEXT, "prefix_cache_mb": 0},
             "data": {"max_prompt_tokens": PROMPT_TOKENS},
         }
     )

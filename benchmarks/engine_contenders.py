@@ -58,6 +58,8 @@ class Served:
         self._server = context.Process(target=_serve, args=(config, folder, there))
         self._server.start()
         self.pid = self._server.pid or 0
+        self._runner = asyncio.Runner()
+        self._client = GenerationClient(timeout=ANSWER_SECONDS)  # keeps its connections from round to round
         there.close()
         try:
             if not self._here.poll(START_SECONDS):
@@ -69,11 +71,13 @@ class Served:
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
         try:
-            return asyncio.run(_over_http(self.url, prompts, new_tokens))
+            return self._runner.run(_over_http(self._client, self.url, prompts, new_tokens))
         except StreamRLError as error:
             raise ContenderFailed(f"{self.name}: {error}") from error
 
     def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
         self._here.close()  # at which the server stops
         self._server.join(30)
         if self._server.is_alive():
@@ -179,13 +183,9 @@ def _serve(config: Config, folder: Path, pipe: Connection) -> None:
     asyncio.run(live())
 
 
-async def _over_http(url: str, prompts: Sequence[list[int]], new_tokens: int) -> int:
+async def _over_http(client: GenerationClient, url: str, prompts: Sequence[list[int]], new_tokens: int) -> int:
     """All prompts at once, one request each."""
-    client = GenerationClient(timeout=ANSWER_SECONDS)
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     requests = [GenerateRequest(input_ids=prompt, sampling_params=params, return_logprob=True) for prompt in prompts]
-    try:
-        replies: list[GenerateReply] = await asyncio.gather(*(client.generate(url, r) for r in requests))
-    finally:
-        await client.close()
+    replies: list[GenerateReply] = await asyncio.gather(*(client.generate(url, r) for r in requests))
     return sum(len(reply.output_ids) for reply in replies)

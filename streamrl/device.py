@@ -36,12 +36,14 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)  # those of other threads are given back as soon as they are empty
         mallopt(_M_MMAP_THRESHOLD, 2**30)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""malloc.h: from how many free bytes on the heap shrinks, and from which size on a piece is mapped on its own."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""malloc.h: from how many free bytes on the heap shrinks, from which size on a piece is mapped on its own, and how many
+heaps there are for the threads."""
 
 
 def resolve_device(device: Device, *, index: int = 0) -> torch.device:

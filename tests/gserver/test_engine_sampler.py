@@ -7,13 +7,36 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamrl.gserver.embedded.sampler import BLOCK, Draw, _invert, sample, uniform
+from streamrl.gserver.embedded import sampler
+from streamrl.gserver.embedded.compiled import library_for
+from streamrl.gserver.embedded.sampler import BLOCK, Draw, _invert, _sample_compiled, sample, scaled_logprobs, uniform
 
 DRAWS = 20_000
+needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C compiler")
+
+
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "torch"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who draws the rows that are not filtered."""
+    name: str = request.param
+    if name == "torch":
+        monkeypatch.setattr(sampler, "library_for", lambda dtype: None)
+    return name
+
+
+def drawn(way: str, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """A token of each row of `weights`, at its uniform number."""
+    if way == "torch":
+        return _invert(weights, uniforms)
+    library = library_for(torch.float32)
+    assert library is not None
+    return torch.tensor(
+        _sample_compiled(library, weights.log(), [Draw(seed=0)] * len(weights), uniforms.numpy()).tokens
+    )
 
 
 def logits_of(width: int, *, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
@@ -94,24 +117,24 @@ def test_large_vocabulary_in_two_stages(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("width", [3, 40, 16 * BLOCK])
-def test_inversion_is_exact(width: int) -> None:
+def test_inversion_is_exact(way: str, width: int) -> None:
     """A grid of uniform numbers gives each token its share, to within one point of the grid."""
     points = 50_000
     weights = logits_of(width, spread=1.0).softmax(-1)
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    tokens = torch.cat([_invert(weights.expand(len(part), -1).contiguous(), part) for part in grid.split(1000)])
+    tokens = torch.cat([drawn(way, weights.expand(len(part), -1).contiguous(), part) for part in grid.split(1000)])
     assert (torch.diff(tokens) >= 0).all()
     counts = torch.bincount(tokens, minlength=width)
     assert (counts - weights * points).abs().max() <= 1.1
 
 
-@pytest.mark.parametrize("width", [4, 16 * BLOCK])
+@pytest.mark.parametrize("width", [4, 600, 16 * BLOCK])
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-def test_tokens_without_weight_are_never_drawn(width: int, number: float) -> None:
+def test_tokens_without_weight_are_never_drawn(way: str, width: int, number: float) -> None:
     weights = torch.zeros(1, width)
     weights[0, width // 2] = 0.3
     weights[0, width // 2 + 1] = 0.7
-    token = int(_invert(weights, torch.tensor([number], dtype=torch.float64)))
+    token = int(drawn(way, weights, torch.tensor([number], dtype=torch.float64)))
     assert token == width // 2 + (number > 0)
 
 
@@ -124,6 +147,7 @@ def test_greedy_rows_take_the_likeliest_and_report_temperature_one() -> None:
         assert sampled.logprobs[s] == pytest.approx(float(logits[s].log_softmax(-1).max()), abs=1e-6)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=5))
 def test_a_row_does_not_depend_on_the_batch(seed: int, others: list[int]) -> None:
     logits = torch.stack([logits_of(30, seed=s) for s in range(len(others) + 1)])
@@ -131,9 +155,26 @@ def test_a_row_does_not_depend_on_the_batch(seed: int, others: list[int]) -> Non
     together = sample(logits, [Draw(seed=seed, top_p=0.9), *(Draw(seed=s) for s in others)], [7, *others])
     assert together.tokens[0] == alone.tokens[0]
     assert together.logprobs[0] == alone.logprobs[0]
+    plain = sample(logits[1:2], [Draw(seed=others[0])], others[:1])
+    assert (plain.tokens[0], plain.logprobs[0]) == (together.tokens[1], together.logprobs[1])
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 16, 700, 50_257])
+def test_log_probabilities_are_those_of_the_scaled_distribution(dtype: torch.dtype, width: int) -> None:
+    logits = torch.stack([logits_of(width, seed=s, spread=4.0) for s in range(6)]).to(dtype)
+    if width > 1:
+        logits[2, 0] = -math.inf  # a token that must not come
+    draws = [Draw(seed=s, temperature=t) for s, t in enumerate((1.0, 0.3, 1.7, 0.01, 30.0, 0.0))]
+    sampled = sample(logits, draws, [0] * 6)
+    temperatures = torch.tensor([[draw.temperature or 1.0] for draw in draws]).double()
+    expected = (logits.double() / temperatures).log_softmax(-1)
+    assert torch.allclose(scaled_logprobs(logits, draws).double(), expected, atol=2e-4, rtol=1e-5)
+    for row, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
+        assert logprob == pytest.approx(float(expected[row, token]), abs=2e-4)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**64 - 1))
 def test_uniform_numbers(seed: int) -> None:
     numbers = uniform([seed] * 4000, range(4000))
@@ -144,5 +185,9 @@ def test_uniform_numbers(seed: int) -> None:
 
 
 def test_broken_logits_give_nan_instead_of_an_exception() -> None:
-    sampled = sample(torch.full((2, 30), math.nan), [Draw(seed=0), Draw(seed=1, top_k=3)], [0, 0])
+    broken = torch.zeros(5, 600)
+    broken[:2], broken[2, 300], broken[3, 0], broken[4] = math.nan, math.nan, math.nan, -math.inf
+    draws = [Draw(seed=0), Draw(seed=1, top_k=3), *(Draw(seed=s) for s in range(3))]
+    sampled = sample(broken, draws, [0] * 5)
     assert all(math.isnan(logprob) for logprob in sampled.logprobs)
+    assert all(0 <= token < 600 for token in sampled.tokens)

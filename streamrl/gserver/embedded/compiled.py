@@ -1,4 +1,4 @@
-"""What the engine computes in C (`kernels.c`, `products.c`), compiled for the processor at hand when one first starts.
+"""What the engine computes in C (`SOURCES`), compiled for the processor at hand when one first starts.
 
 The library is kept in streamrl's cache (`models.cache_home`), under a name that says of what it was made. Where there
 is no compiler (`$CC`, or `cc`), or what it makes does not compute what torch computes, torch does it, and the log says
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from streamrl.gserver.embedded.architecture import Architecture, Rope
-from streamrl.gserver.embedded.kernels import Attend, Kernels, TorchKernels, Turn, rotation_table
+from streamrl.gserver.embedded.kernels import Attend, Kernels, Piece, TorchKernels, Turn, rotation_table
 from streamrl.models import cache_home
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "sampling.c")]
 HEADER = Path(__file__).with_name("numbers.h")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """For which there is code."""
@@ -43,7 +43,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 _P, _I, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "attend_slots": (_P, _I, _P, _I, _I, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
+    "attend_tokens": (_P, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
+    "draw": (_P, _I, _I, _P, _P, _P, _P, _THREADS),
     "pack": (_P, _P, _I, _I, _THREADS),
     "packed_numbers": (_I, _I),
     "product": (_P, _I, _I, _P, _I, _P, _P, _THREADS),
@@ -96,28 +97,36 @@ class CompiledKernels:
 
         return turn
 
-    def attend(self, lengths: Sequence[int]) -> Attend:
-        a, n, threads = self._a, len(lengths), torch.get_num_threads()
-        counts = torch.tensor(lengths, dtype=torch.int64)
+    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Attend:
+        a, tokens, threads = self._a, len(slots), torch.get_num_threads()
+        slots, positions = slots.contiguous(), positions.contiguous()
 
-        def attend(queries: Tensor, layer: Tensor) -> Tensor:
-            out = torch.empty(n, a.heads * a.head_dim, dtype=queries.dtype)
-            self._library.attend_slots(
-                *(queries.data_ptr(), queries.stride(0), layer.data_ptr(), layer.stride(0), layer.stride(1)),
-                *(counts.data_ptr(), out.data_ptr(), n, a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, threads),
+        def attend(qkv: Tensor, layer: Tensor) -> Tensor:
+            out = torch.empty(tokens, a.heads * a.head_dim, dtype=qkv.dtype)
+            self._library.attend_tokens(
+                *(qkv.data_ptr(), qkv.stride(0), layer.data_ptr(), layer.stride(0), layer.stride(1)),
+                *(slots.data_ptr(), positions.data_ptr(), out.data_ptr(), tokens),
+                *(a.heads, a.kv_heads, a.head_dim, a.head_dim**-0.5, threads),
             )
             return out
 
         return attend
 
 
-def kernels_for(architecture: Architecture, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Compiled ones where they can be had, else torch's."""
+def kernels_for(
+    architecture: Architecture,
+    *,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    copies_cache: bool = False,
+) -> Kernels:
+    """Compiled ones where they can be had, else torch's; `copies_cache`: for these."""
     library = None
     if device.type == "cpu" and dtype in FORMATS and architecture.head_dim in HEAD_DIMS:
         library = library_for(dtype)
     if library is None:
-        return TorchKernels(architecture, max_length=max_length, dtype=dtype, device=device)
+        return TorchKernels(architecture, max_length=max_length, dtype=dtype, device=device, copies_cache=copies_cache)
     return CompiledKernels(library, architecture, max_length=max_length, dtype=dtype)
 
 
@@ -191,14 +200,24 @@ def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     qkv = torch.randn(3, a.heads + 2 * a.kv_heads, a.head_dim, generator=generator).to(dtype)
     layer = torch.randn(3, 200, 2 * a.kv_heads, a.head_dim, generator=generator).to(dtype)
     x, weight = torch.randn(7, 198, generator=generator).to(dtype), torch.randn(198, generator=generator).to(dtype)
-    positions, rows = torch.tensor([0, 69, 199]), torch.tensor([0, 269, 599])
+    slots, positions, rows = torch.arange(3), torch.tensor([0, 69, 199]), torch.tensor([0, 269, 599])
+    pieces = [Piece(slot, position, 1) for slot, position in zip(range(3), (0, 69, 199), strict=True)]
     found: list[list[Tensor]] = []
     for kernels, to in ((torchs, torch.float32), (ours, dtype)):
         turned, cache = qkv.to(to, copy=True), layer.to(to, copy=True)
         kernels.turn(positions, rows)(turned, cache)
-        attended = kernels.attend([1, 70, 200])(turned[:, : a.heads], cache)
+        attended = kernels.attend(slots, positions, pieces)(turned, cache)
         found.append([turned, cache, attended, kernels.rms_norm(x.to(to), weight.to(to)), kernels.silu_times(x.to(to))])
-    for what, expected, got in zip(("turn", "cache", "attention", "norm", "silu"), *found, strict=True):
+    logits, uniforms = torch.randn(3, 700, generator=generator).to(dtype), torch.tensor([0.0, 0.4, 0.999]).double()
+    tokens, shares, scales = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.float64), torch.ones(3)
+    library.draw(
+        *(logits.data_ptr(), 3, 700, scales.data_ptr(), uniforms.data_ptr(), tokens.data_ptr(), shares.data_ptr(), 1)
+    )
+    softmax = logits.double().softmax(-1)
+    drawn = (softmax.cumsum(-1) > uniforms[:, None]).int().argmax(-1, keepdim=True)
+    found[0].append(softmax.gather(1, drawn)[:, 0])
+    found[1].append(shares)
+    for what, expected, got in zip(("turn", "cache", "attention", "norm", "silu", "draw"), *found, strict=True):
         worst = (expected - got).abs().max().item()
         if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
             raise Unavailable(f"what the compiler has made is wrong: {what} is off by {worst:g}")

@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SEED_BITS = 64
+BURST_GAP = 0.1
+"""Requests that an idle engine gets within this share of a decode step of each other are computed together."""
 
 
 class EmbeddedEngine:
@@ -330,14 +332,20 @@ class EmbeddedEngine:
                     self._scheduler.step()
                 self._report()
 
-    def _take_commands(self) -> Sequence[Callable[[], None] | None]:
-        """All that have come; waits for one if there is nothing to compute."""
-        commands = [self._commands.get()] if self._scheduler.idle else []
+    def _take_commands(self) -> Iterator[Callable[[], None] | None]:
+        """All that have come. Waits for one if there is nothing to compute, and then for those that soon follow it:
+        requests come in bursts, and a step for the first ones alone would hold up the others."""
+        was_idle = self._scheduler.idle
+        if was_idle:
+            yield self._commands.get()
+        step = 0.0 if not was_idle or self._scheduler.idle else self._scheduler.decode_seconds
+        latest = time.perf_counter() + step
         try:
             while True:
-                commands.append(self._commands.get_nowait())
+                wait = step * BURST_GAP if time.perf_counter() < latest else 0.0
+                yield self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
         except Empty:
-            return commands
+            return
 
     def _report(self) -> None:
         events, self._scheduler.events = self._scheduler.events, []

@@ -5,59 +5,7 @@
 
 #define FEW 8192 /* numbers that one thread is done with before another has begun */
 
-INLINE float sum_of(vector v)
-{
-    eight halved[2];
-    four quartered[2];
-    memcpy(halved, &v, sizeof v);
-    halved[0] += halved[1];
-    memcpy(quartered, halved, sizeof quartered);
-    quartered[0] += quartered[1];
-    return quartered[0][0] + quartered[0][1] + (quartered[0][2] + quartered[0][3]);
-}
-
-INLINE vector choose(integers condition, vector yes, vector no)
-{
-    return (vector)(((integers)yes & condition) | ((integers)no & ~condition));
-}
-
-INLINE float largest_of(vector v)
-{
-#define PLACE(i) ((i) & (WIDTH - 1))
-#define TURNED(i) PLACE(i), PLACE(i + 1), PLACE(i + 2), PLACE(i + 3)
-#define LARGER(i) choose(v > SHUFFLE(v, v, TURNED(i), TURNED(i + 4), TURNED(i + 8), TURNED(i + 12)), v, \
-                         SHUFFLE(v, v, TURNED(i), TURNED(i + 4), TURNED(i + 8), TURNED(i + 12)))
-    v = LARGER(8);
-    v = LARGER(4);
-    v = LARGER(2);
-    return v[0] > v[1] ? v[0] : v[1];
-#undef PLACE
-#undef TURNED
-#undef LARGER
-}
-
-/* e to the power of x, to about 2e-7 of its value; 0 below -87, infinite above 88, NaN of NaN. 2^n * e^r, where |r| is at most ln(2) / 2,
- * and e^r is its Taylor polynomial. */
-INLINE vector exponential(vector x)
-{
-    integers too_small = x < -87.0f, too_large = x > 88.0f;
-    x = choose(too_small | too_large, all(0.0f), x);
-    vector shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: n are its lowest bits */
-    vector n = shifted - 12582912.0f;
-    vector r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
-    vector p = all(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    vector power = (vector)(((integers)shifted << 23) + (127 << 23));
-    return choose(too_large, all(__builtin_inff()), choose(too_small, all(0.0f), p * power));
-}
-
-/* --- Attention of one new token for each slot --------------------------------------------------------------------- */
+/* --- Attention ---------------------------------------------------------------------------------------------------- */
 
 #define REGISTERS 16 /* vectors of queries that are computed together with the keys and values that they share */
 #define MOST_QUERIES 8
@@ -200,22 +148,23 @@ INLINE void attend_all(const number *queries, int64_t count, const number *keys,
     }
 }
 
-/* queries [slots, heads, head_dim], rows `query_stride` apart; cache [slots, tokens, 2 * kv_heads, head_dim], keys
- * first; out [slots, heads, head_dim], contiguous. head_dim is one of those below, times WIDTH. */
-void attend_slots(const number *queries, int64_t query_stride, const number *cache, int64_t slot_stride,
-                  int64_t token_stride, const int64_t *lengths, number *out, int64_t slots, int64_t heads,
-                  int64_t kv_heads, int64_t head_dim, float scale, int threads)
+/* Each token to those of its slot up to its own position. queries [tokens, heads, head_dim], rows `query_stride` apart;
+ * cache [slots, length, 2 * kv_heads, head_dim], keys first; slots and positions [tokens]; out [tokens, heads, head_dim],
+ * contiguous. head_dim is one of those below, times WIDTH. */
+void attend_tokens(const number *queries, int64_t query_stride, const number *cache, int64_t slot_stride,
+                   int64_t token_stride, const int64_t *slots, const int64_t *positions, number *out, int64_t tokens,
+                   int64_t heads, int64_t kv_heads, int64_t head_dim, float scale, int threads)
 {
-    int64_t group = heads / kv_heads, tasks = slots * kv_heads;
-#pragma omp parallel for num_threads(threads) schedule(static)
+    int64_t group = heads / kv_heads, tasks = tokens * kv_heads, chunk = tasks / (8 * threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk > 0 ? chunk : 1)
     for (int64_t task = 0; task < tasks; task++) {
-        int64_t slot = task / kv_heads, head = task % kv_heads, next = task + 1 < tasks ? task + 1 : task;
-        const number *keys = cache + slot * slot_stride + head * head_dim, *values = keys + kv_heads * head_dim;
-        const number *ahead = cache + next / kv_heads * slot_stride + next % kv_heads * head_dim;
-        const number *query = queries + slot * query_stride + head * group * head_dim;
-        number *to = out + (slot * heads + head * group) * head_dim;
+        int64_t token = task / kv_heads, head = task % kv_heads, next = task + 1 < tasks ? task + 1 : task;
+        const number *keys = cache + slots[token] * slot_stride + head * head_dim, *values = keys + kv_heads * head_dim;
+        const number *ahead = cache + slots[next / kv_heads] * slot_stride + next % kv_heads * head_dim;
+        const number *query = queries + token * query_stride + head * group * head_dim;
+        number *to = out + (token * heads + head * group) * head_dim;
 #define CASE(n) \
-    case n: attend_all(query, group, keys, values, ahead, token_stride, lengths[slot], n, scale, to); break;
+    case n: attend_all(query, group, keys, values, ahead, token_stride, positions[token] + 1, n, scale, to); break;
         switch (head_dim / WIDTH) { CASE(2) CASE(4) CASE(6) CASE(8) CASE(16) }
 #undef CASE
     }

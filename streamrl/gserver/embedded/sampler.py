@@ -3,19 +3,24 @@
 Each request draws with its own counter-based random numbers: the number for output token i
 depends on the request's seed and i only, so a response does not depend on what else is in the
 batch. A token is found by inverting the cumulative distribution, in two stages for large
-vocabularies (which block of 128 tokens, then which token), because `torch.multinomial` and a
-cumulative sum over the whole vocabulary cost more than the model itself.
+vocabularies (which block of tokens, then which token), because `torch.multinomial` and a
+cumulative sum over the whole vocabulary cost more than the model itself. On a CPU with a C
+compiler `sampling.c` does it for rows that are not filtered, without writing any distribution.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from streamrl.gserver.embedded.compiled import FORMATS, library_for
 
 BLOCK = 128
 CANDIDATES = 1024
@@ -39,8 +44,13 @@ class Draw(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> bool:
-        """Temperature 1 and no filter."""
-        return self.temperature == 1.0 and not self.filtered
+        """Neither filtered nor greedy."""
+        return self.temperature > 0.0 and not self.filtered
+
+    @property
+    def scale(self) -> float:
+        """Of logits."""
+        return 1.0 / (self.temperature or 1.0)
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -49,27 +59,58 @@ class Sampled(msgspec.Struct, frozen=True):
     tokens: list[int]
     logprobs: list[float]
     """Of the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
-    probabilities: Tensor
-    """`[n, vocab]` of the same distribution, float32."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Sampled:
     """Draw a token from each row of `logits` (`[n, vocab]`); `positions[i]` numbers row i's output token."""
-    logits = logits.float()
     uniforms = uniform([draw.seed for draw in draws], positions)
-    plain = all([draw.plain for draw in draws])
-    if not plain:
-        temperatures = torch.tensor([[draw.temperature or 1.0] for draw in draws], device=logits.device)
-        logits = logits / temperatures
+    library = library_for(logits.dtype) if logits.device.type == "cpu" and logits.dtype in FORMATS else None
+    if library is None:
+        return _sample_with_torch(logits, draws, uniforms)
+    plain = [i for i, draw in enumerate(draws) if draw.plain]
+    if len(plain) == len(draws):
+        return _sample_compiled(library, logits, draws, uniforms)
+    tokens, logprobs = [0] * len(draws), [0.0] * len(draws)
+    others = sorted(set(range(len(draws))) - set(plain))
+    for rows, way in ((plain, partial(_sample_compiled, library)), (others, _sample_with_torch)):
+        if rows:
+            found = way(logits[rows], [draws[i] for i in rows], uniforms[rows])
+            for i, token, logprob in zip(rows, found.tokens, found.logprobs, strict=True):
+                tokens[i], logprobs[i] = token, logprob
+    return Sampled(tokens, logprobs)
+
+
+def scaled_logprobs(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Of the distributions that `sample` draws from, before filters: `[n, vocab]`, float32."""
+    scales = torch.tensor([[draw.scale] for draw in draws], device=logits.device)
+    return (logits.float() * scales).log_softmax(-1)
+
+
+def _sample_compiled(
+    library: ctypes.CDLL, logits: Tensor, draws: Sequence[Draw], uniforms: NDArray[np.float64]
+) -> Sampled:
+    """For plain draws."""
+    logits, (rows, width) = logits.contiguous(), logits.shape
+    scales = np.array([draw.scale for draw in draws], dtype=np.float32)
+    tokens, shares = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float64)
+    library.draw(
+        *(logits.data_ptr(), rows, width, scales.ctypes.data, uniforms.ctypes.data, tokens.ctypes.data),
+        *(shares.ctypes.data, torch.get_num_threads()),
+    )
+    return Sampled(tokens.tolist(), np.log(shares).tolist())
+
+
+def _sample_with_torch(logits: Tensor, draws: Sequence[Draw], uniforms: NDArray[np.float64]) -> Sampled:
+    scales = torch.tensor([[draw.scale] for draw in draws], device=logits.device)
+    logits = logits.float() * scales
     probabilities = logits.softmax(-1)
     tokens = _invert(probabilities, torch.from_numpy(uniforms).to(logits.device))
-    if not plain:
-        _apply_filters(tokens, probabilities, draws, uniforms)
-        greedy = [i for i, draw in enumerate(draws) if draw.temperature == 0.0]
-        if greedy:
-            tokens[greedy] = logits[greedy].argmax(-1)
+    _apply_filters(tokens, probabilities, draws, uniforms)
+    greedy = [i for i, draw in enumerate(draws) if draw.temperature == 0.0]
+    if greedy:
+        tokens[greedy] = logits[greedy].argmax(-1)
     logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
-    return Sampled(tokens=tokens.tolist(), logprobs=logprobs.tolist(), probabilities=probabilities)
+    return Sampled(tokens.tolist(), logprobs.tolist())
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from streamrl.gserver.embedded.model import Extension, Model
 from streamrl.gserver.embedded.parameters import Parameters
 from streamrl.gserver.embedded.prefixes import Prefixes
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.sampler import Sampled, sample
+from streamrl.gserver.embedded.sampler import sample, scaled_logprobs
 from streamrl.gserver.engine import Output, Refused, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode
 
@@ -63,6 +63,8 @@ class Scheduler:
         self.prompt_tokens_cached = 0
         self.busy_seconds = 0.0
         self.slot_seconds = 0.0
+        self.decode_seconds = 0.0
+        """Of the latest decode step."""
         self._model = model
         self._cache = cache
         self._max_running = max_running
@@ -134,11 +136,12 @@ class Scheduler:
         began = time.perf_counter()
         self._admit()
         self._close_holes()
-        slots = len(self.running)
+        slots, admitted = len(self.running), time.perf_counter()
         self._decode()
-        seconds = time.perf_counter() - began
-        self.busy_seconds += seconds
-        self.slot_seconds += seconds * slots
+        ended = time.perf_counter()
+        self.decode_seconds = ended - admitted
+        self.busy_seconds += ended - began
+        self.slot_seconds += (ended - began) * slots
 
     def _admit(self) -> None:
         batch, cut = self._next_batch()
@@ -315,7 +318,7 @@ class Scheduler:
             if request.may_not_stop:
                 logits[i, list(request.stop_token_ids)] = -math.inf
         sampled = sample(logits, [r.draw for r in requests], [len(r.logprobs) for r in requests])
-        self._add_top_logprobs(requests, sampled)
+        self._add_top_logprobs(requests, logits)
         for slot, request, token, logprob in zip(slots, requests, sampled.tokens, sampled.logprobs, strict=True):
             if math.isnan(logprob):
                 self._fail([request], "the model computed NaN: its weights are broken")
@@ -332,11 +335,12 @@ class Scheduler:
             elif request.job.stream:
                 self._tell(request)
 
-    def _add_top_logprobs(self, requests: Sequence[Request], sampled: Sampled) -> None:
+    def _add_top_logprobs(self, requests: Sequence[Request], logits: Tensor) -> None:
         rows = [i for i, r in enumerate(requests) if r.job.top_logprobs_num and r.job.params.max_new_tokens]
         if rows:
             count = max(requests[i].job.top_logprobs_num for i in rows)
-            for i, top in zip(rows, _top(sampled.probabilities[rows].log(), count), strict=True):
+            logprobs = scaled_logprobs(logits[rows], [requests[i].draw for i in rows])
+            for i, top in zip(rows, _top(logprobs, count), strict=True):
                 requests[i].top_logprobs.append(top[: requests[i].job.top_logprobs_num])
 
     def _retract(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from streamrl.device import compute_with
 from streamrl.gserver.embedded import compiled
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.compiled import FORMATS, HEAD_DIMS, CompiledKernels, kernels_for, library_for
-from streamrl.gserver.embedded.kernels import Kernels, TorchKernels
+from streamrl.gserver.embedded.kernels import Kernels, Piece, TorchKernels
 
 CPU = torch.device("cpu")
 DTYPES = list(FORMATS)
@@ -77,6 +77,13 @@ def torchs(dtype: torch.dtype, a: Architecture) -> Kernels:
     return kernels
 
 
+def places(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    """Slots and positions of their tokens."""
+    found = [(piece.slot, piece.cached + i) for piece in pieces for i in range(piece.new)]
+    slots, positions = torch.tensor(found).unbind(1)
+    return slots, positions
+
+
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """To rounding: of float32 sums, or of a bfloat16 result."""
     assert found.dtype == dtype
@@ -91,17 +98,31 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 @given(data=st.data(), head_dim=st.sampled_from(HEAD_DIMS), kv_heads=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 def test_attention(data: st.DataObject, dtype: torch.dtype, head_dim: int, kv_heads: int, seed: int) -> None:
     a = architecture(heads=kv_heads * data.draw(st.integers(1, 11)), kv_heads=kv_heads, head_dim=head_dim)
-    lengths = data.draw(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=5))
+    slots = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=5, unique=True))
+    most = data.draw(st.sampled_from([1, 40]))
+    pieces = [Piece(slot, data.draw(st.integers(0, 250)), data.draw(st.integers(1, most))) for slot in slots]
+    of, positions = places(pieces)
     generator = torch.Generator().manual_seed(seed)
     spread = data.draw(st.sampled_from([0.1, 1.0, 30.0]))
-    qkv = (spread * torch.randn(len(lengths), a.heads + 2 * kv_heads, head_dim, generator=generator)).to(dtype)
-    layer = torch.randn(len(lengths) + 2, MAX_LENGTH, 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    found = ours(dtype, a).attend(lengths)(qkv[:, : a.heads], layer)
-    for i, length in enumerate(lengths):
-        keys, values = layer[i, :length].double().transpose(0, 1).repeat_interleave(a.heads // kv_heads, 0).chunk(2)
+    qkv = torch.randn(len(of), a.heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    qkv[:, : a.heads] *= spread
+    layer = torch.randn(7, MAX_LENGTH, 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    layer[of, positions] = qkv[:, a.heads :]
+    found = ours(dtype, a).attend(of, positions, pieces)(qkv, layer)
+    for i, (slot, position) in enumerate(zip(of.tolist(), positions.tolist(), strict=True)):
+        held = layer[slot, : position + 1].double().transpose(0, 1)
+        keys, values = held.repeat_interleave(a.heads // kv_heads, 0).chunk(2)
         scores = (keys @ qkv[i, : a.heads, :, None].double())[..., 0] * head_dim**-0.5
         expected = (scores.softmax(-1)[:, None] @ values)[:, 0].flatten()
         assert close(found[i], expected, dtype)
+    for copies in (False, True):
+        by_torch = TorchKernels(a, max_length=MAX_LENGTH, dtype=dtype, device=CPU, copies_cache=copies)
+        assert torch.allclose(
+            by_torch.attend(of, positions, pieces)(qkv, layer).float(),
+            found.float(),
+            rtol=1e-4 if dtype == torch.float32 else 2e-2,
+            atol=1e-3 if dtype == torch.float32 else 5e-2,
+        )
 
 
 @needs_compiler
@@ -166,9 +187,10 @@ def test_extremes(dtype: torch.dtype) -> None:
     x = torch.ones(2, 64, dtype=dtype)
     x[1, 3] = math.nan
     assert kernels.rms_norm(x, torch.ones(64, dtype=dtype)).isnan().any(-1).tolist() == [False, True]
-    queries, layer = torch.full((3, 8, 32), 1e4, dtype=dtype), torch.full((3, 80, 4, 32), 1e4, dtype=dtype)
+    qkv, layer = torch.full((3, 8, 32), 1e4, dtype=dtype), torch.full((3, 80, 4, 32), 1e4, dtype=dtype)
     layer[0, 50], layer[1, 2], layer[2, 79] = -1e4, math.nan, math.nan
-    found = kernels.attend([80, 80, 79])(queries[:, :4], layer)
+    pieces = [Piece(0, 79, 1), Piece(1, 79, 1), Piece(2, 78, 1)]
+    found = kernels.attend(*places(pieces), pieces)(qkv, layer)
     assert (found[0] == layer[0, 0, 0, 0]).all()  # all the weight is on the others
     assert found[1].isnan().all()
     assert not found[2].isnan().any()  # it lies behind the end

@@ -240,6 +240,7 @@ def test_without_a_compiler_torch_computes(
         ("b * load(sines + i));", "b);", "turn"),
         ("/ (float)width", "", "norm"),
         ("+ head * head_dim, *values", "+ head, *values", "attention"),
+        ("before <= wanted; i += WIDTH", "before < 0; i += WIDTH", "draw"),
     ],
 )
 def test_what_is_wrong_is_not_used(
@@ -250,13 +251,12 @@ def test_what_is_wrong_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sources = []
-    for file in compiled.SOURCES:
-        sources.append(made_anew / file.name)
-        sources[-1].write_text(file.read_text().replace(right, wrong))
-    assert [a.read_text() == b.read_text() for a, b in zip(sources, compiled.SOURCES, strict=True)] == [False, True]
-    made_anew.joinpath(compiled.HEADER.name).write_text(compiled.HEADER.read_text())
-    monkeypatch.setattr(compiled, "SOURCES", sources)
+    texts = {file.name: file.read_text() for file in (compiled.HEADER, *compiled.SOURCES)}
+    assert sum(right in text for text in texts.values()) == 1
+    for name, text in texts.items():
+        made_anew.joinpath(name).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(compiled, "HEADER", made_anew / compiled.HEADER.name)
+    monkeypatch.setattr(compiled, "SOURCES", [made_anew / file.name for file in compiled.SOURCES])
     assert library_for(torch.float32) is None
     assert f"is wrong: {what} is off by" in caplog.text
 

@@ -45,9 +45,10 @@ _P, _I, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctyp
 _ARGUMENTS = {
     "attend_tokens": (_P, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
     "draw": (_P, _I, _I, _P, _P, _P, _P, _THREADS),
+    "gated_product": (_P, _I, _I, _P, _P, _I, _P, _THREADS),
     "pack": (_P, _P, _I, _I, _THREADS),
     "packed_numbers": (_I, _I),
-    "product": (_P, _I, _I, _P, _I, _P, _P, _THREADS),
+    "product": (_P, _I, _I, _P, _I, _P, _P, _P, _THREADS),
     "rms_norm": (_P, _P, _P, _I, _I, _FLOAT, _THREADS),
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _I, _P, _P, _P, _I, _THREADS),
     "silu_times": (_P, _P, _I, _I, _THREADS),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +25,29 @@ HOST_SHARE = 0.25
 class Matrix:
     """`weight` (`[outputs, inputs]`) and perhaps a packed copy of it."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
+        """`gated`: it is asked for `gated`, and not called."""
         self.weight = weight
+        self._gated = gated
         self._packed: tuple[Packing, Tensor] | None = None
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`[rows, inputs]` → `[rows, outputs]`, a new tensor."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None, *, added: Tensor | None = None) -> Tensor:
+        """`[rows, inputs]` → `[rows, outputs]`, a new tensor, which `bias` and `added` (`[rows, outputs]`) are added
+        to."""
         found = self._packed  # another thread may set it at any time
         if found is None or x.shape[0] < found[0].fewest_rows:
-            return F.linear(x, self.weight, bias)
+            product = F.linear(x, self.weight, bias)
+            return product if added is None else product.add_(added)
         packing, packed = found
-        return packing.product(x, packed, self.weight, bias)
+        return packing.product(x, packed, self.weight, bias, added)
+
+    def gated(self, x: Tensor, silu_times: Callable[[Tensor], Tensor]) -> Tensor:
+        """`[rows, inputs]` → `[rows, outputs / 2]`: `silu_times` (`Kernels`) of the product."""
+        found = self._packed
+        if found is None or x.shape[0] < found[0].fewest_rows:
+            return silu_times(F.linear(x, self.weight))
+        packing, packed = found
+        return packing.gated_product(x, packed, self.weight, silu_times)
 
     @property
     def packed(self) -> bool:
@@ -45,7 +58,7 @@ class Matrix:
         self._packed = None
 
     def pack(self, packing: Packing) -> None:
-        self._packed = packing, packing.pack(self.weight)
+        self._packed = packing, packing.pack(self.weight, gated=self._gated)
 
 
 def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -95,9 +95,9 @@ class Model:
             attended = attend(qkv, self.cache.layers[i])
             if i == last and wanted is not None:
                 x, attended = x[wanted], attended[wanted]
-            x = layer.o(attended, layer.o_bias).add_(x)
-            gate_up = layer.gate_up(self._kernels.rms_norm(x, layer.post_norm))
-            x = layer.down(self._kernels.silu_times(gate_up)).add_(x)
+            x = layer.o(attended, layer.o_bias, added=x)
+            gated = layer.gate_up.gated(self._kernels.rms_norm(x, layer.post_norm), self._kernels.silu_times)
+            x = layer.down(gated, added=x)
         return x
 
     def _queries_keys_values(self, w: LayerWeights, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -35,17 +35,26 @@ class Packing(Protocol):
     def can(self, dtype: torch.dtype) -> bool:
         """Whether this torch and this processor offer it."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """What `product` needs of `weight` (`[outputs, inputs]`), which stays as it is.
+    def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
+        """What `product`, or `gated_product`, needs of `weight` (`[outputs, inputs]`), which stays as it is.
 
         With MKL best made with as many threads as compute with it: it divides the work when it packs.
         """
 
-    def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`[rows, inputs]` → `[rows, outputs]`."""
+    def product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
+        """`[rows, inputs]` → `[rows, outputs]`, a new tensor, which `bias` and `added` (`[rows, outputs]`) are added
+        to."""
+
+    def gated_product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, silu_times: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`[rows, inputs]` → `[rows, outputs / 2]`: `silu_times` (`Kernels`) of the product."""
+        return silu_times(self.product(x, packed, weight))
 
 
-class Compiled:
+class Compiled(Packing):
     """streamrl's own, where there is a C compiler (`compiled.py`). A row's product does not depend on the others."""
 
     name = "products.c"
@@ -54,23 +63,40 @@ class Compiled:
     def can(self, dtype: torch.dtype) -> bool:
         return dtype in FORMATS and library_for(dtype) is not None
 
-    def pack(self, weight: Tensor) -> Tensor:
-        library, (outputs, inputs) = _library(weight.dtype), weight.shape
-        packed = torch.empty(library.packed_numbers(outputs, inputs), dtype=weight.dtype)
-        library.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+    def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
+        library, parts = _library(weight.dtype), weight.chunk(2 if gated else 1)
+        outputs, inputs = parts[0].shape
+        packed = torch.empty(len(parts), library.packed_numbers(outputs, inputs), dtype=weight.dtype)
+        for part, to in zip(parts, packed, strict=True):
+            library.pack(part.data_ptr(), to.data_ptr(), outputs, inputs, torch.get_num_threads())
         return packed
 
-    def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
         x, (rows, inputs), outputs = x.contiguous(), x.shape, weight.shape[0]
+        added = None if added is None else added.contiguous()
         product = torch.empty(rows, outputs, dtype=x.dtype)
         _library(x.dtype).product(
-            *(x.data_ptr(), rows, inputs, packed.data_ptr(), outputs, None if bias is None else bias.data_ptr()),
+            *(x.data_ptr(), rows, inputs, packed.data_ptr(), outputs),
+            *(None if bias is None else bias.data_ptr(), None if added is None else added.data_ptr()),
             *(product.data_ptr(), torch.get_num_threads()),
         )
         return product
 
+    def gated_product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, silu_times: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        x, (rows, inputs), outputs, (gates, rest) = x.contiguous(), x.shape, weight.shape[0] // 2, packed
+        product = torch.empty(rows, outputs, dtype=x.dtype)
+        _library(x.dtype).gated_product(
+            *(x.data_ptr(), rows, inputs, gates.data_ptr(), rest.data_ptr(), outputs, product.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return product
 
-class OneDNN:
+
+class OneDNN(Packing):
     """Makes code for each number of rows that it meets, which takes about half a millisecond once."""
 
     name = "oneDNN"
@@ -81,16 +107,18 @@ class OneDNN:
         built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         return known and built_in and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed
 
-    def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-        return product
+        return product if added is None else product.add_(added)
 
 
-class MKL:
+class MKL(Packing):
     """Float32 only."""
 
     name = "MKL"
@@ -100,14 +128,16 @@ class MKL:
         built_in: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         return dtype == torch.float32 and built_in and hasattr(torch.ops.mkl, "_mkl_linear")
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
         packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed
 
-    def product(self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(
+        self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
         # The last argument is not what was packed for: torch uses `packed` only if it is the number of rows of `x`.
         product: Tensor = torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, x.shape[0])
-        return product
+        return product if added is None else product.add_(added)
 
 
 PACKINGS: Sequence[Packing] = (Compiled(), OneDNN(), MKL())
@@ -152,19 +182,29 @@ def _is_right(packing: Packing, dtype: torch.dtype, threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in _TRIED_SHAPES:
         weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-        packed = packing.pack(weight)
+        packed, packed_gated = packing.pack(weight), packing.pack(weight, gated=True)
         for rows in _TRIED_ROWS:
             x = torch.randn(rows, inputs, generator=generator).to(dtype)
             expected = F.linear(x.float(), weight.float())
-            worst = (packing.product(x, packed, weight, None) - expected).abs().max().item()
-            if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
-                log.warning(
-                    "%s packs no matrices here: with %d threads its product of %d rows, %d inputs and %d outputs is "
-                    "off by %g",
-                    *(packing.name, threads, rows, inputs, outputs, worst),
-                )
-                return False
+            gated = packing.gated_product(x, packed_gated, weight, _silu_times)
+            for found, right in (
+                (packing.product(x, packed, weight), expected),
+                (gated, _silu_times(expected)),
+            ):
+                worst = (found - right).abs().max().item()
+                if not worst <= _TOLERANCE[dtype] * right.abs().max().item():
+                    log.warning(
+                        "%s packs no matrices here: with %d threads its product of %d rows, %d inputs and %d outputs "
+                        "is off by %g",
+                        *(packing.name, threads, rows, inputs, outputs, worst),
+                    )
+                    return False
     return True
+
+
+def _silu_times(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _seconds(packing: Packing, dtype: torch.dtype) -> float:
@@ -175,6 +215,6 @@ def _seconds(packing: Packing, dtype: torch.dtype) -> float:
     taken = []
     for _ in range(_TIMES):
         began = time.perf_counter()
-        packing.product(x, packed, weight, None)
+        packing.product(x, packed, weight)
         taken.append(time.perf_counter() - began)
     return min(taken)

@@ -190,16 +190,16 @@ class Parameters:
             o=self._matrix({attention + "o_proj.weight": hidden}, q),
             o_bias=self._vector(attention + "o_proj.bias", hidden) if a.o_bias else None,
             post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden),
+            gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden, gated=True),
             down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
         )
 
-    def _matrix(self, rows: Mapping[str, int], inputs: int) -> Matrix:
+    def _matrix(self, rows: Mapping[str, int], inputs: int, *, gated: bool = False) -> Matrix:
         """`[sum of rows, inputs]`, whose rows belong to several names."""
-        return self._matrix_over(self._fused(rows, inputs), list(rows))
+        return self._matrix_over(self._fused(rows, inputs), list(rows), gated=gated)
 
-    def _matrix_over(self, weight: Tensor, names: Sequence[str]) -> Matrix:
-        matrix = Matrix(weight)
+    def _matrix_over(self, weight: Tensor, names: Sequence[str], *, gated: bool = False) -> Matrix:
+        matrix = Matrix(weight, gated=gated)
         self._matrices.append(matrix)
         self._matrix_of.update(dict.fromkeys(names, matrix))
         return matrix

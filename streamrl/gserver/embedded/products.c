@@ -112,18 +112,10 @@ INLINE void add(vector sums[ROWS][VECTORS], const number *x, int64_t stride, int
     }
 }
 
-/* `rows` of x times a panel, of whose outputs `count` are wanted. Meanwhile the memory at `ahead` is fetched, `lines`
- * for each word. */
-INLINE void multiply(const number *x, int64_t inputs, int rows, const words *panel, const number *bias, number *out,
-                     int64_t outputs, int64_t count, const char *ahead, int lines)
+/* `rows` of x times a panel, plus what the sums are. Meanwhile the memory at `ahead` is fetched, `lines` for each word. */
+INLINE void multiply(vector sums[ROWS][VECTORS], const number *x, int64_t inputs, int rows, const words *panel,
+                     const char *ahead, int lines)
 {
-    vector sums[ROWS][VECTORS];
-    number padded[PANEL] = {0};
-    if (bias) memcpy(padded, bias, (count < PANEL ? count : PANEL) * sizeof(number));
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = load(padded + v * WIDTH);
     int64_t whole = inputs / IN_WORD;
     for (int64_t i = 0; i < whole; i++) {
 #pragma GCC unroll 3
@@ -131,42 +123,96 @@ INLINE void multiply(const number *x, int64_t inputs, int rows, const words *pan
         add(sums, x + i * IN_WORD, inputs, rows, IN_WORD, panel + i * VECTORS);
     }
     if (inputs % IN_WORD) add(sums, x + whole * IN_WORD, inputs, rows, 1, panel + whole * VECTORS);
+}
+
+/* Sums begin with the `count` first numbers of bias, and of rows of what is to be added; both may be NULL. */
+INLINE void begin(vector sums[ROWS][VECTORS], int rows, const number *bias, const number *added, int64_t outputs,
+                  int64_t count)
+{
+    number padded[PANEL] = {0};
+    if (bias) memcpy(padded, bias, (count < PANEL ? count : PANEL) * sizeof(number));
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = load(padded + v * WIDTH);
+    if (!added) return;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-        if (count < PANEL) {
+        const number *row = added + r * outputs;
+        if (count < PANEL) row = memcpy(padded, row, count * sizeof(number));
 #pragma GCC unroll 3
-            for (int v = 0; v < VECTORS; v++) store(padded + v * WIDTH, sums[r][v]);
-            memcpy(out + r * outputs, padded, count * sizeof(number));
-        } else {
-#pragma GCC unroll 3
-            for (int v = 0; v < VECTORS; v++) store(out + r * outputs + v * WIDTH, sums[r][v]);
-        }
+        for (int v = 0; v < VECTORS; v++) sums[r][v] += load(row + v * WIDTH);
     }
 }
 
-/* x [rows, inputs] times what `pack` has made of [outputs, inputs], plus bias [outputs] or NULL, into out [rows,
- * outputs]; all contiguous. */
-void product(const number *x, int64_t rows, int64_t inputs, const words *packed, int64_t outputs, const number *bias,
-             number *out, int threads)
+/* The first `count` sums of each row into rows of out. */
+INLINE void put(vector sums[ROWS][VECTORS], int rows, number *out, int64_t outputs, int64_t count)
+{
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        number padded[PANEL], *to = count < PANEL ? padded : out + r * outputs;
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) store(to + v * WIDTH, sums[r][v]);
+        if (count < PANEL) memcpy(out + r * outputs, padded, count * sizeof(number));
+    }
+}
+
+/* One task of `product`, or of `gated_product` if there is a panel of gates. */
+INLINE void compute(const number *x, int64_t inputs, int rows, const words *gates, const words *panel,
+                    const number *bias, const number *added, number *out, int64_t outputs, int64_t count,
+                    int64_t ahead, int lines)
+{
+    vector sums[ROWS][VECTORS], gate[ROWS][VECTORS];
+    if (gates) {
+        begin(gate, rows, (void *)0, (void *)0, outputs, count);
+        multiply(gate, x, inputs, rows, gates, (const char *)(gates + ahead), lines);
+    }
+    begin(sums, rows, bias, added, outputs, count);
+    multiply(sums, x, inputs, rows, panel, (const char *)(panel + ahead), lines);
+    if (gates)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) sums[r][v] *= gate[r][v] / (1.0f + exponential(-gate[r][v]));
+    put(sums, rows, out, outputs, count);
+}
+
+INLINE void compute_all(const number *x, int64_t rows, int64_t inputs, const words *gates, const words *packed,
+                        int64_t outputs, const number *bias, const number *added, number *out, int threads)
 {
     int64_t length = words_of(inputs) * VECTORS, panels = panels_of(outputs), blocks = (rows + ROWS - 1) / ROWS;
     int lines = blocks < VECTORS ? VECTORS : 1; /* so many that the next panel is fetched during one, or VECTORS, blocks */
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * inputs * outputs > FEW)
     for (int64_t task = 0; task < panels * blocks; task++) {
-        int64_t p = task / blocks, block = task % blocks, first = block * ROWS;
-        const words *panel = packed + p * length;
-        int64_t fetched = block * length / VECTORS * lines;
-        const char *ahead = (const char *)(p + 1 < panels && fetched < length ? panel + length + fetched : panel);
-        const number *from = x + first * inputs, *added = bias ? bias + p * PANEL : bias;
-        number *to = out + first * outputs + p * PANEL;
-        int64_t count = outputs - p * PANEL;
+        int64_t p = task / blocks, block = task % blocks, first = block * ROWS, fetched = block * length / VECTORS * lines;
+        int64_t ahead = p + 1 < panels && fetched < length ? length + fetched : 0;
+        const words *panel = packed + p * length, *gate = gates ? gates + p * length : gates;
+        int64_t place = first * outputs + p * PANEL, count = outputs - p * PANEL;
+        const number *from = x + first * inputs, *b = bias ? bias + p * PANEL : bias, *a = added ? added + place : added;
+        number *to = out + place;
 #define CASE(n) \
-    case n: multiply(from, inputs, n, panel, added, to, outputs, count, ahead, VECTORS); break;
+    case n: compute(from, inputs, n, gate, panel, b, a, to, outputs, count, ahead, VECTORS); break;
         switch (rows - first < ROWS ? rows - first : ROWS) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
         case ROWS:
-            if (lines == 1) multiply(from, inputs, ROWS, panel, added, to, outputs, count, ahead, 1);
-            else multiply(from, inputs, ROWS, panel, added, to, outputs, count, ahead, VECTORS);
+            if (lines == 1) compute(from, inputs, ROWS, gate, panel, b, a, to, outputs, count, ahead, 1);
+            else compute(from, inputs, ROWS, gate, panel, b, a, to, outputs, count, ahead, VECTORS);
         }
+#undef CASE
     }
+}
+
+/* x [rows, inputs] times what `pack` has made of [outputs, inputs], plus bias [outputs] and added [rows, outputs], which
+ * may be NULL, into out [rows, outputs]; all contiguous. */
+void product(const number *x, int64_t rows, int64_t inputs, const words *packed, int64_t outputs, const number *bias,
+             const number *added, number *out, int threads)
+{
+    compute_all(x, rows, inputs, (void *)0, packed, outputs, bias, added, out, threads);
+}
+
+/* silu of the product of x with `gates`, times that with `packed`, which both are of [outputs, inputs]. */
+void gated_product(const number *x, int64_t rows, int64_t inputs, const words *gates, const words *packed,
+                   int64_t outputs, number *out, int threads)
+{
+    compute_all(x, rows, inputs, gates, packed, outputs, (void *)0, (void *)0, out, threads);
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamrl.gserver.embedded import packing as module
 from streamrl.gserver.embedded.linear import Matrix
-from streamrl.gserver.embedded.packing import MKL, PACKINGS, OneDNN, Packing, can_pack, packing_for
+from streamrl.gserver.embedded.packing import MKL, PACKINGS, Compiled, OneDNN, Packing, can_pack, packing_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_both = pytest.mark.skipif(
@@ -36,27 +36,77 @@ def tried_anew():
     outputs=st.integers(1, 300),
     inputs=st.integers(1, 700),
     biased=st.booleans(),
+    adding=st.booleans(),
     sliced=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_packed_product_is_the_plain_one(
-    packing: Packing, dtype: torch.dtype, rows: int, outputs: int, inputs: int, biased: bool, sliced: bool, seed: int
+    packing: Packing,
+    dtype: torch.dtype,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    biased: bool,
+    adding: bool,
+    sliced: bool,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)
     x = x[:, :inputs] if sliced else x[:, :inputs].contiguous()
+    added = torch.randn(rows, outputs + 1, generator=generator).to(dtype)[:, :outputs] if adding else None
     matrix = Matrix(weight)
     if packing.can(dtype):
         matrix.pack(packing)
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    product = matrix(x, bias)
-    assert product.dtype == dtype
-    assert product.is_contiguous()
-    error = (product - expected).abs()
-    exact = dtype == torch.float32
-    assert (error <= (2e-4 if exact else 2e-2 + expected.abs() / 128)).all()
+    product = matrix(x, bias, added=added)
+    assert is_close(product, expected if added is None else expected + added.float(), dtype)
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.name)
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 100),
+    outputs=st.integers(1, 160),
+    inputs=st.integers(1, 300),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_packed_gated_product_is_the_plain_one(
+    packing: Packing, dtype: torch.dtype, rows: int, outputs: int, inputs: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(2 * outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    matrix = Matrix(weight, gated=True)
+    if packing.can(dtype):
+        matrix.pack(packing)
+
+    def silu_times(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    assert is_close(matrix.gated(x, silu_times), silu_times(F.linear(x.float(), weight.float())), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 21, 64])
+def test_a_row_does_not_depend_on_those_it_is_computed_with(dtype: torch.dtype, rows: int) -> None:
+    if not Compiled().can(dtype):
+        pytest.skip("there is no C compiler")
+    matrix = Matrix(torch.randn(100, 129).to(dtype))
+    matrix.pack(Compiled())
+    x = torch.randn(70, 129).to(dtype)
+    assert torch.equal(matrix(x)[5 : 5 + rows], matrix(x[5 : 5 + rows]))
+
+
+def is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    error = (found - expected).abs()
+    return bool((error <= (2e-4 if dtype == torch.float32 else 4e-2 + expected.abs() / 128)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,8 +139,8 @@ def test_a_wrong_product_is_noticed_and_the_other_library_taken(
 ) -> None:
     right = wrong.product
 
-    def product(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        answer = right(x, packed, weight, bias)
+    def product(x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        answer = right(x, packed, weight)
         if x.shape[0] >= wrong_from:
             answer[-1, -1] = float("nan")
         return answer

@@ -131,42 +131,34 @@ INLINE void attend(const number *queries, int count, const number *keys, const n
         for (int i = 0; i < vectors; i++) store(out + q * head_dim + i * WIDTH, sums[q][i] / total[q]);
 }
 
-/* `attend` for any number of queries. */
-INLINE void attend_all(const number *queries, int64_t count, const number *keys, const number *values,
-                       const number *ahead, int64_t stride, int64_t length, int vectors, float scale, number *out)
-{
-    const int head_dim = vectors * WIDTH, most = REGISTERS / vectors < MOST_QUERIES ? REGISTERS / vectors : MOST_QUERIES;
-    for (int64_t first = 0; first < count; first += most) {
-        const number *some = queries + first * head_dim;
-        number *to = out + first * head_dim;
-#define CASE(n) \
-    case n: attend(some, n <= most ? n : most, keys, values, ahead, stride, length, vectors, scale, to); break;
-        switch (count - first < most ? count - first : most) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-        }
-#undef CASE
-    }
-}
-
 /* Each token to those of its slot up to its own position. queries [tokens, heads, head_dim], rows `query_stride` apart;
  * cache [slots, length, 2 * kv_heads, head_dim], keys first; slots and positions [tokens]; out [tokens, heads, head_dim],
- * contiguous. head_dim is one of those below, times WIDTH. */
+ * contiguous. There is code for the numbers of vectors and queries below. */
 void attend_tokens(const number *queries, int64_t query_stride, const number *cache, int64_t slot_stride,
                    int64_t token_stride, const int64_t *slots, const int64_t *positions, number *out, int64_t tokens,
                    int64_t heads, int64_t kv_heads, int64_t head_dim, float scale, int threads)
 {
+    const int vectors = (int)head_dim / WIDTH, most = REGISTERS / vectors < MOST_QUERIES ? REGISTERS / vectors : MOST_QUERIES;
     int64_t group = heads / kv_heads, tasks = tokens * kv_heads, chunk = tasks / (8 * threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, chunk > 0 ? chunk : 1)
     for (int64_t task = 0; task < tasks; task++) {
         int64_t token = task / kv_heads, head = task % kv_heads, next = task + 1 < tasks ? task + 1 : task;
         const number *keys = cache + slots[token] * slot_stride + head * head_dim, *values = keys + kv_heads * head_dim;
         const number *ahead = cache + slots[next / kv_heads] * slot_stride + next % kv_heads * head_dim;
-        const number *query = queries + token * query_stride + head * group * head_dim;
-        number *to = out + (token * heads + head * group) * head_dim;
-#define CASE(n) \
-    case n: attend_all(query, group, keys, values, ahead, token_stride, positions[token] + 1, n, scale, to); break;
-        switch (head_dim / WIDTH) { CASE(2) CASE(4) CASE(6) CASE(8) CASE(16) }
+        for (int64_t first = 0; first < group; first += most) {
+            const number *query = queries + token * query_stride + (head * group + first) * head_dim;
+            number *to = out + (token * heads + head * group + first) * head_dim;
+            switch (vectors * 16 + (int)(group - first < most ? group - first : most)) {
+#define CASE(v, n) \
+    case v * 16 + n: attend(query, n, keys, values, ahead, token_stride, positions[token] + 1, v, scale, to); break;
+                CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(2, 5) CASE(2, 6) CASE(2, 7) CASE(2, 8)
+                CASE(4, 1) CASE(4, 2) CASE(4, 3) CASE(4, 4)
+                CASE(6, 1) CASE(6, 2)
+                CASE(8, 1) CASE(8, 2)
+                CASE(16, 1)
 #undef CASE
+            }
+        }
     }
 }
 

@@ -46,22 +46,28 @@ INLINE vector sum_with(vector sum, uint32_t input, words weights)
 /* Rows become columns: exchange the blocks of 8 that are off the diagonal, then those of 4 in each, and so on. */
 INLINE void transpose(words square[WIDTH])
 {
-#pragma GCC unroll 4
-    for (int size = WIDTH / 2; size; size /= 2) {
-        words upper, lower;
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            upper[i] = i & size ? WIDTH + i - size : i;
-            lower[i] = i & size ? WIDTH + i : i + size;
+    words a, b;
+#define EXCHANGE(size, upper, lower) \
+    for (int i = 0; i < WIDTH; i++) \
+        if (!(i & size)) { \
+            a = square[i], b = square[i + size]; \
+            square[i] = SHUFFLE(a, b, upper), square[i + size] = SHUFFLE(a, b, lower); \
         }
+#define LIST(...) __VA_ARGS__
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            if (i & size) continue;
-            words a = square[i], b = square[i + size];
-            square[i] = __builtin_shuffle(a, b, upper);
-            square[i + size] = __builtin_shuffle(a, b, lower);
-        }
-    }
+    EXCHANGE(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+             LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+             LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+             LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+             LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#undef LIST
+#undef EXCHANGE
 }
 
 INLINE int64_t words_of(int64_t inputs) { return (inputs + IN_WORD - 1) / IN_WORD; }

@@ -134,7 +134,7 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f".{folder.name}.lock")), without_garbage_collection():
+        with making(folder), without_garbage_collection():
             if not folder.is_dir():
                 draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
                 try:
@@ -149,12 +149,13 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def making(path: Path) -> Iterator[None]:
+    """Waits while another process is making `path`, a file or folder of the cache, and lets others wait meanwhile."""
+    with path.with_name(f".{path.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("waiting for another process that is making %s", path.name.strip(".").removesuffix(".lock"))
+            log.info("waiting for another process that is making %s", path.name)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from streamrl.gserver.embedded.engine import EmbeddedEngine
+from streamrl.gserver.embedded.request import Request
+from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.engine import GenerationFailed, Output, QueueFull, Refused, Ticket
 from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
 
@@ -277,3 +280,26 @@ async def test_more_slots_than_tokens_in_the_longest_context(folder: Path) -> No
         jobs = [job(str(i), prompt(3, seed=i), params={"max_new_tokens": 7}) for i in range(30)]
         outputs = await generate(engine, jobs)
     assert [len(output.output_ids) for output in outputs] == [7] * 30
+
+
+async def test_requests_that_follow_each_other_closely_are_computed_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    prefill = Scheduler._prefill
+
+    def counting(self: Scheduler, batch: Sequence[Request]) -> None:
+        batches.append(len(batch))
+        prefill(self, batch)
+
+    monkeypatch.setattr(Scheduler, "_prefill", counting)
+    async with engine_for(folder) as engine:
+        engine._scheduler.decode_seconds = 20.0  # so requests within two seconds belong together
+        tickets = []
+        for name in "abc":
+            tickets.append(engine.submit(job(name, prompt(8))))
+            await asyncio.sleep(0.1)
+        async with asyncio.timeout(15):
+            for ticket in tickets:
+                await grown(ticket, 1)
+    assert batches == [3]

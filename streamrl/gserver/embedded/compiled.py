@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.kernels import Attend, Kernels, Piece, TorchKernels, Turn, rotation_table
-from streamrl.models import cache_home
+from streamrl.models import cache_home, making
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +157,12 @@ def _compiled(flags: Sequence[str]) -> Path:
     made_of = ([file.read_text() for file in (HEADER, *SOURCES)], command, _told(*compiler, "--version"), _processor())
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     library = cache_home() / f"kernels-{name}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernels-") as folder:
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with making(library), tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernels-") as folder:
+        if not library.exists():
+            log.info("compiling %s for this processor (once, some seconds)", ", ".join(file.name for file in SOURCES))
             made = Path(folder, library.name)
             _told(*command, "-o", str(made))
             made.rename(library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -201,21 +202,26 @@ def test_extremes(dtype: torch.dtype) -> None:
 def test_they_are_made_once(compiler: str, made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
     assert library_for(torch.float32) is not None
-    made = {path: path.stat().st_mtime_ns for path in made_anew.iterdir()}
+    made = {path: path.stat().st_mtime_ns for path in made_anew.glob("kernels-*")}
     assert [path.suffix for path in made] == [".so"]
     library_for.cache_clear()
     assert library_for(torch.float32) is not None
-    assert {path: path.stat().st_mtime_ns for path in made_anew.iterdir()} == made
+    assert {path: path.stat().st_mtime_ns for path in made_anew.glob("kernels-*")} == made
 
 
 @needs_compiler
-def test_several_processes_make_them_at_once(made_anew: Path) -> None:
+def test_of_several_processes_one_makes_them(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compiler = made_anew / "calls", made_anew / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
     code = (
         "import torch; from streamrl.gserver.embedded.compiled import library_for; assert library_for(torch.bfloat16)"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
-    assert len(list(made_anew.iterdir())) == 1
+    assert len(list(made_anew.glob("kernels-*"))) == 1
+    assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

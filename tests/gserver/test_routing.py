@@ -106,6 +106,9 @@ class FleetMachine(RuleBasedStateMachine):
         elif choice is not None:
             assert choice.index != avoid
             assert choice.takes_groups
+            work = choice.groups[seq]
+            assert work == self.work[seq] or (not self.work[seq].tokens and work.requests == self.work[seq].requests)
+            self.work[seq] = work
 
     @rule(index=st.integers(0, 2), running=st.integers(0, 20), seconds=st.sampled_from([0.1, 1.0]))
     def heartbeat(self, index: int, running: int, seconds: float) -> None:

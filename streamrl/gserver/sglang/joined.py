@@ -6,19 +6,16 @@ group until it is ended itself, which does no harm: each run's groups have names
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from streamrl.errors import ConfigError, ModelError, PeerLost
-from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
+from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor, monitoring
 from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, UpdateWeightsFromDisk
-from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +64,8 @@ async def joined_server(
     when it cannot load the model.
     """
     client = GenerationClient(timeout=load_seconds, key=key)
-    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
+    async with monitoring(url, key=key) as monitor:
         try:
-            monitor = Monitor(session, url=url)
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
             await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache)
@@ -78,12 +73,8 @@ async def joined_server(
         finally:
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
-        figures = asyncio.create_task(monitor.keep_figures(), name="figures of SGLang")
-        try:
+        async with monitor.keeping_figures():
             yield JoinedServer(monitor, url=url)
-        finally:
-            figures.cancel()
-            await asyncio.gather(figures, return_exceptions=True)
 
 
 async def _check_flags(client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool) -> None:

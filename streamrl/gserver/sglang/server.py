@@ -18,14 +18,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
-
 from streamrl.config import GserverConfig
 from streamrl.errors import DeadlineExceeded
 from streamrl.gserver.sglang.child import SglangProcess
 from streamrl.gserver.sglang.command import Launch, command, environment
-from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor
-from streamrl.transport.keys import bearer
+from streamrl.gserver.sglang.monitor import Monitor, monitoring
 
 log = logging.getLogger(__name__)
 
@@ -126,19 +123,13 @@ async def sglang_server(
     process = await SglangProcess.start(words, variables)
     try:
         url = f"http://{settings.host}:{launch.port}"
-        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
-            monitor = Monitor(session, url=url)
+        async with monitoring(url, key=key) as monitor:
             server = SglangServer(process, monitor, url=url)
             began = time.monotonic()
             await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
-            figures = asyncio.create_task(monitor.keep_figures(), name="figures of SGLang")
-            try:
+            async with monitor.keeping_figures():
                 yield server
-            finally:
-                figures.cancel()
-                await asyncio.gather(figures, return_exceptions=True)
     finally:
         await asyncio.shield(process.stop())
 

@@ -93,7 +93,7 @@ async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:
 async def test_one_that_answers_nothing_says_where_it_hangs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(monitor, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.1)
     monkeypatch.setattr(monitor, "SILENT_SECONDS", 3.0)
     async with started(sglang_config(), folder) as (served, url):

@@ -69,7 +69,10 @@ def test_a_killed_rollout_worker_loses_and_doubles_nothing(tmp_path):
     process = start(COPY_SCRATCH, settings)
     reader, output = collected(process)
     wait_for_steps(run_dir, 5)
-    process_of(run_dir, "rollout").send_signal(signal.SIGKILL)
+    worker = process_of(run_dir, "rollout")
+    worker.suspend()
+    time.sleep(1.0)  # until it has been given groups, if it had none
+    worker.kill()
     assert exit_code(process, output) == 0, "".join(output)[-4000:]
     reader.join(10)
     assert_exactly_once(run_dir)

@@ -79,8 +79,7 @@ class TorchKernels:
         return (x * scale).mul_(weight)
 
     def silu_times(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return silu_times(gate_up)
 
     def turn(self, positions: Tensor, rows: Tensor) -> Turn:
         cos, sin = self._rotation[:, positions, None].unbind()
@@ -167,6 +166,12 @@ def _runs(pieces: Sequence[Piece]) -> list[_Run]:
         runs.append(_Run(start=start, slots=slots, cached=cached, new=new))
         start += len(slots) * new
     return runs
+
+
+def silu_times(gate_up: Tensor) -> Tensor:
+    """See `Kernels`."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def rotation_table(architecture: Architecture, max_length: int) -> Tensor:

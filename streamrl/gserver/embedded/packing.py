@@ -21,6 +21,7 @@ from torch import Tensor
 
 from streamrl.device import processor_has_bfloat16
 from streamrl.gserver.embedded.compiled import FORMATS, library_for
+from streamrl.gserver.embedded.kernels import silu_times
 
 log = logging.getLogger(__name__)
 
@@ -186,10 +187,10 @@ def _is_right(packing: Packing, dtype: torch.dtype, threads: int) -> bool:
         for rows in _TRIED_ROWS:
             x = torch.randn(rows, inputs, generator=generator).to(dtype)
             expected = F.linear(x.float(), weight.float())
-            gated = packing.gated_product(x, packed_gated, weight, _silu_times)
+            gated = packing.gated_product(x, packed_gated, weight, silu_times)
             for found, right in (
                 (packing.product(x, packed, weight), expected),
-                (gated, _silu_times(expected)),
+                (gated, silu_times(expected)),
             ):
                 worst = (found - right).abs().max().item()
                 if not worst <= _TOLERANCE[dtype] * right.abs().max().item():
@@ -200,11 +201,6 @@ def _is_right(packing: Packing, dtype: torch.dtype, threads: int) -> bool:
                     )
                     return False
     return True
-
-
-def _silu_times(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def _seconds(packing: Packing, dtype: torch.dtype) -> float:

@@ -1,17 +1,26 @@
 """Fingerprints of weights: equal names, dtypes, shapes and bytes give equal answers, on any machine.
 
 `weights_checksum` is a cryptographic hash of every byte. `tensor_sums` reads a tensor at the speed of memory, on
-the device and in the layout in which it lies, and is meant for what goes wrong by accident.
+the device and in the layout in which it lies, and is meant for what goes wrong by accident. On a CPU C takes the sums
+(`checksum.c`) in one pass over the memory; where it cannot be compiled, and elsewhere, torch does, in two.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
+
+from streamrl.native import Unavailable, compiled
+
+log = logging.getLogger(__name__)
 
 
 class WeightsChecksum(msgspec.Struct, frozen=True):
@@ -57,27 +66,67 @@ PIECE_BYTES = 2**20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes → integer of that width."""
 
+AddSums = Callable[[Tensor, Tensor, Tensor], None]
+"""Write the sums of the rows of a matrix (`[rows, columns]`) to the second (`[rows]`), add those of its columns to the
+third (`[columns]`), all integers of the same width."""
+
 
 def _sums(tensor: Tensor, source: Tensor | None) -> str:
     """`tensor_sums`, after `source`, if there is one, was copied into `tensor`."""
     numbers = _as_matrix(tensor)
     matrix = numbers.view(_INTEGERS[tensor.element_size()])
-    rows = _rows_at_once(matrix, arrays=1 if source is None else 2)
-    pieces = torch.split(matrix, rows)
-    of_rows = matrix.new_empty(matrix.shape[0])
-    of_columns = matrix.new_empty(len(pieces), matrix.shape[1])
+    by_c = _add_by_c() if tensor.device.type == "cpu" and matrix.is_contiguous() else None
+    add_sums = by_c or _add_by_torch
+    read_once = by_c is not None and source is None
+    rows = matrix.shape[0] if read_once else _rows_at_once(matrix, arrays=1 if source is None else 2)
+    of_rows, of_columns = matrix.new_empty(matrix.shape[0]), matrix.new_zeros(matrix.shape[1])
     targets = torch.split(numbers, rows)
     sources = targets if source is None else torch.split(_as_matrix(source), rows)
     # Few calls for each piece: they take turns with those of other threads, for the interpreter's lock.
-    for i, (piece, sums) in enumerate(zip(pieces, torch.split(of_rows, rows), strict=True)):
+    for i, (piece, sums) in enumerate(zip(torch.split(matrix, rows), torch.split(of_rows, rows), strict=True)):
         if source is not None:
             targets[i].copy_(sources[i])
-        torch.sum(piece, 1, dtype=matrix.dtype, out=sums)
-        torch.sum(piece, 0, dtype=matrix.dtype, out=of_columns[i])
+        add_sums(piece, sums, of_columns)
     digest = hashlib.blake2b(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode(), digest_size=16)
-    for found in (of_columns.sum(0, dtype=matrix.dtype), of_rows):
+    for found in (of_columns, of_rows):
         digest.update(found.cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _add_by_torch(matrix: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    torch.sum(matrix, 1, dtype=matrix.dtype, out=of_rows)
+    of_columns += torch.sum(matrix, 0, dtype=matrix.dtype)
+
+
+@cache
+def _add_by_c() -> AddSums | None:
+    """Contiguous matrices only; None: it cannot be had here."""
+    try:
+        library = ctypes.CDLL(str(compiled([Path(__file__).with_name("checksum.c")])))
+        functions = {size: getattr(library, f"sums_of_{size}") for size in _INTEGERS}
+    except (Unavailable, OSError) as reason:
+        log.info("torch takes the checksums of weights, which is slower: %s", reason)
+        return None
+    for function in functions.values():
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        function.restype = None
+
+    def add(matrix: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+        functions[matrix.element_size()](matrix.data_ptr(), *matrix.shape, of_rows.data_ptr(), of_columns.data_ptr())
+
+    for integer in _INTEGERS.values():
+        tried = torch.arange(-600, 610).view(10, 121).to(integer)
+        if not torch.equal(_added(add, tried), _added(_add_by_torch, tried)):
+            log.warning("torch takes the checksums of weights: what the C compiler makes is wrong for %s", integer)
+            return None
+    return add
+
+
+def _added(add_sums: AddSums, matrix: Tensor) -> Tensor:
+    """Sums of rows and columns, one after another."""
+    of_rows, of_columns = matrix.new_empty(matrix.shape[0]), matrix.new_zeros(matrix.shape[1])
+    add_sums(matrix, of_rows, of_columns)
+    return torch.cat([of_rows, of_columns])
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

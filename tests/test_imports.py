@@ -25,6 +25,7 @@ GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "devic
     "frequency",
     "held",
     "importing",
+    "native",
     "trainer_config",
 }
 """Modules of the ground floor; "" is `streamrl` itself."""

@@ -26,7 +26,7 @@ from streamrl.device import compute_with
 from streamrl.errors import ModelError, PublicationError
 from streamrl.gserver.engine import Refused, WeightsAside
 from streamrl.safetensors_files import SHARED_MEMORY, mapped
-from streamrl.transport.collective import broadcast, destroy_group, form_group
+from streamrl.transport.collective import broadcast, broadcasts, destroy_group, form_group
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
 
 log = logging.getLogger(__name__)
@@ -313,10 +313,11 @@ class WeightReceiver:
             name: _aligned(piece, dtype).view(dtype).view(shape)
             for (name, dtype, shape), piece in zip(others, torch.split(flat, sizes) if sizes else (), strict=True)
         }
-        for name in message.names:
-            if not flattened:
-                broadcast(places[name] if name in places else views[name], group, what=name)
-            yield name, views.get(name)
+        if flattened:
+            yield from views.items()
+        else:
+            for name, _ in broadcasts([(name, (places | views)[name]) for name in message.names], group):
+                yield name, views.get(name)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Where those tensors are kept that can be received there."""

@@ -1,15 +1,13 @@
 """Carries weights by collective broadcast: rank 0 of the weight group, which all gservers join.
 
-Owns the group, and the store at which it meets. A weight is sent from where it lies, or from one of two buffers if it
-has to be converted first. While one is on its way the next one is converted and its checksum is taken, in a thread
-of its own.
+Owns the group, and the store at which it meets. A weight is sent from where it lies, or from a buffer if it has to
+be converted first. While some are on their way the next one is converted and its checksum is taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
 from typing import Any, Literal
@@ -19,10 +17,9 @@ from torch import Tensor
 
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
-from streamrl.device import compute_with
 from streamrl.errors import PublicationError
 from streamrl.trainer.weight_source import WeightSource
-from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
+from streamrl.transport.collective import AT_ONCE, broadcasts, destroy_group, form_group, open_store
 from streamrl.transport.control.publication import Broadcast, PublishBeginReply, TensorSpec
 
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
@@ -46,9 +43,8 @@ class Broadcaster:
         self._group_name = ""
         self._source: WeightSource
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * 2
-        """Used in turn."""
-        self._preparing = ThreadPoolExecutor(1, "weights to send", initializer=compute_with, initargs=(1,))
+        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * (AT_ONCE + 1)
+        """For those on the way, and the next one."""
 
     def prepare(self, version: int, source: WeightSource) -> None:
         limit = int(self._config.bucket_mb * 2**20)
@@ -75,14 +71,8 @@ class Broadcaster:
             self._form(begin)
         checksums: dict[str, str] = {}
         with closing(self._source.weights()) as weights:
-            ready = self._ready(weights, checksums)
-            next_one = self._preparing.submit(next, ready, None)
-            try:
-                while (weight := next_one.result()) is not None:
-                    next_one = self._preparing.submit(next, ready, None)
-                    broadcast(weight[1], self._group, what=weight[0])
-            finally:
-                next_one.exception()  # nobody may be reading `weights` when they are closed
+            for _ in broadcasts(self._ready(weights, checksums), self._group):
+                pass
         return checksums
 
     def give_up(self) -> None:
@@ -96,7 +86,6 @@ class Broadcaster:
 
     def close(self) -> None:
         self.give_up()
-        self._preparing.shutdown(wait=False)
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -119,7 +108,7 @@ class Broadcaster:
 
     def _ready(self, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]) -> Generator[tuple[str, Tensor]]:
         """Names and contents of what was announced, in its order; puts the checksums into `checksums`."""
-        for name, shape in chain.from_iterable(self._buckets):
+        for place, (name, shape) in enumerate(chain.from_iterable(self._buckets)):
             found, tensor = next(weights, ("nothing", torch.empty(0)))
             if found != name or tuple(tensor.shape) != tuple(shape):
                 raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
@@ -127,7 +116,7 @@ class Broadcaster:
             if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
                 sums = tensor_sums(weight) if self._config.checksum else ""
             else:
-                weight = self._buffer(weight.numel()).view(shape)
+                weight = self._buffer(place, weight.numel()).view(shape)
                 sums = self._convert(weight, tensor.detach())
             if sums:
                 checksums[name] = sums
@@ -139,12 +128,12 @@ class Broadcaster:
         target.copy_(source)
         return ""
 
-    def _buffer(self, numbers: int) -> Tensor:
-        """Not the one before, which may be on its way."""
-        self._buffers.reverse()
-        if self._buffers[0].numel() < numbers:
-            self._buffers[0] = torch.empty(numbers, dtype=self.dtype, device=self._device)
-        return self._buffers[0][:numbers]
+    def _buffer(self, place: int, numbers: int) -> Tensor:
+        """For the weight at this `place` in the order; what it was used for before is through."""
+        which = place % len(self._buffers)
+        if self._buffers[which].numel() < numbers:
+            self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
+        return self._buffers[which][:numbers]
 
 
 def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:

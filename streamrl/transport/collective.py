@@ -6,6 +6,9 @@ group's name), so that either side may be SGLang.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,9 @@ from streamrl.errors import DeadlineExceeded, PublicationError
 
 if TYPE_CHECKING:
     import torch
+
+AT_ONCE = 4
+"""Broadcasts."""
 
 
 def open_store(host: str) -> Any:
@@ -97,9 +103,38 @@ def destroy_group(group: Any) -> None:
 
 def broadcast(tensor: torch.Tensor, group: Any, *, what: str) -> None:
     """Broadcast `tensor` from rank 0 in place; raises `PublicationError` on failure."""
+    for _ in broadcasts([(what, tensor)], group):
+        pass
+
+
+def broadcasts(tensors: Iterable[tuple[str, torch.Tensor]], group: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Broadcast `tensors` (by name) from rank 0 in place, and answer each when it is through, in their order.
+
+    Up to `AT_ONCE` are on the way, so that neither side waits for the other between two of them. Raises
+    `PublicationError` on failure; others may still be on the way then.
+    """
     import torch.distributed as dist
 
+    on_the_way: deque[tuple[str, torch.Tensor, Any]] = deque()
+
+    def first() -> tuple[str, torch.Tensor]:
+        name, tensor, work = on_the_way.popleft()
+        with _failing(name):
+            work.wait()
+        return name, tensor
+
+    for name, tensor in tensors:
+        with _failing(name):
+            on_the_way.append((name, tensor, dist.broadcast(tensor, src=0, group=group, async_op=True)))
+        if len(on_the_way) == AT_ONCE:
+            yield first()
+    while on_the_way:
+        yield first()
+
+
+@contextmanager
+def _failing(name: str) -> Iterator[None]:
     try:
-        dist.broadcast(tensor, src=0, group=group)
+        yield
     except RuntimeError as error:
-        raise PublicationError(f"broadcast of {what} failed: {error}") from error
+        raise PublicationError(f"broadcast of {name} failed: {error}") from error

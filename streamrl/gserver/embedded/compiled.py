@@ -1,22 +1,14 @@
-"""What the engine computes in C (`SOURCES`), compiled for the processor at hand when one first starts.
+"""What the engine computes in C (`SOURCES`), compiled when one first starts (`native.py`).
 
-The library is kept in streamrl's cache (`models.cache_home`), under a name that says of what it was made. Where there
-is no compiler (`$CC`, or `cc`), or what it makes does not compute what torch computes, torch does it, and the log says
-so; `CC=false` asks for that.
+Where it cannot be compiled, or what the compiler makes does not compute what torch computes, torch does it, and the
+log says so.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -26,7 +18,7 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.kernels import Attend, Kernels, Piece, TorchKernels, Turn, rotation_table
-from streamrl.models import cache_home, making
+from streamrl.native import Unavailable, compiled
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +26,7 @@ SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "products.c"
 HEADER = Path(__file__).with_name("numbers.h")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """For which there is code."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
-"""None that would let the compiler take sums apart: `exponential` relies on their order."""
 FORMATS: dict[torch.dtype, Sequence[str]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
-COMPILE_SECONDS = 120.0
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Relative to the largest entry."""
 
@@ -54,10 +43,6 @@ _ARGUMENTS = {
     "silu_times": (_P, _P, _I, _I, _THREADS),
 }
 _ANSWERS = {"packed_numbers": _I}
-
-
-class Unavailable(Exception):
-    """Why there are no compiled kernels."""
 
 
 class CompiledKernels:
@@ -135,7 +120,8 @@ def kernels_for(
 def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The functions of the C files for `dtype`, compiled first if need be; None: they cannot be had here."""
     try:
-        library = ctypes.CDLL(str(_compiled(FORMATS[dtype])))
+        options = (*FORMATS[dtype], "-fopenmp", _openmp())
+        library = ctypes.CDLL(str(compiled(SOURCES, headers=[HEADER], options=options)))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _ANSWERS.get(name)
@@ -146,29 +132,6 @@ def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library
 
 
-def _compiled(flags: Sequence[str]) -> Path:
-    """The library that was made with `flags`."""
-    if sys.platform != "linux":
-        raise Unavailable(f"they are made on Linux only, and this is {sys.platform}")
-    compiler = shlex.split(os.environ.get("CC", "").strip() or "cc")
-    if shutil.which(compiler[0]) is None:
-        raise Unavailable(f"there is no C compiler ({compiler[0]}); install one, or name it in CC")
-    command = [*compiler, *FLAGS, *flags, "-fopenmp", "-fPIC", "-shared", *map(str, SOURCES), _openmp()]
-    made_of = ([file.read_text() for file in (HEADER, *SOURCES)], command, _told(*compiler, "--version"), _processor())
-    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
-    library = cache_home() / f"kernels-{name}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with making(library), tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernels-") as folder:
-        if not library.exists():
-            log.info("compiling %s for this processor (once, some seconds)", ", ".join(file.name for file in SOURCES))
-            made = Path(folder, library.name)
-            _told(*command, "-o", str(made))
-            made.rename(library)
-    return library
-
-
 def _openmp() -> str:
     """The OpenMP library that torch has loaded: with another one, the threads of the two would wait for each other."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -176,23 +139,6 @@ def _openmp() -> str:
         if found:
             return found[1]
     raise Unavailable("torch has no OpenMP library loaded")
-
-
-def _processor() -> str:
-    """What -march=native looks at."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if re.match(r"model name|flags|Features|CPU part", line))
-
-
-def _told(*command: str) -> str:
-    """What a command has printed; raises `Unavailable` if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise Unavailable(f"{command[0]} has failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
 
 
 def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two sizes, short")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=140)
     allow_many_connections()
     available = sorted(os.sched_getaffinity(0))
     cores = (available[0], available[1]) if len(available) > 1 else None

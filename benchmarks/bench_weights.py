@@ -61,6 +61,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """About so many parameters; vocabulary and context are tiny."""
 START_SECONDS = 300.0
+AIM = 0.9
+"""For the share of a bare broadcast's bytes per second."""
 
 
 class Weights:
@@ -239,13 +241,15 @@ def plot(rows: Sequence[dict[str, Any]]) -> Path:
     import matplotlib.pyplot as plt
 
     figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        for count in dict.fromkeys(row["gservers"] for row in rows):
-            chosen = [row for row in rows if (row["mode"], row["gservers"]) == (mode, count)]
-            sizes = [row["megabytes"] for row in chosen]
-            label = f"{mode}, {count} gserver{'s' * (count > 1)}"
-            times.plot(sizes, [row["first_token_seconds"] for row in chosen], marker="o", label=label)
-            shares.plot(sizes, [row["share"] for row in chosen], marker="o", label=label)
+    kinds = dict.fromkeys((row["mode"], row["engine"], row["gservers"]) for row in rows)
+    for mode, engine, count in kinds:
+        chosen = [row for row in rows if (row["mode"], row["engine"], row["gservers"]) == (mode, engine, count)]
+        sizes = [row["megabytes"] for row in chosen]
+        label = f"{mode}, {count} gserver{'s' * (count > 1)}" + " (simulated)" * (engine == "simulated")
+        marker = "x" if engine == "simulated" else "o"
+        times.plot(sizes, [row["first_token_seconds"] for row in chosen], marker=marker, label=label)
+        shares.plot(sizes, [row["share"] for row in chosen], marker=marker, label=label)
+    shares.axhline(AIM, color="grey", linestyle="--", label="aim for large models")
     for axes, title in ((times, "end of step to first new token, s"), (shares, "share of bare bytes per second")):
         axes.set(xscale="log", xlabel="MiB of weights", title=title)
     times.set_yscale("log")

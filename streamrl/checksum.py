@@ -44,6 +44,11 @@ def weights_checksum(weights: Mapping[str, Tensor]) -> WeightsChecksum:
     return WeightsChecksum(dtype="+".join(dtypes), total=total.hexdigest(), tensors=tensors)
 
 
+def make_ready() -> None:
+    """Have what takes the sums compiled now, and not when the first are wanted."""
+    _add_by_c()
+
+
 def tensor_sums(tensor: Tensor) -> str:
     """Checksum of one tensor: a hash of the sums of its rows and of its columns, where numbers are taken as the
     integers that their bits spell, modulo two to the power of their width.

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from streamrl import checksum
 from streamrl.checksum import dtype_name, tensor_sums
 from streamrl.copying import Copiers
 from streamrl.device import compute_with
@@ -84,6 +85,8 @@ class WeightReceiver:
         """For what cannot be received where it is kept."""
         self._busy = asyncio.Lock()
         self._copiers = Copiers()
+        if aside is not None:
+            checksum.make_ready()
 
     async def join_group(self, message: InitWeightsUpdateGroup) -> None:
         """Meet the others; raises `PublicationError` when they do not come."""

@@ -43,8 +43,8 @@ class Broadcaster:
         self._group_name = ""
         self._source: WeightSource
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * (AT_ONCE + 1)
-        """For those on the way, and the next one."""
+        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * AT_ONCE
+        """Used in turn: one is on the way no more when its turn comes again."""
 
     def prepare(self, version: int, source: WeightSource) -> None:
         limit = int(self._config.bucket_mb * 2**20)
@@ -129,7 +129,7 @@ class Broadcaster:
         return ""
 
     def _buffer(self, place: int, numbers: int) -> Tensor:
-        """For the weight at this `place` in the order; what it was used for before is through."""
+        """For the weight at this `place` in the order."""
         which = place % len(self._buffers)
         if self._buffers[which].numel() < numbers:
             self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.trainer.broadcaster import Broadcaster
@@ -139,6 +140,8 @@ def carrier_for(
 ) -> Carrier:
     """The carrier that `weights.mode` names; `backend` is for a broadcast."""
     weights = config.weights
+    if weights.checksum:
+        checksum.make_ready()
     if weights.mode == "shared_memory":
         return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
     if weights.mode == "disk":

@@ -35,6 +35,10 @@ TOLERANCE = 1e-4
 JSON = {"Content-Type": "application/json"}
 
 
+LONG = {"embedded": 2000, "sglang": 400}
+"""Tokens of a response that goes on for longer than an update takes."""
+
+
 class FixedWeights:
     """Weights to publish."""
 
@@ -72,6 +76,7 @@ class Contract:
         start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
     ) -> None:
         self.engine = engine
+        self.long = LONG[engine]
         self.pause_mode = run.config.weights.pause_mode
         self.urls = urls
         self.url = urls[0]

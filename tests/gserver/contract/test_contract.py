@@ -21,8 +21,7 @@ pytestmark = [
 ]
 
 PROMPT = [3, 1, 4, 1, 5]
-LONG = 400
-MOST_TOKENS = 3000
+MOST_TOKENS = 6000
 """More than a gserver makes while a test lasts."""
 CHANGES = (
     "/abort_request",
@@ -68,11 +67,11 @@ async def test_too_long_a_prompt_is_refused(gserver: Contract) -> None:
 
 async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) -> None:
     other = asyncio.create_task(gserver.generate(PROMPT, 30, rid="another"))
-    long = await gserver.begin(PROMPT, LONG, rid="long")
+    long = await gserver.begin(PROMPT, gserver.long, rid="long")
     assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(rid="long"))).success
     reply = await long
-    assert check_reply(reply, budget=LONG, peer=gserver.url).type == "abort"
-    assert len(reply.output_ids) < LONG
+    assert check_reply(reply, budget=gserver.long, peer=gserver.url).type == "abort"
+    assert len(reply.output_ids) < gserver.long
     assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
     assert len((await other).output_ids) == 30
 
@@ -116,14 +115,14 @@ async def test_callers_without_its_key_are_refused(gserver: Contract) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
-    long = await gserver.begin(PROMPT, LONG)
+    long = await gserver.begin(PROMPT, gserver.long)
     assert (await gserver.client.update(gserver.url, "/pause_generation", PauseGeneration(mode=mode))).success
     late = asyncio.create_task(gserver.generate(PROMPT, 4))
     await asyncio.sleep(0.5)
     assert not late.done()
     assert (await gserver.client.update(gserver.url, "/continue_generation")).success
     reply = await long
-    finish = check_reply(reply, budget=LONG, peer=gserver.url)
+    finish = check_reply(reply, budget=gserver.long, peer=gserver.url)
     assert finish.type == ("abort" if mode == "abort" else "length")
     assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
     assert len((await late).output_ids) == 4
@@ -132,10 +131,10 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
 async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract) -> None:
     before = gserver.version
     old = await gserver.client.checksum(gserver.url)
-    running = await gserver.begin(PROMPT, LONG)
+    running = await gserver.begin(PROMPT, gserver.long)
     await gserver.publish(2.0)
     during = await running
-    finish = check_reply(during, budget=LONG, peer=gserver.url)
+    finish = check_reply(during, budget=gserver.long, peer=gserver.url)
     versions = token_versions(during.meta_info, tokens=len(during.output_ids))
     if gserver.pause_mode == "abort":
         assert finish.type == "abort"

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 PROMPT = [3, 1, 4, 1, 5]
-MOST_TOKENS = 6000
+MOST_TOKENS = 3000
 """More than a gserver makes while a test lasts."""
 CHANGES = (
     "/abort_request",

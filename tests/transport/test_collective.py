@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,13 +38,21 @@ def leave(port: int, answers: Any) -> None:
     answers.put("left")
 
 
-def test_many_at_once() -> None:
+@contextmanager
+def met(other: Callable[[int, Any], None]) -> Iterator[tuple[Any, Any]]:
+    """A group with a process that does `other`, and the queue of its answers."""
     context, store = forking(), open_store("127.0.0.1")
     answers = context.Queue()
-    other = context.Process(target=receive, args=(store.port, answers))
-    other.start()
+    process = context.Process(target=other, args=(store.port, answers))
+    process.start()
     joined = group(0, store.port, store)
-    begun = 0
+    yield joined, answers
+    process.join(60)
+    destroy_group(joined)
+
+
+def test_many_at_once() -> None:
+    begun = through = 0
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal begun
@@ -51,26 +60,18 @@ def test_many_at_once() -> None:
             begun = i + 1
             yield str(i), torch.full((size,), float(i))
 
-    through = 0
-    for name, _ in broadcasts(tensors(), joined):
-        assert name == str(through)
-        through += 1
-        assert begun <= through + AT_ONCE
-    assert through == len(SIZES)
-    assert answers.get(timeout=60) == [(str(i), [float(i)]) for i in range(len(SIZES))]
-    other.join(60)
-    destroy_group(joined)
+    with met(receive) as (joined, answers):
+        for name, _ in broadcasts(tensors(), joined):
+            assert name == str(through)
+            through += 1
+            assert begun <= through + AT_ONCE
+        assert through == len(SIZES)
+        assert answers.get(timeout=60) == [(str(i), [float(i)]) for i in range(len(SIZES))]
 
 
 def test_a_peer_that_is_gone() -> None:
-    context, store = forking(), open_store("127.0.0.1")
-    answers = context.Queue()
-    other = context.Process(target=leave, args=(store.port, answers))
-    other.start()
-    joined = group(0, store.port, store)
-    assert answers.get(timeout=60) == "left"
-    other.join(60)
-    with pytest.raises(PublicationError, match="broadcast of a weight failed"):
-        for _ in broadcasts([("a weight", torch.ones(10_000_000))] * 9, joined):
-            pass
-    destroy_group(joined)
+    with met(leave) as (joined, answers):
+        assert answers.get(timeout=60) == "left"
+        with pytest.raises(PublicationError, match="broadcast of a weight failed"):
+            for _ in broadcasts([("a weight", torch.ones(10_000_000))] * 9, joined):
+                pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,7 @@ async def test_requests_that_follow_each_other_closely_are_computed_together(
     monkeypatch.setattr(Scheduler, "_prefill", counting)
     async with engine_for(folder) as engine:
         engine._scheduler.decode_seconds = 20.0  # so requests within two seconds belong together
+        engine._commands.put(lambda: time.sleep(0.2))  # during which the first one comes
         tickets = []
         for name in "abc":
             tickets.append(engine.submit(job(name, prompt(8))))

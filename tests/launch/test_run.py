@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.processes import lives
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 90.0
@@ -57,11 +58,7 @@ def until(true: Callable[[], bool], launched: Launched, *, seconds: float = PATI
 
 
 def alive(pids: dict[str, int]) -> list[str]:
-    return [
-        name
-        for name, pid in pids.items()
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
+    return [name for name, pid in pids.items() if lives(pid)]
 
 
 @pytest.fixture

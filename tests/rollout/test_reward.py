@@ -20,6 +20,7 @@ from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.tasks import addition, addition_reward, copy_digits, copy_reward
 from streamrl.types import Prompt
+from tests.processes import lives
 from tests.rollout.characters import make_chat
 
 USER_REWARD = "tests.rollout.user_code:reward"
@@ -86,7 +87,7 @@ async def test_a_call_that_takes_too_long_is_killed(text: str) -> None:
         pid = await rewards.score(response("pid"), prompt())
         with pytest.raises(RewardTimeout, match=r"timeout_seconds = 1\.5"):
             await rewards.score(response(text), prompt())
-        assert not psutil.pid_exists(int(pid))
+        assert not lives(int(pid))
         assert await rewards.score(response("pid"), prompt()) != pid
 
 
@@ -96,7 +97,7 @@ async def test_what_the_function_started_ends_with_it(tmp_path: Path) -> None:
         with pytest.raises(RewardTimeout):
             await rewards.score(response(f"spawn {file}"), prompt())
         pid = int(file.read_text())
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert not lives(pid)
 
 
 async def test_output_of_the_function_does_not_break_the_protocol() -> None:

@@ -338,7 +338,9 @@ class EmbeddedEngine:
         was_idle = self._scheduler.idle
         if was_idle:
             yield self._commands.get()
-        step = 0.0 if not was_idle or self._scheduler.idle else self._scheduler.decode_seconds
+        if self._scheduler.idle:
+            return
+        step = self._scheduler.decode_seconds if was_idle else 0.0
         latest = time.perf_counter() + step
         try:
             while True:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from streamrl.config import Config
@@ -22,6 +21,7 @@ from streamrl.gserver.process import running
 from streamrl.gserver.sglang import monitor
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
+from tests.processes import lives
 
 PRETENDED = Path(__file__).parent / "pretended"
 
@@ -52,15 +52,8 @@ async def ask(url: str) -> Any:
 async def until_gone(pids: list[int]) -> None:
     """Wait for processes that are not ours to be told of."""
     async with asyncio.timeout(20):
-        while any(psutil.pid_exists(pid) and not is_zombie(pid) for pid in pids):  # noqa: ASYNC110
+        while any(lives(pid) for pid in pids):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:

@@ -8,7 +8,8 @@ contract; `server.py` knows nothing else of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,7 @@ from streamrl.transport.generation import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -122,6 +124,24 @@ class Ticket:
                     return
 
 
+@dataclass(frozen=True)
+class Lent:
+    """Weights that are served, for others to read; nobody writes to them any more. A `transport.broadcaster.Source`."""
+
+    version: str
+    tensors: Mapping[str, Tensor]
+    """By Hugging Face name."""
+    dtype: torch.dtype
+    """As which they are served; they may be held in a wider one."""
+    device: torch.device
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+
 class WeightsAside(Protocol):
     """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
 
@@ -169,6 +189,8 @@ class Engine(Served, Protocol):
     """Requests that it computes together."""
     max_context: int
     """Prompt and response, in tokens."""
+    lends_weights: bool
+    """Whether `lend` can be asked for."""
 
     @property
     def weight_version(self) -> str: ...
@@ -219,6 +241,9 @@ class Engine(Served, Protocol):
 
     async def checksum(self) -> Any:
         """Equal weights give equal answers."""
+
+    async def lend(self) -> Lent:
+        """What is served now; raises `Refused` where there are no weights."""
 
     async def staged_sums(self) -> dict[str, str]:
         """`checksum.tensor_sums` of each tensor that waits aside, by name."""

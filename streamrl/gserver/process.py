@@ -16,6 +16,7 @@ from streamrl.config import Config
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.engine import Engine, Served
+from streamrl.gserver.sender import WeightSender
 from streamrl.gserver.server import Server
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
@@ -123,10 +124,12 @@ async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIter
     """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
     engine = make_engine(config, index=index, model_dir=model_dir, text=text)
+    sender = WeightSender(engine, config=config.weights, host=config.gserver.host)
+    server = Server(engine, text=text, sender=sender)
     await engine.start()
     try:
         runner = web.AppRunner(
-            Server(engine, text=text).application(key=gserver_key(config), key_variable=config.gserver.api_key_env),
+            server.application(key=gserver_key(config), key_variable=config.gserver.api_key_env),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS,
@@ -140,6 +143,7 @@ async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIter
         finally:
             await asyncio.shield(runner.cleanup())
     finally:
+        await sender.close()
         await engine.close()
 
 

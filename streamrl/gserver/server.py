@@ -26,7 +26,9 @@ from aiohttp.typedefs import Middleware
 from streamrl.errors import ModelError, StreamRLError
 from streamrl.gserver.api import Generation, Limits, TextCodec, parse, reply
 from streamrl.gserver.engine import Engine, Job, QueueFull, Refused, Ticket
+from streamrl.gserver.sender import WeightSender
 from streamrl.transport import keys
+from streamrl.transport.control.publication import Broadcast
 from streamrl.transport.generation import (
     AbortRequest,
     DestroyWeightsUpdateGroup,
@@ -34,9 +36,11 @@ from streamrl.transport.generation import (
     GenerateReply,
     InitWeightsUpdateGroup,
     ModelInfo,
+    OfferWeights,
     Outcome,
     PauseGeneration,
     SamplingParams,
+    SendWeights,
     StagedSums,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
@@ -70,8 +74,9 @@ class StreamPart(msgspec.Struct, frozen=True):
 class Server:
     """Owns the live requests of one engine."""
 
-    def __init__(self, engine: Engine, *, text: TextCodec) -> None:
+    def __init__(self, engine: Engine, *, text: TextCodec, sender: WeightSender) -> None:
         self._engine = engine
+        self._sender = sender
         self._text = text
         self._limits = Limits(vocab_size=engine.vocab_size, max_context=engine.max_context)
         self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
@@ -102,6 +107,8 @@ class Server:
                 _post("/destroy_weights_update_group", DestroyWeightsUpdateGroup, self._leave_group),
                 _post("/begin_weight_update", Empty, self._begin_update),
                 _post("/update_weights_from_distributed", UpdateWeightsFromDistributed, self._receive),
+                _post("/offer_weights", OfferWeights, self._offer),
+                _post("/send_weights", SendWeights, self._send),
                 _post("/end_weight_update", Empty, self._end_update),
                 _post("/update_weights_from_disk", UpdateWeightsFromDisk, self._load),
                 _post("/update_weight_version", UpdateWeightVersion, self._set_version),
@@ -185,6 +192,7 @@ class Server:
             {
                 "engine": self._engine.name,
                 "staged_weight_update": True,
+                "sends_weights": self._engine.lends_weights,
                 "stats": self._engine.stats(),
                 "model_path": self._engine.model_path,
                 "weight_version": self._engine.weight_version,
@@ -223,7 +231,10 @@ class Server:
         return Outcome(success=True, message=f"joined {message.group_name} as rank {message.rank_offset}")
 
     async def _leave_group(self, message: DestroyWeightsUpdateGroup) -> Outcome:
-        await self._engine.leave_group(message.group_name)
+        if self._sender.has(message.group_name):
+            await self._sender.leave(message.group_name)
+        else:
+            await self._engine.leave_group(message.group_name)
         return Outcome(success=True, message=f"left {message.group_name}")
 
     async def _begin_update(self, message: Empty) -> Outcome:
@@ -233,6 +244,13 @@ class Server:
     async def _receive(self, message: UpdateWeightsFromDistributed) -> Outcome:
         await self._engine.receive(message)
         return Outcome(success=True, message=f"{len(message.names)} tensors received")
+
+    async def _offer(self, message: OfferWeights) -> Broadcast:
+        return await self._sender.offer(message)
+
+    async def _send(self, message: SendWeights) -> Outcome:
+        await self._sender.send(message)
+        return Outcome(success=True, message=f"the weights were sent in {message.group_name}")
 
     async def _end_update(self, message: Empty) -> Outcome:
         return Outcome(success=True, message=await self._engine.end_update())

@@ -19,7 +19,7 @@ import torch
 
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import SimulationConfig
-from streamrl.gserver.engine import Job, Output, QueueFull, Refused, Ticket
+from streamrl.gserver.engine import Job, Lent, Output, QueueFull, Refused, Ticket
 from streamrl.gserver.receiver import WeightReceiver
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
@@ -79,6 +79,7 @@ class SimulatedEngine:
     """See the module; everything happens on the event loop."""
 
     name = "simulated"
+    lends_weights = False
 
     def __init__(
         self,
@@ -221,6 +222,9 @@ class SimulatedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return WeightsChecksum(dtype="none", total=self._version, tensors={})
+
+    async def lend(self) -> Lent:
+        raise Refused("a simulated engine has no weights to lend")
 
     async def staged_sums(self) -> dict[str, str]:
         return await self._receiver.staged_sums()

@@ -1,17 +1,18 @@
 """The calls that a weight update makes to one gserver, in SGLang's API, each with a deadline.
 
-All raise `StreamRLError`: for a gserver that is lost or late, and for one that says no.
+They raise `StreamRLError`: for a gserver that is lost or late, and for one that says no.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.errors import PeerError, PublicationError
+from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.routing import Gserver
-from streamrl.transport.control.publication import TensorSpec
+from streamrl.transport.control.publication import Broadcast, TensorSpec
 from streamrl.transport.generation import (
     MIXED_WEIGHTS,
     AbortRequest,
@@ -19,8 +20,10 @@ from streamrl.transport.generation import (
     GenerationClient,
     InitWeightsUpdateGroup,
     ModelInfo,
+    OfferWeights,
     PauseGeneration,
     PauseMode,
+    SendWeights,
     ServerInfo,
     StagedSums,
     UpdateWeightsFromDisk,
@@ -28,6 +31,8 @@ from streamrl.transport.generation import (
     UpdateWeightVersion,
     WeightsChecker,
 )
+
+log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """A gserver that does not answer a simple question for so long counts as lost."""
@@ -45,7 +50,20 @@ class WeightCalls:
         await self._post(gserver, "/init_weights_update_group", message)
 
     async def leave_group(self, gserver: Gserver, name: str) -> None:
-        await self._post(gserver, "/destroy_weights_update_group", DestroyWeightsUpdateGroup(group_name=name))
+        """Raises nothing: nobody depends on it."""
+        try:
+            await self._post(gserver, "/destroy_weights_update_group", DestroyWeightsUpdateGroup(group_name=name))
+        except StreamRLError as error:
+            log.info("%s did not leave the weight group %s: %s", gserver.name, name, error)
+
+    async def offer(self, gserver: Gserver, *, group: str, version: int) -> Broadcast:
+        """Have it get ready to send the weights of `version` in `group`."""
+        message = OfferWeights(group_name=group, version=version)
+        return await self._client.post(gserver.address, "/offer_weights", message, Broadcast, timeout=self._timeout)
+
+    async def send(self, gserver: Gserver, *, group: str, buckets: int) -> None:
+        """Have it send what it has offered, so many `buckets`."""
+        await self._post(gserver, "/send_weights", SendWeights(group_name=group), timeout=(buckets + 1) * self._timeout)
 
     async def begin(self, gserver: Gserver) -> None:
         try:

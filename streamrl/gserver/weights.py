@@ -194,11 +194,8 @@ class WeightUpdates:
         if record.evicted:
             log.warning("weights v%d: evicted gservers %s", record.version, record.evicted)
         if record.done and not message.again:
-            self._catch_ups.offer(
-                Offer(update.version, message.weights, update.checksums)
-                if isinstance(message.weights, Snapshot)
-                else None
-            )
+            files = message.weights if isinstance(message.weights, Snapshot) else None
+            self._catch_ups.offer(Offer(update.version, files, update.checksums))
         elif not record.done and message.again:
             for gserver in update.group.members:
                 gserver.failing = True
@@ -301,13 +298,7 @@ class WeightUpdates:
         """Let the members leave `group`, in the background: nothing depends on it."""
         for gserver in group.members:
             if self._fleet.is_member(gserver):
-                self._in_background(self._leave(gserver, group.name))
-
-    async def _leave(self, gserver: Gserver, group: str) -> None:
-        try:
-            await self._calls.leave_group(gserver, group)
-        except StreamRLError as error:
-            log.info("%s did not leave the weight group %s: %s", gserver.name, group, error)
+                self._in_background(self._calls.leave_group(gserver, group.name))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,8 +1,8 @@
 """The trainer's side of a weight update: brings the weights of a version to all gservers.
 
 The manager runs the transaction (`gserver/weights.py`); a carrier brings the weights, by broadcast
-(`broadcaster.py`) or through files (`weight_files.py`). The publisher only reads weights, so the next training
-step may compute meanwhile; it must not update them before `on_read` was called or `publish` has returned.
+(`transport/broadcaster.py`) or through files (`weight_files.py`). The publisher only reads weights, so the next
+training step may compute meanwhile; it must not update them before `on_read` was called or `publish` has returned.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
-from streamrl.trainer.broadcaster import Broadcaster
 from streamrl.trainer.calls import Published
 from streamrl.trainer.weight_files import WeightFiles
 from streamrl.trainer.weight_source import WeightSource
+from streamrl.transport.broadcaster import Broadcaster
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.publication import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
 

@@ -140,6 +140,21 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
     """`flattened_bucket`: one broadcast of all tensors' bytes one after another."""
 
 
+class OfferWeights(msgspec.Struct, frozen=True):
+    """Not SGLang: have a gserver get ready to send what it serves, as rank 0 of a new group of two; answered with a
+    `control.publication.Broadcast`."""
+
+    group_name: str
+    version: int
+    """What it has to serve."""
+
+
+class SendWeights(msgspec.Struct, frozen=True):
+    """Send what was offered, to a gserver that joins the group meanwhile. It stays until both are told to leave."""
+
+    group_name: str
+
+
 class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
     model_path: str
     weight_version: str | None = None
@@ -186,6 +201,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """`embedded` and `simulated` are streamrl's own."""
     staged_weight_update: bool = False
     """Whether tensors received between begin and end wait aside until /end_weight_update."""
+    sends_weights: bool = False
+    """Whether it can send what it serves to another gserver."""
     max_running_requests: int | None = None
     """Requests that it runs together; None: it does not say."""
     max_total_num_tokens: int | None = None

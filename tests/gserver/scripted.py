@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from streamrl.transport.control.publication import Broadcast, TensorSpec
 from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo, StagedSums
 
 Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "nonsense_after"]
@@ -20,8 +21,10 @@ Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "n
 class ScriptedGserver:
     """`faults[path]` says how the next calls of `path` go wrong, one entry for each call."""
 
-    def __init__(self, *, staged: bool = True, version: str = "default") -> None:
+    def __init__(self, *, staged: bool = True, sends: bool = False, version: str = "default") -> None:
         self.staged = staged
+        self.sends = sends
+        """Whether it says that it can send its weights to others. It never does."""
         self.weight_version = version
         self.calls: list[str] = []
         self.bodies: dict[str, list[Any]] = {}
@@ -96,7 +99,7 @@ class ScriptedGserver:
     def _carry_out(self, path: str) -> msgspec.Struct:
         match path:
             case "/server_info":
-                return ServerInfo(engine="scripted", staged_weight_update=self.staged)
+                return ServerInfo(engine="scripted", staged_weight_update=self.staged, sends_weights=self.sends)
             case "/model_info":
                 return ModelInfo(model_path="scripted", weight_version=self.weight_version)
             case "/pause_generation":
@@ -114,12 +117,19 @@ class ScriptedGserver:
                     self.weight_version = self.pending_version
             case "/update_weight_version":
                 self.weight_version = self.bodies[path][-1]["new_version"]
+            case "/offer_weights":
+                spec = TensorSpec(name="a", dtype="float32", shape=[1])
+                return Broadcast([[spec]], master_address="127.0.0.1", master_port=1, backend="gloo", group_name="")
             case "/weights_checker":
                 return StagedSums(tensors=self.sums)
             case "/end_weight_update":
                 self.began = False
                 self.weight_version = self.pending_version
         return Outcome(True)
+
+    def let_go(self) -> None:
+        """Answer what was stalled."""
+        self._stalled.set()
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused

@@ -26,6 +26,11 @@ from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 
 BEGIN = "/begin_weight_update"
 LOAD = "/update_weights_from_disk"
+OFFER = "/offer_weights"
+SEND = "/send_weights"
+JOIN = "/init_weights_update_group"
+RECEIVE = "/update_weights_from_distributed"
+LEAVE = "/destroy_weights_update_group"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 NAME = "/update_weight_version"
@@ -34,9 +39,11 @@ CONTINUE = "/continue_generation"
 
 
 @asynccontextmanager
-async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
+async def fleet(
+    folder: Path, count: int = 2, *, staged: bool = True, sends: bool = False, **weights: Any
+) -> AsyncIterator[Any]:
     config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": 2.0} | weights)
-    async with managed(config) as run, scripted(count, staged=staged) as gservers:
+    async with managed(config) as run, scripted(count, staged=staged, sends=sends) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url, pid=100 + index)
         await run.until_live(*range(count))
@@ -122,7 +129,7 @@ async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_fo
         await run.until(lambda status: LOAD in late.calls, timeout=20)
         assert (await publish(run, 2)).done
         assert old.weight_version == "2"
-        late._stalled.set()  # the catch-up to version 1 goes on, and ends
+        late.let_go()  # the catch-up to version 1 goes on, and ends
         await run.until_live(0, 1)
         assert late.weight_version == "2"
 
@@ -156,6 +163,103 @@ async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Pat
             PublishBegin(version=1, weights=Snapshot(folder="/weights/v1"), again=True), timeout=10.0
         )
         assert begin.world_size == 1, "nobody lacks it any more"
+
+
+async def broadcast(run: Run, version: int) -> None:
+    begin = await begin_publication(run, version)
+    assert (await commit_publication(run, version, begin.group_name)).done
+
+
+async def test_a_late_gserver_is_sent_what_another_serves(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, sends=True) as (run, (old,)), scripted() as (late,):
+        await broadcast(run, 1)
+        waiting = asyncio.create_task(run.client.weights_wanted())
+        old.calls.clear()
+        await run.register("gserver", 1, address=late.url)
+        await run.until_live(0, 1)
+        await run.until(lambda status: LEAVE in calls(old) and LEAVE in calls(late))
+        assert calls(old) == [OFFER, SEND, LEAVE], "it is not paused"
+        assert calls(late) == [JOIN, BEGIN, RECEIVE, PAUSE, END, CONTINUE, LEAVE]
+        assert old.bodies[OFFER][0]["version"] == 1
+        assert late.bodies[JOIN][0]["world_size"] == 2
+        assert late.weight_version == "1"
+        assert not waiting.done(), "the publisher is not asked"
+        waiting.cancel()
+
+
+@pytest.mark.parametrize("fault", ["error", "nonsense", "refuse", "stall", "die"])
+@pytest.mark.parametrize("path", [OFFER, SEND])
+async def test_one_that_does_not_send_is_replaced_by_another(tmp_path: Path, path: str, fault: Fault) -> None:
+    async with fleet(tmp_path, 2, sends=True, timeout_seconds=1.0) as (run, (bad, good)), scripted() as (late,):
+        await broadcast(run, 1)
+        bad.faults[path] = [fault]
+        await run.register("gserver", 2, address=late.url)
+        await run.until(lambda status: 2 in live_gservers(status), timeout=20)
+        assert late.weight_version == "1"
+        assert not late.paused
+        assert calls(bad).count(OFFER) == 1
+        assert SEND in calls(good)
+
+
+@pytest.mark.parametrize("path", [JOIN, BEGIN, RECEIVE, PAUSE, END, CONTINUE])
+async def test_one_that_does_not_receive_is_sent_to_by_another(tmp_path: Path, path: str) -> None:
+    async with fleet(tmp_path, 2, sends=True) as (run, old), scripted() as (late,):
+        await broadcast(run, 1)
+        late.faults[path] = ["error"]
+        await run.register("gserver", 2, address=late.url)
+        async with asyncio.timeout(30):
+            while 2 not in live_gservers(await run.client.status()) or late.paused:
+                await run.beat("gserver", 2)  # one that could not be resumed is asked again at its heartbeat
+                await asyncio.sleep(0.05)
+        assert late.weight_version == "1"
+        assert all(calls(gserver).count(OFFER) <= 1 for gserver in old)
+
+
+async def test_the_publisher_is_asked_when_nobody_can_send(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, sends=True, attempts=5) as (run, old), scripted() as (late,):
+        await broadcast(run, 1)
+        for gserver in old:
+            gserver.faults[SEND] = ["error"]
+        await run.register("gserver", 2, address=late.url)
+        wanted = await asyncio.wait_for(run.client.weights_wanted(), 20)
+        assert (wanted.version, wanted.gservers, wanted.serving) == (1, ["gserver/2"], 2)
+        assert [calls(gserver).count(OFFER) for gserver in old] == [1, 1]
+        assert (await publish(run, 1, again=True)).done
+        assert live_gservers(await run.client.status()) == {0, 1, 2}
+        late.weight_version = "default"
+        await broadcast(run, 2)
+        for gserver in old:
+            assert calls(gserver).count(OFFER) == 1
+
+
+async def test_several_late_ones_wait_for_the_one_that_can_send(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, sends=True, timeout_seconds=10.0) as (run, (old,)), scripted(2) as late:
+        await broadcast(run, 1)
+        old.faults[SEND] = ["stall"]
+        for index, gserver in enumerate(late, start=1):
+            await run.register("gserver", index, address=gserver.url)
+        await run.until(lambda status: SEND in old.calls, timeout=20)
+        waiting = asyncio.create_task(run.client.weights_wanted())
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        assert calls(old).count(OFFER) == 1
+        old.let_go()
+        await run.until_live(0, 1, 2)
+        assert not waiting.done()
+        waiting.cancel()
+
+
+@pytest.mark.parametrize("path", [OFFER, SEND, LEAVE])
+async def test_the_managers_end_does_not_wait_for_one_that_sends(tmp_path: Path, path: str) -> None:
+    async with fleet(tmp_path, 1, sends=True, timeout_seconds=60.0) as (run, (old,)), scripted() as (late,):
+        await broadcast(run, 1)
+        old.faults[path] = ["stall"]
+        await run.register("gserver", 1, address=late.url)
+        await run.until(lambda status: path in old.calls, timeout=20)
+        run.serving.cancel()
+        done, _ = await asyncio.wait({run.serving}, timeout=10)
+        assert done
+        assert not late.paused
 
 
 async def test_a_run_without_hope_ends_with_the_reason(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from streamrl.gserver.embedded.parameters import TIED_HEAD
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Event, Scheduler
 from streamrl.gserver.embedded.weight_sets import WeightSets
-from streamrl.gserver.engine import Job, QueueFull, Ticket
+from streamrl.gserver.engine import Job, Lent, QueueFull, Ticket
 from streamrl.gserver.receiver import Expected, Staged, WeightReceiver, in_thread
 from streamrl.gserver.text import Text
 from streamrl.transport.generation import (
@@ -53,6 +53,7 @@ class EmbeddedEngine:
     """Serves one model; see `gserver.engine.Engine` for the contract."""
 
     name = "embedded"
+    lends_weights = True
 
     def __init__(
         self,
@@ -232,6 +233,16 @@ class EmbeddedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return await self._receiver.exclusively(lambda: self._weights.live.checksum())
+
+    async def lend(self) -> Lent:
+        return await self._do(
+            lambda: Lent(
+                version=self._scheduler.version,
+                tensors=self._weights.lend(),
+                dtype=self._weights.dtype,
+                device=self._device,
+            )
+        )
 
     async def staged_sums(self) -> dict[str, str]:
         return await self._receiver.staged_sums()

@@ -68,11 +68,11 @@ class Parameters:
         self.dtype = dtype
         self.held_in = held_in or dtype
         self.device = device
-        self.borrowed = borrowed is not None
-        """Whether nobody may write to them."""
+        self.read_only = borrowed is not None
+        """Nobody may write to them: others read them."""
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `held_in`; without a tied head. To read from."""
-        self._lent = borrowed or {}
+        self._borrowed = borrowed
         self._packer = Packer(threads=threads, deterministic=deterministic)
         self._lock = threading.Lock()
         self._matrices: list[Matrix] = []
@@ -101,7 +101,7 @@ class Parameters:
 
     def place(self, name: str) -> Tensor:
         """Where one weight lies, to be written to: in `held_in`. Several threads may write, each another weight."""
-        assert not self.borrowed, "these weights belong to somebody else"
+        assert not self.read_only, "others read these weights"
         matrix = self._matrix_of.get(name)
         if matrix is not None:
             with self._lock:
@@ -205,13 +205,13 @@ class Parameters:
         return matrix
 
     def _vector(self, name: str, *shape: int) -> Tensor:
-        self.named[name] = self._lent[name] if self.borrowed else self._zeros(*shape)
+        self.named[name] = self._zeros(*shape) if self._borrowed is None else self._borrowed[name]
         return self.named[name]
 
     def _fused(self, rows: Mapping[str, int], *inputs: int) -> Tensor:
         """One tensor whose rows belong to several names."""
-        if self.borrowed:
-            fused = joined([self._lent[name] for name in rows])
+        if self._borrowed is not None:
+            fused = joined([self._borrowed[name] for name in rows])
         else:
             fused = self._zeros(sum(rows.values()), *inputs)
         self.named.update(zip(rows, torch.split(fused, list(rows.values())), strict=True))

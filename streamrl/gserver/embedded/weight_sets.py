@@ -2,7 +2,7 @@
 
 The one that stands by is memory of this process, which updates are written to, or is borrowed: weights that a
 publisher on this host has put into shared memory are served from there. Invariant: the live set is never written to,
-a borrowed one never at all.
+one that was borrowed, or lent to others, never at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WeightSets:
         """See `Parameters`. `deterministic`: no product is made before all matrices are packed, so that equal requests
         get equal answers to the last bit; else a set is served at once, and packed meanwhile."""
         self._architecture = architecture
-        self._dtype = dtype
+        self.dtype = dtype
         self._held_in = held_in
         self._device = device
         self._threads = threads
@@ -43,7 +43,7 @@ class WeightSets:
         self.live = self._new()
         self._standby: Parameters | None = None
         self._retired: Parameters | None = None
-        """What was borrowed, and is served no more."""
+        """What is not to be written to, and served no more."""
         self._making = threading.Lock()
 
     def start(self, folder: Path) -> None:
@@ -56,13 +56,13 @@ class WeightSets:
         return self._standing_by().write(name, tensor)
 
     def place(self, name: str) -> Tensor | None:
-        return self._standing_by().place(name) if self._held_in == self._dtype else None
+        return self._standing_by().place(name) if self._held_in == self.dtype else None
 
     def sums(self, name: str) -> str:
         return tensor_sums(self._standing_by().named[name])
 
     def borrow(self, weights: Mapping[str, Tensor]) -> bool:
-        if self._held_in != self._dtype or self._device.type != "cpu":
+        if self._held_in != self.dtype or self._device.type != "cpu":
             return False
         with self._making:
             self._standby = self._new(borrowed=weights)
@@ -87,25 +87,30 @@ class WeightSets:
         self.make_ready()
         old, self.live = self.live, self._standing_by(borrowed=True)
         old.stop_packing()
-        self._standby, self._retired = (None, old) if old.borrowed else (old, None)
+        self._standby, self._retired = (None, old) if old.read_only else (old, None)
         self.live.start_packing()
         return self.live
+
+    def lend(self) -> Mapping[str, Tensor]:
+        """What is served now, by name, for others to read as long as they like."""
+        self.live.read_only = True
+        return self.live.named
 
     def let_go(self) -> None:
         """Give back what is served no more; takes longer the larger it is."""
         self._retired = None
 
     def _standing_by(self, *, borrowed: bool = False) -> Parameters:
-        """What stands by; `borrowed`: also if it cannot be written to."""
+        """What stands by; `borrowed`: also if it is, and cannot be written to."""
         with self._making:
-            if self._standby is None or (self._standby.borrowed and not borrowed):
+            if self._standby is None or (self._standby.read_only and not borrowed):
                 self._standby = self._new()
             return self._standby
 
     def _new(self, borrowed: Mapping[str, Tensor] | None = None) -> Parameters:
         return Parameters(
             self._architecture,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=self._device,
             held_in=self._held_in,
             threads=self._threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,8 @@ def random_weight(like: Tensor, seed: int) -> Tensor:
 def test_any_sequence_of_updates_and_swaps(
     data: st.DataObject, dtype: torch.dtype, tied: bool, packs: bool, count: int
 ) -> None:
-    """Each set's weights are tracked by hand; the live one's logits are those of a fresh model with them."""
+    """Each set's weights are tracked by hand; the live one's logits are those of a fresh model with them. What was
+    lent stays as it was."""
     a = architecture(tied=tied)
     sets = WeightSets(a, dtype=dtype, held_in=torch.float32, device=CPU, threads=1)
     names = sorted(sets.live.named)
@@ -104,14 +106,17 @@ def test_any_sequence_of_updates_and_swaps(
     if not packs:
         sets.live._packs = False
     model = model_of(sets.live)
+    lent: list[tuple[Mapping[str, Tensor], dict[str, Tensor]]] = []
     live = {name: torch.zeros_like(tensor) for name, tensor in sets.live.named.items()}
     zeros = aside = dict(live)
     for seed, step in enumerate(
-        data.draw(st.lists(st.sampled_from(["store", "borrow", "ready", "swap", "compute"]), min_size=1, max_size=12))
+        data.draw(
+            st.lists(st.sampled_from(["store", "borrow", "ready", "swap", "lend", "compute"]), min_size=1, max_size=12)
+        )
     ):
         changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step == "store" else []
         if step == "store":
-            if sets._standby is not None and sets._standby.borrowed:  # it cannot be written to
+            if sets._standby is not None and sets._standby.read_only:  # it cannot be written to
                 aside = zeros
             aside = aside | {name: random_weight(aside[name], seed) for name in changed}
             sums = copiers.each(sets.store, [(name, aside[name]) for name in changed])
@@ -127,8 +132,13 @@ def test_any_sequence_of_updates_and_swaps(
         elif step == "swap":
             model.parameters = sets.exchange()
             live, aside = aside, live
-            if sets._standby is None:  # what was borrowed is given back
+            if sets._standby is None:  # what was borrowed is given back, and what was lent is kept by others
                 aside = zeros
+        elif step == "lend":
+            weights = dict(sets.lend())
+            lent.append((weights, {name: tensor.clone() for name, tensor in weights.items()}))
+        for weights, as_they_were in lent:
+            assert all(torch.equal(weights[name], as_they_were[name]) for name in names)
         assert torch.allclose(
             logits(model, count=count), fresh_logits(a, live, held_in=torch.float32, count=count), atol=1e-4
         )
@@ -170,7 +180,7 @@ async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must
             await engine.begin_update()
             await engine.load(update, "1")
             standing_by = engine._weights._standing_by(borrowed=True)
-            assert standing_by.borrowed == (way == "borrowed")
+            assert standing_by.read_only == (way == "borrowed")
             assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
             if can_pack(torch.float32):
                 assert all(matrix.packed == deterministic for matrix in standing_by._matrices)

@@ -78,6 +78,8 @@ class FaultyFleet:
         self.control = ControlClient(run.url)
         self.checked = 0
         """Responses whose every token was compared with the weights of its version."""
+        self.asked_again = 0
+        """How often the publisher was asked for weights that are served already."""
         self._places = places
         self._model = model
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -115,11 +117,17 @@ class FaultyFleet:
             wanted = await self.control.weights_wanted()
             async with self._publisher_lock:
                 if wanted.gservers and wanted.version == self.version:
+                    self.asked_again += 1
                     await self.publisher.publish(self.version, Weights(self.weights(self.version)), again=True)
 
     def arm(self, path: str, fault: Fault, *, skip: int = 0, gserver: int = 1) -> Armed:
         armed = self.proxies[gserver].armed = Armed(path, fault, skip)
         return armed
+
+    async def restart(self, index: int) -> None:
+        """Its process dies, and another one comes, which has the first weights."""
+        self.proxies[index].kill()
+        await self.start(self.proxies[index])
 
     async def start(self, proxy: Proxy) -> None:
         """A fresh process in the place of `proxy`, which registers."""
@@ -256,7 +264,7 @@ def request(tokens: int) -> GenerateRequest:
     return GenerateRequest(input_ids=PROMPT, sampling_params=params, return_logprob=True)  # type: ignore[arg-type]
 
 
-def fleet_config(engine: str, folder: Path, mode: str) -> Config:
+def fleet_config(engine: str, folder: Path, mode: str, *, timeout: float | None = None) -> Config:
     sglang = {"addresses": [f"http://stands.for.{index}" for index in range(GSERVERS)]}
     own = {"engine": engine, "sglang": sglang, "api_key_env": KEY_VARIABLE} if engine == "sglang" else {}
     return small_config(
@@ -267,7 +275,7 @@ def fleet_config(engine: str, folder: Path, mode: str) -> Config:
         run={"dir": str(folder), "device": "cpu"},
         gserver={"count": GSERVERS, "max_context": 256, "max_running": 8, "dtype": "float32"} | own,
         # `retract`, so that every token can be compared: nothing of the old weights is attended to
-        weights={"mode": mode, "timeout_seconds": TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"}
+        weights={"mode": mode, "timeout_seconds": timeout or TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"}
         | ({"attempts": SGLANG_ATTEMPTS} if engine == "sglang" else {}),
         manager={"heartbeat_seconds": 0.1, "lease_seconds": 5.0},
     )
@@ -275,10 +283,12 @@ def fleet_config(engine: str, folder: Path, mode: str) -> Config:
 
 @asynccontextmanager
 async def faulty_fleet(
-    folder: Path, mode: str, *, engine: str = "embedded", running: RunningSglang
+    folder: Path, mode: str, *, engine: str = "embedded", running: RunningSglang, timeout: float | None = None
 ) -> AsyncIterator[FaultyFleet]:
-    """Two gservers that serve version 0, with generation under way; what fails in the background fails the test."""
-    config = fleet_config(engine, folder, mode)
+    """Two gservers that serve version 0, with generation under way; what fails in the background fails the test.
+
+    `timeout`: of each wait in an update, if not `TIMEOUT`."""
+    config = fleet_config(engine, folder, mode, timeout=timeout)
     config_file = folder / "config.toml"
     config_file.write_text(configuration.to_toml(config))
     model_dir = ensure_checkpoint(config, cache=folder / "cache")

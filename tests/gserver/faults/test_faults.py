@@ -20,13 +20,14 @@ import pytest
 from streamrl.errors import PublicationError
 from streamrl.gserver.sglang.joined import load
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.broadcaster import Broadcaster
+from streamrl.transport.broadcaster import Broadcaster
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
 from streamrl.transport.keys import gserver_key
 from tests.gserver.faults.fleet import PATIENCE, FaultyFleet, Weights, faulty_fleet, fleet_config, request
 from tests.gserver.faults.places import sglang_places
 from tests.gserver.faults.proxy import Fault
+from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
 
@@ -41,6 +42,9 @@ VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 SWAP = "/end_weight_update"
 NAME = "/update_weight_version"
+OFFER = "/offer_weights"
+SEND = "/send_weights"
+LEAVE = "/destroy_weights_update_group"
 RESUME = "/continue_generation"
 
 STEPS = {
@@ -111,6 +115,74 @@ async def test_a_gserver_fails_at_every_step(
                 raise
         assert fleet.checked > len(cases(engine, mode))
         await publisher_faults(fleet)
+
+
+SENDER, LATE = 0, 1
+CATCH_UP = [
+    *((SENDER, OFFER, 0), (LATE, JOIN, 0), (LATE, BEGIN, 0), (LATE, BUCKET, 0), (LATE, BUCKET, 1), (SENDER, SEND, 0)),
+    *((LATE, VERIFY, 0), (LATE, PAUSE, 0), (LATE, SWAP, 0), (LATE, RESUME, 0), (LATE, LEAVE, 0), (SENDER, LEAVE, 0)),
+]
+"""Calls of a catch-up with `collective`, and to whom."""
+
+
+def catch_up_cases() -> list[tuple[int, str, int, Fault]]:
+    """Everything at every step of the sender. What can happen to the other end is the same as in an update: here it
+    dies, and one other thing goes wrong, in turn."""
+    found: list[tuple[int, str, int, Fault]] = []
+    for number, (who, path, skip) in enumerate(CATCH_UP):
+        others: list[Fault] = ["error", "nonsense", "lost", "stop", "late"]
+        faults = [*others, "kill"] if who == SENDER else [others[number % len(others)], "kill"]
+        found += [(who, path, skip, fault) for fault in faults]
+    return found
+
+
+async def test_the_sender_or_the_receiver_of_a_catch_up_fails_at_every_step(
+    tmp_path: Path, running_sglang: RunningSglang
+) -> None:
+    async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
+        await fleet.publish()
+        await fleet.restart(LATE)
+        await fleet.settle()
+        assert fleet.asked_again == 0, "the other gserver has the weights"
+        for who, path, skip, fault in catch_up_cases():
+            try:
+                armed = fleet.arm(path, fault, skip=skip, gserver=who)
+                await fleet.restart(LATE)
+                await fleet.run.until(lambda _, armed=armed: armed.struck, timeout=PATIENCE)
+                await fleet.settle()
+            except BaseException as error:
+                error.add_note(f"at {fault} in {path} (call {skip + 1}) of gserver/{who}")
+                raise
+            await fleet.publish()
+
+
+async def test_a_sender_is_stopped_in_the_middle(tmp_path: Path, running_sglang: RunningSglang) -> None:
+    async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
+        await fleet.publish()
+        armed = fleet.arm(BUCKET, "held", skip=1, gserver=LATE)
+        await fleet.restart(LATE)
+        await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
+        fleet.proxies[SENDER].stop()
+        fleet.proxies[LATE].hang_up()
+        await fleet.run.until(lambda status: LATE in live_gservers(status), timeout=PATIENCE)
+        assert fleet.asked_again > 0, "the publisher has the weights too"
+        await fleet.settle()
+
+
+async def test_updates_that_come_while_a_gserver_sends_do_not_change_what_it_sends(
+    tmp_path: Path, running_sglang: RunningSglang
+) -> None:
+    """Two of them: the second would be written where the weights lie that the first has replaced."""
+    async with faulty_fleet(tmp_path, "collective", running=running_sglang, timeout=PATIENCE) as fleet:
+        await fleet.publish()
+        armed = fleet.arm(BUCKET, "held", skip=1, gserver=LATE)
+        await fleet.restart(LATE)
+        await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
+        await fleet.publish()
+        await fleet.publish()
+        fleet.proxies[LATE].hang_up()
+        await fleet.settle()
+        assert fleet.asked_again == 0, "what was sent was whole, and so was what was sent after it"
 
 
 async def publisher_faults(fleet: FaultyFleet) -> None:

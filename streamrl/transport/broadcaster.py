@@ -1,7 +1,8 @@
-"""Carries weights by collective broadcast: rank 0 of the weight group, which all gservers join.
+"""Sends weights by collective broadcast: rank 0 of a weight group, which gservers join.
 
 Owns the group, and the store at which it meets. A weight is sent from where it lies, or from a buffer if it has to
-be converted first. While some are on their way the next one is converted and its checksum is taken.
+be converted first. While some are on their way the next one is converted and its checksum is taken. The publisher
+sends to all gservers so, and a gserver to one that came late.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
-from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.collective import AT_ONCE, broadcasts, destroy_group, form_group, open_store
 from streamrl.transport.control.publication import Broadcast, PublishBeginReply, TensorSpec
 
@@ -26,8 +26,16 @@ Bucket = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes."""
 
 
+class Source(Protocol):
+    """Weights by Hugging Face name, in one order."""
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]: ...
+
+    def weights(self) -> Generator[tuple[str, Tensor]]: ...
+
+
 class Broadcaster:
-    """A `Carrier`."""
+    """A `Carrier` of the publisher (`trainer/publisher.py`), or a gserver's means to send what it serves."""
 
     reads_once = False
 
@@ -41,12 +49,12 @@ class Broadcaster:
         self._store: Any = None
         self._group: Any = None
         self._group_name = ""
-        self._source: WeightSource
+        self._source: Source
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
         self._buffers = [torch.empty(0, dtype=dtype, device=device)] * AT_ONCE
         """Used in turn: one is on the way no more when its turn comes again."""
 
-    def prepare(self, version: int, source: WeightSource) -> None:
+    def prepare(self, version: int, source: Source) -> None:
         limit = int(self._config.bucket_mb * 2**20)
         self._source = source
         self._buckets = plan_buckets(source.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)

@@ -42,8 +42,8 @@ class WeightSender:
             raise Refused(f"weights {message.version} were asked for, and {lent.version!r} are served here")
         if message.group_name in self._offers:
             raise Refused(f"weight group {message.group_name} exists already; give every offer its own")
-        for name in self._offers.keys() - self._sending.keys():  # whoever asked for them did not come back
-            del self._offers[name]
+        for name in [name for name in self._offers if not self._is_sending(name)]:
+            await self.leave(name)  # whoever asked for it did not come back
         carrier = Broadcaster(
             self._config, backend="nccl" if lent.device.type == "cuda" else "gloo", dtype=lent.dtype, device=lent.device
         )
@@ -77,6 +77,10 @@ class WeightSender:
         if self._offers.pop(name, None) is not None:
             self._sending.pop(name, None)
             await in_thread(carrier.give_up)
+
+    def _is_sending(self, name: str) -> bool:
+        task = self._sending.get(name)
+        return task is not None and not task.done()
 
     async def close(self) -> None:
         """Leave all groups, unless the other end keeps this one waiting: then they end with the process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,14 @@ def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 240.0) -> None
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
         assert time.monotonic() < deadline, f"the run did not make {count} steps within {seconds:.0f} s"
+        time.sleep(0.1)
+
+
+def wait_for_words(log: Path, pattern: str, *, seconds: float = 120.0) -> None:
+    """Until `log` has them."""
+    deadline = time.monotonic() + seconds
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < deadline, f"{log} has no {pattern!r} after {seconds:.0f} s"
         time.sleep(0.1)
 
 
@@ -228,6 +237,29 @@ def test_a_killed_gserver_comes_back_with_the_current_weights(tmp_path, mode):
     assert max(compared) < 1e-4  # what it sampled after its return is what the policy of that version samples
     wait_until_gone(run_dir, seconds=10)
     assert not (run_dir / "weights").exists()
+
+
+def test_a_killed_gserver_is_sent_the_weights_by_the_other(tmp_path):
+    run_dir = tmp_path / "returned"
+    settings = overrides(
+        tmp_path,
+        "returned",
+        **(QUICK | {"run__total_train_steps": 4000, "rollout__workers": 1}),
+        gserver__count=2,
+        gserver__restart_delay_seconds=0.1,
+    )
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(run_dir, 5)
+    process_of(run_dir, "gserver").send_signal(signal.SIGKILL)
+    wait_for_words(run_dir / "logs" / "manager-0.log", r"gserver/\d at \S+ caught up with weights v\d+ from gserver/\d")
+    wait_for_steps(run_dir, len(steps(run_dir)) + 5)
+    process.send_signal(signal.SIGINT)
+    assert exit_code(process, output, seconds=60) == 130, "".join(output)[-4000:]
+    reader.join(10)
+    compared = [step["metrics"].get("logprob_diff_max", 0.0) for step in steps(run_dir)]
+    assert max(compared) < 1e-4
+    wait_until_gone(run_dir, seconds=10)
 
 
 def test_the_death_of_a_process_stops_the_run_and_is_named(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -55,22 +55,22 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **gserver: Any) -> AsyncIterator[Client]:
-    """A started gserver on `folder`, with settings of the section [gserver]."""
+async def serving(folder: Path, *, weights: Mapping[str, Any] | None = None, **gserver: Any) -> AsyncIterator[Client]:
+    """A started gserver on `folder`, with settings of the sections [weights] and [gserver]."""
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
-        running(config_of(**gserver), index=0, model_dir=folder) as (engine, url),
+        running(config_of(weights=weights, **gserver), index=0, model_dir=folder) as (engine, url),
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         yield Client(session, url, engine)
 
 
-def config_of(**gserver: Any) -> Config:
+def config_of(*, weights: Mapping[str, Any] | None = None, **gserver: Any) -> Config:
     return from_dict(
         {
             "run": {"device": "cpu"},
             "gserver": {"dtype": "float32", "max_running": 8, "max_context": 1024, **gserver},
             "data": {"max_prompt_tokens": 100},
-            "weights": {"timeout_seconds": 20.0},
+            "weights": {"timeout_seconds": 20.0, **(weights or {})},
         }
     )

@@ -152,7 +152,7 @@ class CatchUps:
         update.commit("", offer.checksums)
         reply = await update.run()
         self._tell(gserver, offer, source=f"the files in {snapshot.folder}", error=reply.error)
-        gserver.failing = gserver.standing is Standing.EVICTED and self._offer is offer
+        gserver.failing = self._lags_behind(gserver, offer)
 
     async def _from_another(self, gserver: Gserver, sender: Gserver, offer: Offer) -> None:
         group = self._new_name()
@@ -163,7 +163,7 @@ class CatchUps:
         else:
             error = await self._send(gserver, sender, offer, weights, group=group)
         self._tell(gserver, offer, source=sender.name, error=error)
-        if error:
+        if self._lags_behind(gserver, offer):
             self._tried.setdefault(gserver, []).append(sender)
 
     async def _send(self, gserver: Gserver, sender: Gserver, offer: Offer, weights: Broadcast, *, group: str) -> str:
@@ -183,6 +183,10 @@ class CatchUps:
         reply = await updating
         self._leave(group, gserver, sender)
         return reply.error
+
+    def _lags_behind(self, gserver: Gserver, offer: Offer) -> bool:
+        """Whether it still lacks what was offered, and what it lacks is still this."""
+        return gserver.standing is Standing.EVICTED and self._offer is offer
 
     def _leave(self, group: str, *members: Gserver) -> None:
         for gserver in members:

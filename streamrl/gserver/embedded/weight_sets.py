@@ -53,13 +53,13 @@ class WeightSets:
         self.live.pack()
 
     def store(self, name: str, tensor: Tensor) -> str:
-        return self._standing_by().write(name, tensor)
+        return self._writable().write(name, tensor)
 
     def place(self, name: str) -> Tensor | None:
-        return self._standing_by().place(name) if self._held_in == self.dtype else None
+        return self._writable().place(name) if self._held_in == self.dtype else None
 
     def sums(self, name: str) -> str:
-        return tensor_sums(self._standing_by().named[name])
+        return tensor_sums(self._writable().named[name])
 
     def borrow(self, weights: Mapping[str, Tensor]) -> bool:
         if self._held_in != self.dtype or self._device.type != "cpu":
@@ -73,19 +73,19 @@ class WeightSets:
             self._standby = None
 
     def make_ready(self) -> None:
-        standby = self._standing_by(borrowed=True)
+        standby = self._standing_by()
         standby.settle()
         if self._deterministic:
             standby.pack()
 
     def load(self, folder: Path) -> None:
         """Write the checkpoint in `folder` to the set that stands by; raises `ModelError`."""
-        self._standing_by().load(folder)
+        self._writable().load(folder)
 
     def exchange(self) -> Parameters:
         """Serve the set that stands by; answers it. `let_go` comes next, when there is time."""
         self.make_ready()
-        old, self.live = self.live, self._standing_by(borrowed=True)
+        old, self.live = self.live, self._standing_by()
         old.stop_packing()
         self._standby, self._retired = (None, old) if old.read_only else (old, None)
         self.live.start_packing()
@@ -100,10 +100,17 @@ class WeightSets:
         """Give back what is served no more; takes longer the larger it is."""
         self._retired = None
 
-    def _standing_by(self, *, borrowed: bool = False) -> Parameters:
-        """What stands by; `borrowed`: also if it is, and cannot be written to."""
+    def _writable(self) -> Parameters:
+        """What stands by, or a new set in its place if others read it."""
         with self._making:
-            if self._standby is None or (self._standby.read_only and not borrowed):
+            if self._standby is None or self._standby.read_only:
+                self._standby = self._new()
+            return self._standby
+
+    def _standing_by(self) -> Parameters:
+        """What stands by, whoever has filled it."""
+        with self._making:
+            if self._standby is None:
                 self._standby = self._new()
             return self._standby
 

@@ -179,7 +179,7 @@ async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must
         async with engine_for(save(old, tmp_path / "old"), deterministic=deterministic) as engine:
             await engine.begin_update()
             await engine.load(update, "1")
-            standing_by = engine._weights._standing_by(borrowed=True)
+            standing_by = engine._weights._standing_by()
             assert standing_by.read_only == (way == "borrowed")
             assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
             if can_pack(torch.float32):

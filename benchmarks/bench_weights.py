@@ -1,10 +1,11 @@
 """What it costs to bring new weights to gservers, by their number, the size of the model, and the way.
 
     python benchmarks/bench_weights.py [--quick] [--sizes 0.5M 5M 135M] [--gservers 1 2 4] [--modes collective ...]
-                                       [--engine simulated]
+                                       [--dtype bfloat16] [--engine simulated]
 
 A real manager, real gservers (embedded, in processes of their own, otherwise idle) and the trainer's publisher.
 With `--engine simulated` gservers receive the weights and throw them away: for models that have no room here twice.
+The trainer has its weights in float32; with `--dtype bfloat16` they are converted on their way.
 
 | figure | meaning |
 |---|---|
@@ -13,8 +14,8 @@ With `--engine simulated` gservers receive the weights and throw them away: for 
 | pause | longest pause of generation on any gserver |
 | share | bytes per second of `publish`, relative to bare ones among the same processes in the same run |
 
-Bare is a broadcast (gloo) of the same tensors from and into memory that is there (1 GiB of it, used again for what is
-larger), whatever the way. Repeats of both take turns, and of both the median counts.
+Bare is a broadcast (gloo) of as many bytes in as many tensors from and into memory that is there (1 GiB of it, used
+again for what is larger), whatever the way. Repeats of both take turns, and of both the median counts.
 
 Checksums are on, as they are in a run unless `weights.checksum` says otherwise.
 """
@@ -43,6 +44,7 @@ from weights_gserver import bare_broadcast
 
 from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.device import resolve_dtype
 from streamrl.gserver import manager
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.backends.files import TensorFiles
@@ -68,9 +70,12 @@ AIM = 0.9
 class Weights:
     """What a `WeightSource` is to the publisher, of tensors that are there."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], *, dtype: torch.dtype) -> None:
+        """`dtype`: as which gservers get them."""
         self.tensors = tensors
-        self.bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.parameters = sum(tensor.numel() for tensor in tensors.values())
+        self.sizes = [tensor.numel() * dtype.itemsize for tensor in tensors.values()]
+        """Of each, in bytes, as it is sent."""
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
@@ -89,6 +94,7 @@ class Point:
         self, config: Config, client: ControlClient, gservers: list[asyncio.subprocess.Process], urls: list[str]
     ) -> None:
         self.config = config
+        self.dtype = resolve_dtype(config.gserver.dtype, torch.device("cpu"))
         self._client = client
         self._gservers = gservers
         self._urls = urls
@@ -98,7 +104,7 @@ class Point:
         self._publisher = Publisher(
             client=client,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
+            carrier=carrier_for(config, backend="gloo", dtype=self.dtype, device=torch.device("cpu")),
             in_thread=asyncio.to_thread,
         )
 
@@ -117,7 +123,7 @@ class Point:
             "port": self._store.port,
             "world_size": len(self._gservers) + 1,
             "name": f"bare-{self._bare}",
-            "sizes": [tensor.nbytes for tensor in weights.tensors.values()],
+            "sizes": weights.sizes,
         }
         others = [asyncio.create_task(self._order(gserver, order)) for gserver in self._gservers]
         await asyncio.to_thread(bare_broadcast, order, rank=0, store=self._store)
@@ -177,7 +183,9 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
             await gserver.wait()
 
 
-async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: int) -> dict[str, Any]:
+async def measure(
+    size: str, count: int, mode: Mode, *, engine: str, repeats: int, dtype: str = "float32"
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration.from_dict(
@@ -191,7 +199,7 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
                     "count": count,
                     "max_context": 256,
                     "max_running": 4,
-                    "dtype": "float32",
+                    "dtype": dtype,
                 },
                 "weights": {"mode": mode},
                 "manager": {"heartbeat_seconds": 0.5},
@@ -199,9 +207,9 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
         )
         model_dir = ensure_checkpoint(config, cache=folder / "cache")
         files = TensorFiles(model_dir, "model")
-        weights = Weights({name: files.read(name).float() for name in files.names()})
         rows, bare = [], []
         async with point(config, folder, model_dir) as here:
+            weights = Weights({name: files.read(name).float() for name in files.names()}, dtype=here.dtype)
             await here.publish(1, weights)  # forms the group, makes the second set of weights
             for version in range(2, repeats + 2):
                 bare.append(await here.bare(weights))
@@ -213,9 +221,10 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
             "engine": engine,
             "size": size,
             "repeats": repeats,
-            "parameters": weights.bytes // 4,
+            "parameters": weights.parameters,
+            "dtype": dtype,
             "gservers": count,
-            "megabytes": weights.bytes / 2**20,
+            "megabytes": sum(weights.sizes) / 2**20,
             **{f"{key}_seconds": seconds for key, seconds in figures.items()},
             "bare_seconds": bare_seconds,
             "share": bare_seconds / figures["publish"],
@@ -223,11 +232,13 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("way", "model", "gservers", "MiB", "first token", "publish", "pause", "bare", "share of bare")
+    table = Table(
+        "way", "model", "weights", "gservers", "MiB", "first token", "publish", "pause", "bare", "share of bare"
+    )
     for row in rows:
         simulated = " (simulated engine)" if row["engine"] == "simulated" else ""
         table.add_row(
-            *(row["mode"] + simulated, row["size"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
+            *(row["mode"] + simulated, row["size"], row["dtype"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
             *(f"{1000 * row[f'{key}_seconds']:.1f} ms" for key in ("first_token", "publish", "pause", "bare")),
             f"{row['share']:.2f}",
         )
@@ -241,12 +252,14 @@ def plot(rows: Sequence[dict[str, Any]]) -> Path:
     import matplotlib.pyplot as plt
 
     figure, (times, shares) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    kinds = dict.fromkeys((row["mode"], row["engine"], row["gservers"]) for row in rows)
-    for mode, engine, count in kinds:
-        chosen = [row for row in rows if (row["mode"], row["engine"], row["gservers"]) == (mode, engine, count)]
+    kinds = dict.fromkeys(_kind(row) for row in rows)
+    for kind in kinds:
+        mode, engine, dtype, count = kind
+        chosen = [row for row in rows if _kind(row) == kind]
         sizes = [row["megabytes"] for row in chosen]
         label = f"{mode}, {count} gserver{'s' * (count > 1)}" + " (simulated)" * (engine == "simulated")
-        marker = "x" if engine == "simulated" else "o"
+        label += f", {dtype}" * (dtype != "float32")
+        marker = {"float32": "o", "bfloat16": "^"}[dtype] if engine != "simulated" else "x"
         times.plot(sizes, [row["first_token_seconds"] for row in chosen], marker=marker, label=label)
         shares.plot(sizes, [row["share"] for row in chosen], marker=marker, label=label)
     shares.axhline(AIM, color="grey", linestyle="--", label="aim for large models")
@@ -259,6 +272,10 @@ def plot(rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def _kind(row: dict[str, Any]) -> tuple[str, str, str, int]:
+    return row["mode"], row["engine"], row["dtype"], row["gservers"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="what it costs to bring new weights to gservers")
     parser.add_argument("--quick", action="store_true", help="small models, at most two gservers")
@@ -266,6 +283,7 @@ def main() -> None:
     parser.add_argument("--gservers", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--engine", choices=("embedded", "simulated"), default="embedded")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--append", action="store_true", help="keep the points that the last run has written")
     chosen = parser.parse_args()
@@ -277,10 +295,11 @@ def main() -> None:
     for mode in chosen.modes:
         for size in sizes:
             for count in counts:
-                rows.append(asyncio.run(measure(size, count, mode, engine=chosen.engine, repeats=chosen.repeats)))
+                measuring = measure(size, count, mode, engine=chosen.engine, repeats=chosen.repeats, dtype=chosen.dtype)
+                rows.append(asyncio.run(measuring))
                 console.print(table_of(rows[-1:]))
     console.print(table_of(rows))
-    settings = {"dtype": "float32", "checksum": True}
+    settings = {"checksum": True}
     console.print(f"written: {write_results('bench_weights', settings, rows)}, {plot(rows)}")
 
 

@@ -141,9 +141,6 @@ async def test_the_sender_or_the_receiver_of_a_catch_up_fails_at_every_step(
 ) -> None:
     async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
         await fleet.publish()
-        await fleet.restart(LATE)
-        await fleet.settle()
-        assert fleet.asked_again == 0, "the other gserver has the weights"
         for who, path, skip, fault in catch_up_cases():
             try:
                 armed = fleet.arm(path, fault, skip=skip, gserver=who)

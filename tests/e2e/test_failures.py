@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,19 @@ LONG = {
 }
 QUICK = LONG | {"trainer__batch_groups": 16, "rollout__group_size": 8}
 """A quarter of the responses, where it is all the same how long a step takes."""
+LIES = """
+import sys
+
+if "gserver" in sys.orig_argv:
+    from streamrl.gserver.embedded.weight_sets import WeightSets
+
+    def exchange(self):
+        self.make_ready()
+        return self.live
+
+    WeightSets.exchange = exchange
+"""
+"""As `sitecustomize.py`: the gserver stages new weights, says that it serves them, and goes on with the old ones."""
 
 
 def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 240.0) -> None:
@@ -285,3 +299,20 @@ def test_a_killed_launcher_leaves_no_process(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait(5)
     wait_until_gone(run_dir, seconds=15)
+
+
+def test_weights_that_a_gserver_says_it_serves_and_does_not_are_noticed(tmp_path, monkeypatch):
+    """No checksum can see it: what it has staged is right."""
+    (tmp_path / "sitecustomize.py").write_text(LIES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    limits = {"trainer__logprob_diff_warning": 0.005, "trainer__logprob_diff_limit": 0.01}
+    settings = overrides(tmp_path, "lies", **QUICK, **limits, staleness__max_staleness=0)
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    assert exit_code(process, output) == 1, "".join(output)[-4000:]
+    reader.join(10)
+    said = " ".join("".join(output).split())
+    assert "more than trainer.logprob_diff_limit" in said
+    assert "a gserver may serve other weights than it says" in said
+    compared = [step["metrics"]["logprob_diff_mean"] for step in steps(tmp_path / "lies")]
+    assert compared[0] < 1e-4, "before the first update they agree"

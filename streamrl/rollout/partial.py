@@ -1,7 +1,8 @@
 """Interruptible generation: one response, whatever happens to gservers meanwhile.
 
 A request that a weight update cuts short is continued from its own tokens under the new policy;
-one whose gserver fails, or was left with the weights of two versions, goes on at another.
+one whose gserver fails, or was left with the weights of two versions, goes on at another. A long
+response is asked for in parts, so that a gserver that fails takes no more with it than one of them.
 Invariant: every token of a `Generation` has the log-probability and the version of the policy that
 sampled it, as the engine reported them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -102,9 +104,19 @@ class GroupRoute:
 class Generator:
     """Asks gservers for responses, with the sampling parameters of the run."""
 
-    def __init__(self, client: GenerationClient, *, sampling: SamplingConfig, seed: int, patience: float) -> None:
-        """`patience`: seconds without a single new token after which a response is given up."""
+    def __init__(
+        self,
+        client: GenerationClient,
+        *,
+        sampling: SamplingConfig,
+        seed: int,
+        patience: float,
+        tokens_per_request: int,
+    ) -> None:
+        """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
+        longer responses come in parts, unless there are stop strings."""
         self._client = client
+        self._most = sys.maxsize if sampling.stop else tokens_per_request
         self._siblings = SiblingRequests(client)
         self._sampling = sampling
         self._seed = seed
@@ -130,9 +142,10 @@ class Generator:
         fruitless = _Fruitless(rid, patience=self._patience)
         while True:
             gserver = route.gserver
+            asked = min(max_new_tokens - len(output.ids), self._most)
             request = GenerateRequest(
                 input_ids=[*input_ids, *output.ids],
-                sampling_params=self._params(max_new_tokens - len(output.ids), rid=rid, position=len(output.ids)),
+                sampling_params=self._params(asked, rid=rid, position=len(output.ids)),
                 rid=f"{rid}/{output.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
             )
@@ -150,7 +163,7 @@ class Generator:
                 continue
             mixed = serves_mixed_weights(reply)
             reply = unmixed(reply)
-            finish = check_reply(reply, budget=max_new_tokens - len(output.ids), peer=gserver)
+            finish = check_reply(reply, budget=asked, peer=gserver)
             output.extend(reply)
             if finish.type == "abort" and len(output.ids) < max_new_tokens:
                 output.interruptions += 1
@@ -161,6 +174,9 @@ class Generator:
                 if mixed:
                     await route.replace(gserver)
                 continue
+            if finish.type == "length" and len(reply.output_ids) == asked and len(output.ids) < max_new_tokens:
+                fruitless.progress()
+                continue  # with the next part
             return Generation(
                 output_ids=output.ids,
                 logprobs=output.logprobs,

@@ -105,6 +105,7 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
         sampling=config.rollout.sampling,
         seed=config.run.seed,
         patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
+        tokens_per_request=config.rollout.tokens_per_request,
     )
     maker = GroupMaker(
         config,

@@ -43,9 +43,12 @@ async def generate(
     budget: int = 8,
     routes: Any = None,
     patience: float = 20.0,
+    part: int = 4096,
     **sampling: Any,
 ) -> Generation:
-    generator = Generator(client, sampling=SamplingConfig(**sampling), seed=1, patience=patience)
+    generator = Generator(
+        client, sampling=SamplingConfig(**sampling), seed=1, patience=patience, tokens_per_request=part
+    )
     route = GroupRoute(routes or FixedRoutes(), worker=0, seq=3, gserver=gserver)
     return await generator.generate(PROMPT, max_new_tokens=budget, rid="3.0.0", route=route)
 
@@ -243,6 +246,54 @@ async def test_an_answer_of_another_shape_is_refused(client: GenerationClient) -
             await generate(client, engine.url)
 
 
+async def test_a_long_response_is_asked_for_in_parts(client: GenerationClient) -> None:
+    answers = [
+        answer([10, 11, 12], version="4", finish="length"),
+        answer([13, 14, 15], version="5", finish="length"),
+        answer([16, 17], version="5", finish="length"),
+    ]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert prompts(engine) == [
+        (PROMPT, 3),
+        ([*PROMPT, 10, 11, 12], 3),
+        ([*PROMPT, 10, 11, 12, 13, 14, 15], 2),
+    ]
+    assert generation.output_ids == list(range(10, 18))
+    assert generation.versions == [4, 4, 4, 5, 5, 5, 5, 5]
+    assert (generation.finish_reason, generation.interruptions) == ("length", 0)
+    seeds = {request.sampling_params.sampling_seed for request in engine.requests}  # type: ignore[union-attr]
+    assert len(seeds) == 3
+
+
+async def test_one_that_stops_at_the_end_of_a_part_is_done(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11, 2], matched=2))) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11, 2], "stop")
+
+
+async def test_a_gserver_that_has_no_room_for_a_whole_part_ends_the_response(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11], finish="length"))) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
+
+
+async def test_stop_strings_are_never_cut(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11, 12], finish="length"))) as engine:
+        await generate(client, engine.url, budget=8, part=3, stop=["ab"])
+    assert prompts(engine) == [(PROMPT, 8)]
+
+
+async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> None:
+    first = [answer([10, 11, 12], version="4", finish="length"), failure(500)]
+    second = [answer([13, 14], version="5", finish="stop")]
+    async with serving(script(*first)) as failing, serving(script(*second)) as other:
+        generation = await generate(client, failing.url, budget=8, part=3, routes=FixedRoutes(other.url))
+    assert prompts(other) == [([*PROMPT, 10, 11, 12], 3)]
+    assert generation.output_ids == [10, 11, 12, 13, 14]
+    assert (generation.versions, generation.interruptions) == ([4, 4, 4, 5, 5], 1)
+
+
 async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
     async with serving(script(answer([10], logprobs=[(1e-6, 10, None)]))) as engine:
         assert (await generate(client, engine.url)).logprobs == [0.0]
@@ -250,7 +301,7 @@ async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
 
 async def test_sampling_seeds_are_fixed_for_each_request_and_differ(client: GenerationClient) -> None:
     async with serving(lambda request, number: answer([2])) as engine:
-        generator = Generator(client, sampling=SamplingConfig(), seed=1, patience=1)
+        generator = Generator(client, sampling=SamplingConfig(), seed=1, patience=1, tokens_per_request=4096)
         route = GroupRoute(FixedRoutes(), worker=0, seq=3, gserver=engine.url)  # type: ignore[arg-type]
         for rid in ("3.0.0", "3.1.0", "3.0.0"):
             await generator.generate(PROMPT, max_new_tokens=4, rid=rid, route=route)

@@ -67,7 +67,7 @@ async def session(
             Session(
                 prompt=PROMPT,
                 sibling=0,
-                generator=Generator(client, sampling=sampling, seed=0, patience=10),
+                generator=Generator(client, sampling=sampling, seed=0, patience=10, tokens_per_request=4096),
                 route=GroupRoute(None, worker=0, seq=0, gserver=engine.url),  # type: ignore[arg-type]
                 rewards=rewards,
                 reward=reward or RewardConfig(on_error=on_error),

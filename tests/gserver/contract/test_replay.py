@@ -80,10 +80,16 @@ class FixedRoute:
 class Responses:
     """Responses to `PROMPTS`, on their way."""
 
-    def __init__(self, served: Contract) -> None:
+    def __init__(self, served: Contract, *, tokens_per_request: int = MOST_TOKENS) -> None:
         self._served = served
         self._recorder = Recorder(key=served.key)
-        self._generator = Generator(self._recorder, sampling=SamplingConfig(), seed=1, patience=60.0)
+        self._generator = Generator(
+            self._recorder,
+            sampling=SamplingConfig(),
+            seed=1,
+            patience=60.0,
+            tokens_per_request=tokens_per_request,
+        )
         self._tasks = [
             asyncio.create_task(
                 self._generator.generate(
@@ -135,9 +141,9 @@ async def test_across_updates_and_an_abort(gserver: Contract) -> None:
         assert response.interruptions >= (1 + len(FACTORS) if gserver.pause_mode == "abort" else 1)
 
 
-async def generate_across_an_update_and_a_death(served: Contract) -> None:
+async def generate_across_an_update_and_a_death(served: Contract, *, tokens_per_request: int = MOST_TOKENS) -> None:
     """The second of two gservers dies while it generates."""
-    responses = Responses(served)
+    responses = Responses(served, tokens_per_request=tokens_per_request)
     await responses.have(40)
     await served.publish(FACTORS[0])
     await responses.have(40)
@@ -148,12 +154,15 @@ async def generate_across_an_update_and_a_death(served: Contract) -> None:
     made = await responses.end()
     assert [response.interruptions for response in made] == [1, 2, 1, 2]
     assert {version for response in made for version in response.versions} == {0, 1}
+    if tokens_per_request < MOST_TOKENS:  # also of those whose gserver has died
+        assert all(set(response.versions) == {0, 1} for response in made)
 
 
+@pytest.mark.parametrize("tokens_per_request", [MOST_TOKENS, 15], ids=["whole", "parts"])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tmp_path: Path) -> None:
+async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tokens_per_request: int, tmp_path: Path) -> None:
     async with contract("embedded", tmp_path, pause_mode=mode, count=2) as served:  # type: ignore[arg-type]
-        await generate_across_an_update_and_a_death(served)
+        await generate_across_an_update_and_a_death(served, tokens_per_request=tokens_per_request)
 
 
 @pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")

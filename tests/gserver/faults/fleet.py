@@ -145,7 +145,13 @@ class FaultyFleet:
 
     async def generate_always(self, seed: int) -> None:
         """One response after another, from gservers that take groups; every token is compared with its weights."""
-        responses = Responses(self.client, sampling=SamplingConfig(), seed=1, patience=RESPONSE_PATIENCE)
+        responses = Responses(
+            self.client,
+            sampling=SamplingConfig(),
+            seed=1,
+            patience=RESPONSE_PATIENCE,
+            tokens_per_request=RESPONSE_TOKENS // 2,
+        )
         route = AnyLiveGserver(self.run, seed=seed)
         while True:
             await route.replace("")

@@ -93,7 +93,7 @@ class CatchUps:
         ]
 
     def wanted(self, version: int) -> list[Gserver]:
-        """Those for which only the publisher has the weights of `version`."""
+        """Those to which only the publisher can send the weights of `version`."""
         offer = self._offer
         if offer is None or offer.version != version:
             return self.lagging()

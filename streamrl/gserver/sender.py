@@ -71,10 +71,10 @@ class WeightSender:
 
     async def leave(self, name: str) -> None:
         """Leave the group, once nothing is sent in it any more, and give back what was lent."""
-        carrier = self._offers[name]
         if task := self._sending.get(name):
             await asyncio.wait({task})
-        if self._offers.pop(name, None) is not None:
+        carrier = self._offers.pop(name, None)  # None: another call to leave it was faster
+        if carrier is not None:
             self._sending.pop(name, None)
             await in_thread(carrier.give_up)
 

@@ -141,7 +141,7 @@ class WeightUpdates:
         return await asyncio.shield(running)
 
     async def wanted(self, *, timeout: float) -> Wanted:
-        """Who waits for the current weights, which only the publisher has; waits for one to do so."""
+        """Who waits for the current weights, which only the publisher can send; waits for one to do so."""
         await self._changed.until(lambda: bool(self._wanting()) or self._closing, timeout=timeout)
         return Wanted(
             version=self.version, gservers=[g.name for g in self._wanting()], serving=self._fleet.serving_count

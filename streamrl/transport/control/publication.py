@@ -67,7 +67,7 @@ class PublishCommit(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Which gservers wait for weights that nobody but the publisher has."""
+    """Which gservers wait for weights that nobody but the publisher can send."""
 
     version: int
     """What the others serve."""

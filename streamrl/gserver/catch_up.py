@@ -70,9 +70,10 @@ class CatchUps:
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
-    def busy(self) -> set[Gserver]:
-        """Those that are being brought up now."""
-        return set(self._running)
+    def busy(self) -> set[str]:
+        """Addresses at which weights are being brought up now. By address, because a server that was joined outlives
+        the gserver that joined it: the next one there waits until what was begun for the one before has ended."""
+        return {gserver.address for gserver in self._running}
 
     def offer(self, offer: Offer) -> None:
         """These are the weights that are served now."""
@@ -83,13 +84,14 @@ class CatchUps:
 
     def lagging(self) -> list[Gserver]:
         """Those that live, do not serve the current weights, and may be brought to them now."""
+        busy = self.busy
         return [
             gserver
             for gserver in self._fleet.all()
             if gserver.standing is Standing.EVICTED
             and not gserver.failing
             and gserver.failed_catch_ups < self._config.attempts
-            and gserver not in self._running
+            and gserver.address not in busy
         ]
 
     def wanted(self, version: int) -> list[Gserver]:

@@ -93,6 +93,11 @@ class WeightCalls:
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 
+    async def settle(self, gserver: Gserver) -> None:
+        """Wait until it is done with what it was told before, by calls that were given up maybe: SGLang's scheduler
+        takes one after another, and has a part in this answer."""
+        await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
+
     async def load(self, gserver: Gserver, folder: str, *, version: int, flush_cache: bool) -> None:
         """Have the weights in `folder` taken: aside in an update that has begun, else at once."""
         message = UpdateWeightsFromDisk(model_path=folder, weight_version=str(version), flush_cache=flush_cache)

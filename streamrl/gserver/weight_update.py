@@ -269,6 +269,7 @@ class WeightUpdate:
             case Step.SWAP if _stages_weights(gserver):
                 await self._calls.end(gserver)
             case Step.SWAP if isinstance(self._weights, Snapshot):
+                await self._calls.settle(gserver)  # SGLang's front end breaks down when two loads overlap
                 await self._load(gserver)
             case Step.SWAP:
                 await self._calls.end_in_place(gserver, version=self.version)

@@ -252,7 +252,7 @@ class WeightUpdates:
         seen = self._fleet.news
         while True:
             busy = self._catch_ups.busy  # they stay behind, and catch up again
-            candidates = [g for g in self._fleet.candidates(version) if g not in busy]
+            candidates = [g for g in self._fleet.candidates(version) if g.address not in busy]
             if isinstance(message.weights, Snapshot):
                 candidates = _able_to_read(message.weights, candidates)
             live = await self._living(candidates)

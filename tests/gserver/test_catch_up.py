@@ -80,6 +80,7 @@ async def test_one_without_a_stage_is_paused_while_it_reads(tmp_path: Path) -> N
     async with fleet(tmp_path, 1, staged=False, pause_mode="retract") as (run, (gserver,)):
         assert (await publish(run, 1, checksums={"a": "1"})).done
         assert calls(gserver) == [PAUSE, NAME, LOAD, CONTINUE]
+        assert gserver.calls[gserver.calls.index(LOAD) - 1] == "/server_info", "nothing that was given up is under way"
         assert gserver.bodies[LOAD][0]["flush_cache"] is True
 
 
@@ -132,6 +133,24 @@ async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_fo
         late.let_go()  # the catch-up to version 1 goes on, and ends
         await run.until_live(0, 1)
         assert late.weight_version == "2"
+
+
+async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_one_before(tmp_path: Path) -> None:
+    """A joined server is still at it when the gserver that joined it has died and the next one has come."""
+    async with fleet(tmp_path, 1, staged=False, timeout_seconds=10.0) as (run, _), scripted(staged=False) as (server,):
+        assert (await publish(run, 1)).done
+        server.faults[LOAD] = ["stall"]
+        await run.register("gserver", 1, address=server.url, pid=200)
+        await run.until(lambda status: LOAD in server.calls, timeout=20)
+        await run.register("gserver", 1, address=server.url, pid=201)
+        await asyncio.sleep(0.3)
+        assert server.counts[LOAD] == 1
+        assert (await publish(run, 2)).done, "nor do updates wait for it, or take it along"
+        assert server.counts[LOAD] == 1
+        server.let_go()
+        await run.until_live(0, 1)
+        assert server.counts[LOAD] == 2
+        assert server.weight_version == "2"
 
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:

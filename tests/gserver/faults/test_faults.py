@@ -17,8 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.errors import PublicationError
+from streamrl.errors import DeadlineExceeded, PublicationError
+from streamrl.gserver.routing import Gserver
 from streamrl.gserver.sglang.joined import load
+from streamrl.gserver.sglang.server import SglangServer
+from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.models import ensure_checkpoint
 from streamrl.transport.broadcaster import Broadcaster
 from streamrl.transport.control.publication import PublishBegin, PublishBeginReply, PublishCommit
@@ -256,6 +259,11 @@ async def test_a_server_is_joined_whatever_the_run_before_left_it_doing(
         await client.close()
 
 
+def scheduler_of(server: SglangServer) -> psutil.Process:
+    (scheduler,) = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "scheduler" in p.name()]
+    return scheduler
+
+
 @NO_SGLANG
 async def test_a_server_that_still_runs_requests_nobody_waits_for_takes_weights(
     tmp_path: Path, running_sglang: RunningSglang
@@ -264,7 +272,7 @@ async def test_a_server_that_still_runs_requests_nobody_waits_for_takes_weights(
     config = fleet_config("sglang", tmp_path, "disk")
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     server = (await running_sglang.servers(2))[1]
-    (scheduler,) = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "scheduler" in p.name()]
+    scheduler = scheduler_of(server)
     client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
     requests = [asyncio.create_task(client.generate(server.url, request(200))) for _ in range(4)]
     await asyncio.sleep(0.5)  # they run
@@ -279,6 +287,36 @@ async def test_a_server_that_still_runs_requests_nobody_waits_for_takes_weights(
         scheduler.resume()
     await loading
     assert (await client.model_info(server.url)).weight_version == "another"
+    assert len((await client.generate(server.url, request(4))).output_ids) == 4
+    await client.close()
+
+
+@NO_SGLANG
+async def test_a_server_that_still_loads_weights_nobody_waits_for_is_told_of_others(
+    tmp_path: Path, running_sglang: RunningSglang
+) -> None:
+    """Its front breaks down when one load comes while another is under way."""
+    config = fleet_config("sglang", tmp_path, "disk")
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    server = (await running_sglang.servers(2))[1]
+    gserver = Gserver(1, server.url, on_change=lambda _: None)
+    client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+    calls = WeightCalls(client, timeout=PATIENCE)
+    await calls.pause(gserver, "retract")
+    scheduler = scheduler_of(server)
+    scheduler.suspend()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await WeightCalls(client, timeout=1.0).load(gserver, str(model_dir), version=1, flush_cache=True)
+        settling = asyncio.create_task(calls.settle(gserver))
+        await asyncio.sleep(0.5)
+        assert not settling.done()
+    finally:
+        scheduler.resume()
+    await settling
+    await calls.load(gserver, str(model_dir), version=2, flush_cache=True)
+    await calls.resume(gserver, timeout=PATIENCE)
+    assert await calls.label(gserver) == "2"
     assert len((await client.generate(server.url, request(4))).output_ids) == 4
     await client.close()
 

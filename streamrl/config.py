@@ -273,8 +273,9 @@ class StalenessConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How new weights reach the gservers."""
 
-    mode: Literal["collective", "disk", "shared_memory"] = "collective"
-    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host."""
+    mode: Literal["auto", "collective", "disk", "shared_memory"] = "auto"
+    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host. `auto`:
+    shared memory where everything is on one host, without GPUs, and it has room; else a broadcast."""
     dir: str = ""
     """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
     checksum: bool = True
@@ -283,7 +284,7 @@ class WeightsConfig(Section, frozen=True):
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     host: str = "127.0.0.1"
-    """Where the publisher listens for the weight group."""
+    """Where the publisher listens for the weight group; a loopback address: the whole run is on one host."""
     bucket_mb: PositiveFloat = 256.0
     """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
     timeout_seconds: PositiveFloat = 120.0

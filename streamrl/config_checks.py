@@ -58,7 +58,7 @@ def found_in(config: Config) -> list[str]:
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
     if config.weights.dir and config.weights.mode != "disk":
         problems.append('weights.dir is of weights.mode = "disk"')
-    if config.weights.backend != "auto" and config.weights.mode != "collective":
+    if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
         problems.append('weights.backend is of weights.mode = "collective"')
     return (
         problems

@@ -311,8 +311,8 @@ def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
     able = [g for g in gservers if snapshot.readable_on(g.host)]
     far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
     problem = (
-        f'weights.mode = "shared_memory" reaches gservers on {snapshot.host} alone, and not {far}; '
-        'take "collective" or "disk" for several hosts'
+        f"weights in shared memory reach gservers on {snapshot.host} alone, and not {far}; for several hosts set "
+        'weights.host to an address that all of them reach and weights.mode to "collective", or take "disk"'
     )
     if far and not able:
         raise PublicationError(problem)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -285,13 +286,13 @@ class ModelWorker:
             timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
         )
         if self._index == 0:
-            self._publisher = self._make_publisher()
+            self._publisher = self._make_publisher(self._source)
         self._computation = Computation(
             config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
         )
         return Done(compute_seconds=time.monotonic() - began)
 
-    def _make_publisher(self) -> Publisher:
+    def _make_publisher(self, source: WeightSource) -> Publisher:
         weights = self._config.weights
 
         async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
@@ -305,6 +306,7 @@ class ModelWorker:
             backend=backend,
             dtype=resolve_dtype(self._config.gserver.dtype, self._device),
             device=self._device,
+            numbers=sum(math.prod(shape) for _, shape in source.specs()),
         )
         return Publisher(client=self._client, config=weights, carrier=carrier, in_thread=in_thread)
 

@@ -19,11 +19,12 @@ from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.trainer.calls import Published
-from streamrl.trainer.weight_files import WeightFiles
+from streamrl.trainer.weight_files import WeightFiles, has_room
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.transport.broadcaster import Broadcaster
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.publication import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
+from streamrl.transport.keys import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ RunInThread = Callable[..., Awaitable[Any]]
 
 COMMIT_MARGIN_SECONDS = 10.0
 """How much longer than the manager's own deadlines the publisher waits for its answer."""
+VERSIONS = 3
+"""Of the weights that may be in shared memory: two, and one that a gserver still reads."""
 MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
 
@@ -136,14 +139,27 @@ class Publisher:
 
 
 def carrier_for(
-    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device
+    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device, numbers: int = 0
 ) -> Carrier:
-    """The carrier that `weights.mode` names; `backend` is for a broadcast."""
+    """The carrier that `weights.mode` names. `backend` is for a broadcast; `numbers`: how many all weights are."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
-    if weights.mode == "shared_memory":
+    mode = weights.mode
+    if mode == "auto":
+        in_memory = _suits_shared_memory(config, device=device, size=numbers * dtype.itemsize)
+        mode = "shared_memory" if in_memory else "collective"
+        log.info("weights.mode: %s", mode)
+    if mode == "shared_memory":
         return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
-    if weights.mode == "disk":
+    if mode == "disk":
         return WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum)
     return Broadcaster(weights, backend=backend, dtype=dtype, device=device)
+
+
+def _suits_shared_memory(config: Config, *, device: torch.device, size: int) -> bool:
+    """Whether all gservers can serve weights of `size` bytes from the memory of this host."""
+    one_host = is_loopback(config.weights.host) and config.gserver.engine == "embedded"
+    if not one_host or device.type != "cpu" or config.weights.backend != "auto":
+        return False
+    return has_room(VERSIONS * size)

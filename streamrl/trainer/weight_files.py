@@ -200,6 +200,14 @@ class _Held:
         self._file.close()
 
 
+def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
+    """Whether this host has shared memory, and so many bytes of it are free."""
+    try:
+        return shutil.disk_usage(root).free >= size
+    except OSError:
+        return False
+
+
 def _synchronise(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -261,6 +261,7 @@ def test_a_killed_gserver_is_sent_the_weights_by_the_other(tmp_path):
         **(QUICK | {"run__total_train_steps": 4000, "rollout__workers": 1}),
         gserver__count=2,
         gserver__restart_delay_seconds=0.1,
+        weights__mode="collective",
     )
     process = start(COPY_SCRATCH, settings)
     reader, output = collected(process)

@@ -18,8 +18,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from streamrl.native import Unavailable, compiled
-
 log = logging.getLogger(__name__)
 
 
@@ -106,6 +104,11 @@ def _add_by_torch(matrix: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
 @cache
 def _add_by_c() -> AddSums | None:
     """Contiguous matrices only; None: it cannot be had here."""
+    try:
+        from streamrl.native import Unavailable, compiled  # what it needs is not in every environment of SGLang
+    except ImportError as reason:
+        log.info("torch takes the checksums of weights, which is slower: %s", reason)
+        return None
     try:
         library = ctypes.CDLL(str(compiled([Path(__file__).with_name("checksum.c")])))
         functions = {size: getattr(library, f"sums_of_{size}") for size in _INTEGERS}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl import checksum
+from streamrl import checksum, native
 from streamrl.checksum import copy_and_sum, tensor_sums
 from streamrl.native import Unavailable, compiled
 
@@ -98,6 +98,6 @@ def test_what_the_compiler_makes_is_tried(
         library = compiled([wrong])
     except Unavailable as reason:
         pytest.skip(str(reason))
-    with patch.object(checksum, "compiled", lambda _: library):
+    with patch.object(native, "compiled", lambda _: library):
         assert checksum._add_by_c.__wrapped__() is None
     assert "what the C compiler makes is wrong" in caplog.text

@@ -54,6 +54,8 @@ class Gserver:
         """How often in a row it could not be brought to the current weights, though it lived on."""
         self.failing = False
         """It could not be brought to them just now, and has not been heard of since: it may have died of it."""
+        self.tells_received = True
+        """Whether one that stages no weights can tell checksums of those that came, as far as known."""
         self.stuck = False
         """Its generation was paused and could not be resumed."""
         self.groups: dict[Key, Work] = {}

@@ -269,6 +269,8 @@ class Server:
     async def _checksum(self, message: WeightsChecker) -> Any:
         if message.action == "staged":
             return StagedSums(tensors=await self._engine.staged_sums())
+        if message.action == "received":
+            raise Refused('new weights are kept aside here: ask for "staged"')
         return await self._engine.checksum()
 
 

@@ -5,8 +5,8 @@
        └────────────────┴──────────────┴─────────────┴──▶ roll back ──▶ rolled back
 
 *Prepare* brings the weights to every gserver, *check* compares them with what was trained, *take* pauses,
-swaps and resumes each gserver on its own. Gservers pass `prepare` and `check` together: nobody goes on
-before all are through, and before the publisher has committed.
+swaps and resumes each gserver on its own (one that stages none and reads files does all of it there). Gservers
+pass `prepare` and `check` together: nobody goes on before all are through, and before the publisher has committed.
 
 Invariants: until the first swap succeeds every failure rolls back, and gservers that hold unmixed weights go
 on at the old version; from then on the update stands, and a gserver that fails is evicted. Whoever was asked
@@ -53,7 +53,7 @@ class Step(Enum):
     RECEIVE = "receive"
     """Take the new weights: aside if it stages, else straight into those that it serves."""
     VERIFY = "verify"
-    """Show that the staged weights are those that were trained."""
+    """Show that the new weights are those that were trained."""
     PAUSE = "pause"
     MARK = "mark"
     """Call your weights mixed, before they are: whatever is sampled from them can be told apart."""
@@ -94,16 +94,16 @@ class Plan:
 def plan_for(*, way: Literal["broadcast", "snapshot"], staged: bool, joined: bool, verified: bool) -> Plan:
     """The steps of a gserver that can stage weights, or cannot (real SGLang).
 
-    `joined`: it is in the weight group already. `verified`: its staged weights are compared.
+    `joined`: it is in the weight group already. `verified`: what it received is compared.
     """
     join = () if joined or way == "snapshot" else (Step.JOIN,)
-    check = (Step.VERIFY,) if verified and staged else ()
+    check = (Step.VERIFY,) if verified else ()
     if staged:
         return Plan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
-    if way == "snapshot":  # nothing touches it before the swap, which reads the files
-        return Plan(take=(Step.PAUSE, Step.MARK, Step.SWAP), mixes=Step.MARK)
+    if way == "snapshot":  # nothing touches it before its turn has come, when it reads the files
+        return Plan(take=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
     steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
-    return Plan(prepare=steps, take=(Step.SWAP,), mixes=Step.MARK)
+    return Plan(prepare=steps, check=check, take=(Step.SWAP,), mixes=Step.MARK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +324,8 @@ class UpdateStates(Generic[Who]):
                 member.stage = Stage.PAUSING
         if step is member.plan.mixes:
             member.mixed = True
-        member.stage = _STAGE_OF.get(step, member.stage)
+        loads = self.phase is Phase.TAKE and step in (Step.RECEIVE, Step.VERIFY)
+        member.stage = Stage.SWAPPING if loads else _STAGE_OF.get(step, member.stage)
         member.now = Do(member.who, step)
         return member.now
 

@@ -14,7 +14,6 @@ from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.routing import Gserver
 from streamrl.transport.control.publication import Broadcast, TensorSpec
 from streamrl.transport.generation import (
-    MIXED_WEIGHTS,
     AbortRequest,
     DestroyWeightsUpdateGroup,
     GenerationClient,
@@ -23,6 +22,8 @@ from streamrl.transport.generation import (
     OfferWeights,
     PauseGeneration,
     PauseMode,
+    RankSums,
+    ReceivedSums,
     SendWeights,
     ServerInfo,
     StagedSums,
@@ -34,6 +35,10 @@ from streamrl.transport.generation import (
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_ACTION = "Unsupported action"
+"""What SGLang answers when /weights_checker is asked for something that it does not know."""
+NOTHING = "nothing"
+"""For the checksum of what did not come."""
 PROBE_SECONDS = 5.0
 """A gserver that does not answer a simple question for so long counts as lost."""
 
@@ -74,10 +79,6 @@ class WeightCalls:
             await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
             await self._post(gserver, "/begin_weight_update")
 
-    async def mark_mixed(self, gserver: Gserver) -> None:
-        """Have the weights called mixed from here on, until they are named as a version."""
-        await self._name(gserver, MIXED_WEIGHTS)
-
     async def receive(
         self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int | None, flush_cache: bool
     ) -> None:
@@ -98,34 +99,53 @@ class WeightCalls:
         takes one after another, and has a part in this answer."""
         await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
 
-    async def load(self, gserver: Gserver, folder: str, *, version: int, flush_cache: bool) -> None:
-        """Have the weights in `folder` taken: aside in an update that has begun, else at once."""
-        message = UpdateWeightsFromDisk(model_path=folder, weight_version=str(version), flush_cache=flush_cache)
+    async def load(self, gserver: Gserver, folder: str, *, version: int | None, flush_cache: bool) -> None:
+        """Have the weights in `folder` taken: aside in an update that has begun, else over those that it serves; then
+        it is told no `version` yet."""
+        message = UpdateWeightsFromDisk(
+            model_path=folder, weight_version=None if version is None else str(version), flush_cache=flush_cache
+        )
         await self._post(gserver, "/update_weights_from_disk", message)
 
     async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
-        """Raises `PublicationError` when what is staged is not what was `trained` (name → checksum)."""
+        """Raises `PublicationError` when what it received is not what was `trained` (name → checksum)."""
         if not trained:
             return
-        found = await self._client.post(
-            gserver.address, "/weights_checker", WeightsChecker(action="staged"), StagedSums, timeout=self._timeout
-        )
-        wrong = [name for name, checksum in found.tensors.items() if trained.get(name, checksum) != checksum]
-        missing = [name for name in found.tensors if name not in trained]
-        if wrong or missing:
-            raise PublicationError(
-                f"{gserver.name} received other weights than were trained: {len(wrong)} of {len(found.tensors)} "
-                f"tensors differ ({', '.join(wrong[:3]) or 'none'}), {len(missing)} were not told "
-                f"({', '.join(missing[:3]) or 'none'})"
+        if gserver.info is not None and gserver.info.staged_weight_update:
+            message = WeightsChecker(action="staged")
+            found = await self._client.post(
+                gserver.address, "/weights_checker", message, StagedSums, timeout=self._timeout
             )
+            _compare(gserver, found.tensors, trained, untold=[name for name in found.tensors if name not in trained])
+            return
+        for rank in await self._received(gserver):
+            # It may have been given more before, by a run that it was in.
+            _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
+
+    async def _received(self, gserver: Gserver) -> list[RankSums]:
+        """None from a server that somebody else started, which cannot tell."""
+        if not gserver.tells_received:
+            return []
+        message = WeightsChecker(action="received")
+        try:
+            sums = await self._client.post(
+                gserver.address, "/weights_checker", message, ReceivedSums, timeout=self._timeout
+            )
+        except PeerError as error:
+            if UNKNOWN_ACTION not in str(error):
+                raise
+            gserver.tells_received = False
+            log.info("%s does not tell what it received: its weights show in log-probabilities alone", gserver.name)
+            return []
+        return sums.ranks
 
     async def end(self, gserver: Gserver) -> None:
         await self._post(gserver, "/end_weight_update")
 
-    async def end_in_place(self, gserver: Gserver, *, version: int) -> None:
-        """All weights of `version` are where it serves them from."""
-        await self.end(gserver)
-        await self._name(gserver, str(version))
+    async def name(self, gserver: Gserver, label: str) -> None:
+        """Have the weights that it serves called `label`."""
+        message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
+        await self._post(gserver, "/update_weight_version", message)
 
     async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
         await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
@@ -145,13 +165,25 @@ class WeightCalls:
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
 
-    async def _name(self, gserver: Gserver, label: str) -> None:
-        message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
-        await self._post(gserver, "/update_weight_version", message)
-
     async def _post(
         self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> None:
         outcome = await self._client.update(gserver.address, path, body, timeout=timeout or self._timeout)
         if not outcome.success:
             raise PublicationError(f"{gserver.name} refused {path}: {outcome.message or 'no reason given'}")
+
+
+def _compare(
+    gserver: Gserver, found: Mapping[str, str], trained: Mapping[str, str], *, untold: Sequence[str] = ()
+) -> None:
+    """`untold`: those that the publisher did not speak of."""
+    wrong = [name for name, checksum in found.items() if trained.get(name, checksum) != checksum]
+    if wrong or untold:
+        raise PublicationError(
+            f"{gserver.name} received other weights than were trained: {len(wrong)} of {len(found)} tensors differ "
+            f"({_some(wrong)}), {len(untold)} were not told ({_some(untold)})"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) or "none"

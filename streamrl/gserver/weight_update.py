@@ -22,7 +22,7 @@ from streamrl.gserver.routing import Gserver, Standing, serves
 from streamrl.gserver.update_states import ORDER, Do, Serves, Stage, Step, UpdateStates, plan_for
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.transport.control.publication import Broadcast, PublishReply, Snapshot
-from streamrl.transport.generation import InitWeightsUpdateGroup
+from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup
 
 log = logging.getLogger(__name__)
 
@@ -265,14 +265,13 @@ class WeightUpdate:
                     # SGLang has answered its requests, but may still run them, and would not flush its cache.
                     await self._calls.pause(gserver, "retract")
             case Step.MARK:
-                await self._calls.mark_mixed(gserver)
+                await self._calls.name(gserver, MIXED_WEIGHTS)
             case Step.SWAP if _stages_weights(gserver):
                 await self._calls.end(gserver)
-            case Step.SWAP if isinstance(self._weights, Snapshot):
-                await self._calls.settle(gserver)  # SGLang's front end breaks down when two loads overlap
-                await self._load(gserver)
             case Step.SWAP:
-                await self._calls.end_in_place(gserver, version=self.version)
+                if isinstance(self._weights, Broadcast):
+                    await self._calls.end(gserver)
+                await self._calls.name(gserver, str(self.version))
             case Step.CLEAR:
                 await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
             case Step.RESUME:
@@ -292,7 +291,7 @@ class WeightUpdate:
 
     async def _receive(self, gserver: Gserver) -> None:
         if isinstance(self._weights, Snapshot):
-            await self._load(gserver)
+            await self._load(gserver, self._weights)
             return
         last = len(self._weights.buckets)
         for number, bucket in enumerate(self._weights.buckets, start=1):
@@ -304,9 +303,15 @@ class WeightUpdate:
                 flush_cache=self._flushes(gserver) and number == last,
             )
 
-    async def _load(self, gserver: Gserver) -> None:
-        assert isinstance(self._weights, Snapshot)
-        await self._calls.load(gserver, self._weights.folder, version=self.version, flush_cache=self._flushes(gserver))
+    async def _load(self, gserver: Gserver, files: Snapshot) -> None:
+        if not _stages_weights(gserver):
+            await self._calls.settle(gserver)  # SGLang's front end breaks down when two loads overlap
+        await self._calls.load(
+            gserver,
+            files.folder,
+            version=self.version if _stages_weights(gserver) else None,
+            flush_cache=self._flushes(gserver),
+        )
 
     def _flushes(self, gserver: Gserver) -> bool:
         """SGLang refuses to flush its cache while requests stay in place; a swap of staged weights needs no word."""

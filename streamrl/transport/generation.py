@@ -171,8 +171,9 @@ class UpdateWeightVersion(msgspec.Struct, frozen=True):
 
 
 class WeightsChecker(msgspec.Struct, frozen=True):
-    action: Literal["checksum", "staged"] = "checksum"
-    """Of the weights that are served, or (not SGLang) of those that wait aside: `StagedSums`."""
+    action: Literal["checksum", "staged", "received"] = "checksum"
+    """Of the weights that are served; of those that wait aside (`StagedSums`, not SGLang); or of those that were loaded
+    last, as they came (`ReceivedSums`, SGLang servers that streamrl has started)."""
 
 
 class StagedSums(msgspec.Struct, frozen=True):
@@ -180,6 +181,19 @@ class StagedSums(msgspec.Struct, frozen=True):
 
     tensors: dict[str, str]
     """Hugging Face name → `checksum.tensor_sums`."""
+
+
+class RankSums(msgspec.Struct, frozen=True):
+    """Of one rank of a server."""
+
+    checksums: dict[str, str]
+    """Hugging Face name → `checksum.tensor_sums`."""
+
+
+class ReceivedSums(msgspec.Struct, frozen=True):
+    """Checksums of the weights that a server has loaded, each taken before it was."""
+
+    ranks: list[RankSums]
 
 
 class Outcome(msgspec.Struct, frozen=True):

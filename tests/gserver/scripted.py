@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl.transport.control.publication import Broadcast, TensorSpec
-from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo, StagedSums
+from streamrl.transport.generation import ModelInfo, Outcome, RankSums, ReceivedSums, ServerInfo, StagedSums
 
 Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "nonsense_after"]
 """`..._after`: the call takes effect, but its answer is late or nonsense."""
@@ -35,7 +35,9 @@ class ScriptedGserver:
         self.buckets = 0
         self.pending_version = ""
         self.sums: dict[str, str] = {}
-        """Checksums of what it says is staged."""
+        """Checksums of what it says has come."""
+        self.tells_received = True
+        """Whether one that stages none tells them; a server that streamrl has not started does not."""
         self.url = ""
         self._runner: web.AppRunner | None = None
         self._stalled = asyncio.Event()
@@ -112,16 +114,16 @@ class ScriptedGserver:
                 self.buckets += 1
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weights_from_disk":
-                self.pending_version = self.bodies[path][-1]["weight_version"]
-                if not self.staged:
-                    self.weight_version = self.pending_version
+                self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
                 self.weight_version = self.bodies[path][-1]["new_version"]
             case "/offer_weights":
                 spec = TensorSpec(name="a", dtype="float32", shape=[1])
                 return Broadcast([[spec]], master_address="127.0.0.1", master_port=1, backend="gloo", group_name="")
+            case "/weights_checker" if not self.staged and not self.tells_received:
+                raise web.HTTPBadRequest(body=msgspec.json.encode(Outcome(False, "Unsupported action='received'")))
             case "/weights_checker":
-                return StagedSums(tensors=self.sums)
+                return StagedSums(self.sums) if self.staged else ReceivedSums([RankSums(self.sums)])
             case "/end_weight_update":
                 self.began = False
                 self.weight_version = self.pending_version

@@ -13,6 +13,7 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.gserver.weight_calls import WeightCalls
 from streamrl.transport.control.publication import PublishBegin, PublishCommit, PublishReply, Snapshot
+from streamrl.transport.generation import MIXED_WEIGHTS
 from tests.gserver.harness import (
     Run,
     begin_publication,
@@ -78,10 +79,34 @@ async def test_files_are_staged_and_compared_before_anybody_pauses(tmp_path: Pat
 
 async def test_one_without_a_stage_is_paused_while_it_reads(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, staged=False, pause_mode="retract") as (run, (gserver,)):
+        gserver.sums = {"a": "1"}
         assert (await publish(run, 1, checksums={"a": "1"})).done
-        assert calls(gserver) == [PAUSE, NAME, LOAD, CONTINUE]
+        assert calls(gserver) == [PAUSE, NAME, LOAD, VERIFY, NAME, CONTINUE]
+        assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
+        assert gserver.bodies[LOAD][0]["weight_version"] is None
         assert gserver.calls[gserver.calls.index(LOAD) - 1] == "/server_info", "nothing that was given up is under way"
         assert gserver.bodies[LOAD][0]["flush_cache"] is True
+
+
+async def test_one_without_a_stage_that_took_other_weights_is_given_no_groups(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, staged=False, attempts=1) as (run, (good, bad)):
+        good.sums = {"a": "1", "b": "2", "of a run before": "9"}
+        bad.sums = {"a": "1"}
+        reply = await publish(run, 1, checksums={"a": "1", "b": "2"})
+        assert reply.done
+        assert reply.evicted == [1]
+        await run.until(lambda status: bad.counts[LOAD] == 2)  # it was tried again, as one that comes late
+        assert live_gservers(await run.client.status()) == {0}
+        assert bad.weight_version == MIXED_WEIGHTS
+        assert not bad.paused
+
+
+async def test_one_that_cannot_tell_what_came_is_asked_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, staged=False) as (run, (gserver,)):
+        gserver.tells_received = False
+        for version in (1, 2):
+            assert (await publish(run, version, checksums={"a": "1"})).done
+        assert gserver.counts[VERIFY] == 1
 
 
 async def test_other_weights_than_were_trained_are_refused_and_named(tmp_path: Path) -> None:
@@ -155,7 +180,7 @@ async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_o
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
-        with pytest.raises(PeerError, match=r"reaches gservers on there alone, and not gserver/0 on here"):
+        with pytest.raises(PeerError, match=r"reach gservers on there alone, and not gserver/0 on here"):
             await publish(run, 1, host="there")
         await run.register("gserver", 1, address=far.url, host="there")
         await run.until_live(0, 1)

@@ -1,9 +1,9 @@
-"""What runs in SGLang's interpreter: the lifeline, a limit to waiting in weight groups, support for machines without
-a GPU, then SGLang itself.
+"""What runs in SGLang's interpreter: the lifeline, a limit to waiting in weight groups, checksums of what comes in an
+update, support for machines without a GPU, then SGLang itself.
 
-Run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; so
-it imports nothing of streamrl. Processes that SGLang starts afresh import it again, and so have the
-same support. Its arguments are those of SGLang's server.
+Run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; of streamrl it
+imports only what needs nothing else (`received.py`). Processes that SGLang starts afresh import it again, and so have
+the same support. Its arguments are those of SGLang's server.
 
 Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only
 writing end is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the
@@ -35,6 +35,7 @@ import types
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 LIFELINE = "STREAMRL_SGLANG_LIFELINE"
@@ -72,6 +73,16 @@ def limit_group_waits(seconds: float) -> None:
     ours = {"timeout": timedelta(seconds=seconds)}
     defaults = [p for p in inspect.signature(form).parameters.values() if p.default is not p.empty]
     form.__defaults__ = tuple(ours.get(p.name, p.default) for p in defaults)
+
+
+def take_checksums_of_updates() -> None:
+    """See `received.py`. SGLang's environment need not have streamrl, whose modules are found without it."""
+    package = types.ModuleType("streamrl")
+    package.__path__ = [str(Path(__file__).resolve().parents[2])]
+    sys.modules["streamrl"] = package
+    from streamrl.gserver.sglang import received
+
+    received.install()
 
 
 def support_cpu() -> None:
@@ -126,6 +137,8 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
     support_cpu()
 if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:
     limit_group_waits(float(os.environ[GROUP_SECONDS]))
+if __name__ in ("__main__", "__mp_main__"):
+    take_checksums_of_updates()
 
 if __name__ == "__main__":
     if key := os.environ.pop(API_KEY, ""):

@@ -96,6 +96,7 @@ async def load(client: GenerationClient, url: str, model_dir: Path, weight_versi
 
     A run that died may have left it paused, or with requests that nobody waits for any more; these end.
     """
+    # A load that was given up has ended, since /server_info was answered: two at once would break its front down.
     # Paused like this it flushes its cache whatever it has to do; it refuses while a request runs, even an aborted one.
     await client.update(url, "/pause_generation", PauseGeneration(mode="retract"))
     try:

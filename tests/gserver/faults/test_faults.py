@@ -61,13 +61,15 @@ STEPS = {
     "sglang": {
         "collective": [
             *((JOIN, 0), (PAUSE, 0), (BEGIN, 0), (NAME, 0), (BUCKET, 0), (BUCKET, 1)),
-            *((SWAP, 0), (NAME, 1), (RESUME, 0)),
+            *((VERIFY, 0), (SWAP, 0), (NAME, 1), (RESUME, 0)),
         ],
-        "disk": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (RESUME, 0)],
-        "shared_memory": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (RESUME, 0)],
+        "disk": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (VERIFY, 0), (NAME, 1), (RESUME, 0)],
+        "shared_memory": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (VERIFY, 0), (NAME, 1), (RESUME, 0)],
     },
 }
 """Of each engine and way to bring weights: a call, and how many calls of its kind go well before."""
+ENGINES = pytest.mark.parametrize("engine", [pytest.param("embedded"), pytest.param("sglang", marks=NO_SGLANG)])
+OTHERS = r"gserver/\d received other weights than were trained: 1 of"
 ANSWER_SECONDS = 60.0
 GIVEN_UP_SECONDS = 6.0
 """SGLang looks every 4 seconds whether its callers are still there."""
@@ -104,7 +106,7 @@ async def strike(fleet: FaultyFleet, path: str, skip: int, fault: Fault) -> None
 
 
 @pytest.mark.parametrize("mode", ["collective", "disk", "shared_memory"])
-@pytest.mark.parametrize("engine", [pytest.param("embedded"), pytest.param("sglang", marks=NO_SGLANG)])
+@ENGINES
 async def test_a_gserver_fails_at_every_step(
     tmp_path: Path, running_sglang: RunningSglang, engine: str, mode: str
 ) -> None:
@@ -321,11 +323,12 @@ async def test_a_server_that_still_loads_weights_nobody_waits_for_is_told_of_oth
     await client.close()
 
 
-async def test_weights_that_differ_from_those_that_were_trained_are_never_served(
-    tmp_path: Path, running_sglang: RunningSglang
+@ENGINES
+async def test_files_that_differ_from_what_was_trained_are_never_served(
+    tmp_path: Path, running_sglang: RunningSglang, engine: str
 ) -> None:
-    """The files are damaged after their checksums were taken."""
-    async with faulty_fleet(tmp_path, "disk", running=running_sglang) as fleet:
+    """They are damaged after their checksums were taken."""
+    async with faulty_fleet(tmp_path, "disk", engine=engine, running=running_sglang) as fleet:
         await fleet.publish()
         carrier = fleet.publisher._carrier
         prepare = carrier.prepare
@@ -338,7 +341,29 @@ async def test_weights_that_differ_from_those_that_were_trained_are_never_served
             file.write_bytes(content)
 
         carrier.prepare = damage  # type: ignore[method-assign]
-        with pytest.raises(PublicationError, match=r"gserver/\d received other weights than were trained: 1 of"):
+        with pytest.raises(PublicationError, match=OTHERS):
             await fleet.publish()
+        await fleet.settle()
+        assert fleet.version == 1
+
+
+@ENGINES
+async def test_a_broadcast_that_differs_from_what_was_trained_is_never_served(
+    tmp_path: Path, running_sglang: RunningSglang, engine: str
+) -> None:
+    async with faulty_fleet(tmp_path, "collective", engine=engine, running=running_sglang) as fleet:
+        await fleet.publish()
+        carrier = fleet.publisher._carrier
+        bring = carrier.bring
+
+        def pretend(begin: PublishBeginReply) -> dict[str, str]:
+            """Tell the checksums of other weights than were sent."""
+            sums = bring(begin)
+            return sums | dict(zip(list(sums)[:1], list(sums.values())[1:2], strict=True))
+
+        carrier.bring = pretend  # type: ignore[method-assign]
+        with pytest.raises(PublicationError, match=OTHERS):
+            await fleet.publish()
+        carrier.bring = bring  # type: ignore[method-assign]
         await fleet.settle()
         assert fleet.version == 1

@@ -1,0 +1,110 @@
+"""Runs in SGLang's processes: checksums of the weights that were brought to a server, as they came.
+
+SGLang's own checksums are of its parameters as it lays them out (fused, padded, a part on each rank), which nobody else
+can tell from the weights that were trained. So it is made to take `checksum.tensor_sums` of every tensor of an update
+just before it loads it, and to tell them at POST /weights_checker for the action `received`, in the form of its own.
+What SGLang then does with the tensor is not covered.
+
+Written for sglang 0.5.23. Imports nothing that SGLang does not bring.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from streamrl.checksum import tensor_sums
+
+ACTION = "received"
+LOADS = "sglang.srt.model_executor.model_runner_components.weight_updater"
+TELLS = "sglang.srt.utils.weight_checker"
+
+
+def install() -> None:
+    """Before SGLang is imported; a process that it forks has it then, one that it starts afresh has not."""
+    received = Received()
+    sys.meta_path[:0] = [_AfterImport(LOADS, received.note_updates), _AfterImport(TELLS, received.answer)]
+
+
+class Received:
+    """What one process of SGLang has loaded since it began to serve."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, str] = {}
+        """Name → checksum of the tensor that came last."""
+        self._reading = False
+        """Whether files are read for an update; they are to begin with, too."""
+
+    def note_updates(self, module: Any) -> None:
+        """Have the functions of `LOADS` note what they are given."""
+        updater, loader = module.WeightUpdater, module.DefaultModelLoader
+        from_broadcast, from_disk = updater.load_weights_from_distributed, updater.update_weights_from_disk
+        load = loader.load_weights_only
+
+        def load_weights_from_distributed(of: Any, named_tensors: Iterable[tuple[str, Any]]) -> Any:
+            return from_broadcast(of, list(self._noted(named_tensors)))
+
+        def update_weights_from_disk(of: Any, *arguments: Any, **settings: Any) -> Any:
+            self._reading = True
+            try:
+                return from_disk(of, *arguments, **settings)
+            finally:
+                self._reading = False
+
+        def load_weights_only(model: Any, weights: Iterable[tuple[str, Any]], target_device: Any) -> None:
+            load(model, self._noted(weights) if self._reading else weights, target_device)
+
+        updater.load_weights_from_distributed = load_weights_from_distributed
+        updater.update_weights_from_disk = update_weights_from_disk
+        loader.load_weights_only = staticmethod(load_weights_only)
+
+    def answer(self, module: Any) -> None:
+        """Have the function of `TELLS` tell it, when it is asked."""
+        handle = module.WeightChecker.handle
+
+        def check(of: Any, action: str, *arguments: Any, role: str, **settings: Any) -> Any:
+            if action != ACTION:
+                return handle(of, action, *arguments, role=role, **settings)
+            if role != "target":  # a draft model, which takes what the target has received
+                return None
+            return module.ChecksumInfo(
+                checksums=dict(self._sums),
+                per_gpu_checksum=module.overall_checksum(self._sums),
+                parallelism_info=of._parallelism_info(role=role),
+            ).model_dump()
+
+        module.WeightChecker.handle = check
+
+    def _noted(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors:
+            self._sums[name] = tensor_sums(tensor)
+            yield name, tensor
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `then` with the module `name` once it was imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -104,7 +104,7 @@ class Point:
         self._publisher = Publisher(
             client=client,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=self.dtype, device=torch.device("cpu")),
+            carrier=carrier_for(config, backend="gloo", dtype=self.dtype, device=torch.device("cpu"), numbers=0),
             in_thread=asyncio.to_thread,
         )
 

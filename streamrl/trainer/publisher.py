@@ -18,6 +18,7 @@ import torch
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
+from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.trainer.calls import Published
 from streamrl.trainer.weight_files import WeightFiles, has_room
 from streamrl.trainer.weight_source import WeightSource
@@ -139,7 +140,7 @@ class Publisher:
 
 
 def carrier_for(
-    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device, numbers: int = 0
+    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device, numbers: int
 ) -> Carrier:
     """The carrier that `weights.mode` names. `backend` is for a broadcast; `numbers`: how many all weights are."""
     weights = config.weights
@@ -147,9 +148,9 @@ def carrier_for(
         checksum.make_ready()
     mode = weights.mode
     if mode == "auto":
-        in_memory = _suits_shared_memory(config, device=device, size=numbers * dtype.itemsize)
-        mode = "shared_memory" if in_memory else "collective"
-        log.info("weights.mode: %s", mode)
+        obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
+        mode = "collective" if obstacle else "shared_memory"
+        log.info("weights.mode: %s%s", mode, f", because {obstacle}" if obstacle else "")
     if mode == "shared_memory":
         return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
     if mode == "disk":
@@ -157,9 +158,16 @@ def carrier_for(
     return Broadcaster(weights, backend=backend, dtype=dtype, device=device)
 
 
-def _suits_shared_memory(config: Config, *, device: torch.device, size: int) -> bool:
-    """Whether all gservers can serve weights of `size` bytes from the memory of this host."""
-    one_host = is_loopback(config.weights.host) and config.gserver.engine == "embedded"
-    if not one_host or device.type != "cpu" or config.weights.backend != "auto":
-        return False
-    return has_room(VERSIONS * size)
+def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:
+    """Why gservers should not serve weights of `size` bytes from the memory of this host; empty: they should."""
+    if not is_loopback(config.weights.host):
+        return "weights.host is there for several hosts"
+    if config.weights.backend != "auto":
+        return "weights.backend is of a broadcast"
+    if config.gserver.engine != "embedded":
+        return f'gserver.engine is "{config.gserver.engine}"'
+    if device.type != "cpu":
+        return f"the trainer is on {device}"
+    if not has_room(VERSIONS * size):
+        return f"{SHARED_MEMORY} has no room for {VERSIONS} times {size / 2**20:.0f} MiB"
+    return ""

@@ -307,7 +307,7 @@ def test_weights_that_a_gserver_says_it_serves_and_does_not_are_noticed(tmp_path
     (tmp_path / "sitecustomize.py").write_text(LIES)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     limits = {"trainer__logprob_diff_warning": 0.005, "trainer__logprob_diff_limit": 0.01}
-    settings = overrides(tmp_path, "lies", **QUICK, **limits, staleness__max_staleness=0)
+    settings = overrides(tmp_path, "lies", **QUICK, **limits, staleness__max_staleness=0, weights__mode="collective")
     process = start(COPY_SCRATCH, settings)
     reader, output = collected(process)
     assert exit_code(process, output) == 1, "".join(output)[-4000:]

@@ -67,6 +67,7 @@ def test_four_workers_share_models_in_three_ways(tmp_path):
         trainer__tensor_parallel=2,
         trainer__pipeline_parallel=2,
         trainer__roles__ref__backend="torch",
+        weights__mode="collective",
         trainer__roles__critic__data_parallel=2,
         trainer__roles__critic__tensor_parallel=2,
         algorithm__advantage="gae",

@@ -73,7 +73,7 @@ def tiny_config(folder: Path) -> Config:
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
         gserver={"count": 2, "max_context": 256, "dtype": "float32"},
-        weights={"timeout_seconds": TIMEOUT, "bucket_mb": 0.01},
+        weights={"mode": "collective", "timeout_seconds": TIMEOUT, "bucket_mb": 0.01},
         manager={"heartbeat_seconds": 0.2},
     )
 
@@ -89,7 +89,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         publisher = Publisher(
             client=control,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
             in_thread=asyncio.to_thread,
         )
         status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)

@@ -32,18 +32,25 @@ def test_one_host_without_gpus_shares_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "elsewhere",
+    ("elsewhere", "why"),
     [
-        pytest.param({"weights": {"host": "10.0.0.1"}}, id="several hosts"),
-        pytest.param({"weights": {"backend": "gloo"}}, id="a backend was chosen"),
-        pytest.param({"weights": {"mode": "collective"}}, id="a mode was chosen"),
-        pytest.param({"gserver": {"engine": "sglang"}}, id="SGLang"),
-        pytest.param({"device": torch.device("meta")}, id="the trainer is not on the CPU"),
-        pytest.param({"numbers": 10**15}, id="no room"),
+        ({"weights": {"host": "10.0.0.1"}}, "weights.host is there for several hosts"),
+        ({"weights": {"backend": "gloo"}}, "weights.backend is of a broadcast"),
+        ({"gserver": {"engine": "sglang"}}, 'gserver.engine is "sglang"'),
+        ({"device": torch.device("meta")}, "the trainer is on meta"),
+        ({"numbers": 10**15}, "/dev/shm has no room for 3 times"),
     ],
 )
-def test_otherwise_weights_are_broadcast(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+def test_otherwise_weights_are_broadcast(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, elsewhere: dict[str, Any], why: str
+) -> None:
+    caplog.set_level("INFO")
     assert isinstance(carrier(tmp_path, **elsewhere), Broadcaster)
+    assert f"weights.mode: collective, because {why}" in caplog.text
+
+
+def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:
+    assert isinstance(carrier(tmp_path, weights={"mode": "collective"}), Broadcaster)
 
 
 def test_a_host_without_shared_memory_has_no_room_there(tmp_path: Path) -> None:

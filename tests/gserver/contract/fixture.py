@@ -201,7 +201,7 @@ async def contract(
         publisher = Publisher(
             client=control,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
             in_thread=asyncio.to_thread,
         )
         found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes, start=start)
@@ -258,6 +258,6 @@ def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: 
                 "addresses": [joins] if joins else [],
             },
         },
-        weights={"timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
+        weights={"mode": "collective", "timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
         manager={"heartbeat_seconds": 0.2},
     )

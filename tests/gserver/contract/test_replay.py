@@ -7,12 +7,14 @@ under the weights of the version that the token is said to be of.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from streamrl.config import SamplingConfig
+from streamrl.errors import StreamRLError
 from streamrl.rollout.partial import Generation, Generator
 from streamrl.rollout.replies import token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
@@ -47,18 +49,29 @@ class Recorder(GenerationClient):
         self.asked: dict[str, str] = {}
         """Response → URL of the gserver that it is at."""
         self.asks = asyncio.Event()
+        self.answered: dict[str, set[str]] = {}
+        """Response → URLs of the gservers that have made a part of it."""
+        self.cut: Counter[str] = Counter()
+        """Response → its requests that failed or were aborted."""
 
     async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
         budget = LAST_TOKENS if self.ending else request.sampling_params.max_new_tokens
         params = msgspec.structs.replace(request.sampling_params, max_new_tokens=budget, ignore_eos=True)
         request = msgspec.structs.replace(request, sampling_params=params)
         assert request.rid is not None
-        self.asked[request.rid.partition("/")[0]] = url
+        name = request.rid.partition("/")[0]
+        self.asked[name] = url
         self.asks.set()
-        reply = await super().generate(url, request)
+        try:
+            reply = await super().generate(url, request)
+        except StreamRLError:
+            self.cut[name] += 1
+            raise
         taken = unmixed(reply)
+        self.cut[name] += taken.meta_info.finish_reason.type == "abort"
+        self.answered.setdefault(name, set()).add(url)
         versions = token_versions(taken.meta_info, tokens=len(taken.output_ids))
-        self.segments.setdefault(request.rid.partition("/")[0], []).append((taken.output_ids, versions))
+        self.segments.setdefault(name, []).append((taken.output_ids, versions))
         return reply
 
 
@@ -111,6 +124,10 @@ class Responses:
                 self._recorder.asks.clear()
                 await self._recorder.asks.wait()
 
+    def made_by(self, n: int) -> set[str]:
+        """URLs of the gservers that have made a part of the n-th."""
+        return self._recorder.answered[f"r{n}"]
+
     async def end(self) -> list[Generation]:
         """Cut all of them short, by an abort; each token's log-probability is checked."""
         self._recorder.ending = True
@@ -124,6 +141,7 @@ class Responses:
             assert [version for _, versions in segments for version in versions] == response.versions
             expected = replay(prompt, segments, mode=self._served.pause_mode, model_of=self._served.model_of)
             assert response.logprobs == pytest.approx(expected, abs=TOLERANCE)
+            assert response.interruptions == self._recorder.cut[f"r{n}"]
         return list(responses)
 
 
@@ -152,13 +170,14 @@ async def generate_across_an_update_and_a_death(served: Contract, *, tokens_per_
     await responses.move()
     await responses.have(40)
     made = await responses.end()
-    interruptions = [response.interruptions for response in made]
     assert {version for response in made for version in response.versions} == {0, 1}
     if tokens_per_request == MOST_TOKENS:
-        assert interruptions == [1, 2, 1, 2]
-    else:  # what comes between two parts interrupts nothing, and what was made before the last one is there
-        assert all(found <= most for found, most in zip(interruptions, [1, 2, 1, 2], strict=True))
+        assert [response.interruptions for response in made] == [1, 2, 1, 2]
+    else:  # an abort between two parts interrupts nothing; what a gserver had made before its death is there
         assert all(set(response.versions) == {0, 1} for response in made)
+        survivor, dead = served.urls
+        made_by = [{survivor}, {survivor, dead}]
+        assert [responses.made_by(n) for n in range(len(made))] == made_by * 2
 
 
 @pytest.mark.parametrize("tokens_per_request", [MOST_TOKENS, 15], ids=["whole", "parts"])

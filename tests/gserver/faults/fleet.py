@@ -92,7 +92,7 @@ class FaultyFleet:
         return Publisher(
             client=self.control,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu")),
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
             in_thread=asyncio.to_thread,
         )
 

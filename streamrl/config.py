@@ -201,6 +201,9 @@ class SglangConfig(Section, frozen=True):
     """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
     args: list[str] = []
     """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    tensor_parallel: Positive = 1
+    """Ranks over which a server that streamrl starts spreads the model: each on a GPU of its own, or on
+    `gserver.threads` cores."""
     addresses: list[str] = []
     """URLs of servers that run already, one for each gserver: they are joined, and none is started."""
     start_timeout_seconds: PositiveFloat = 300.0
@@ -217,7 +220,7 @@ class GserverConfig(Section, frozen=True):
     dtype: DType = "auto"
     """`auto`: bfloat16 where the processor computes in it, else float32."""
     threads: Positive = 1
-    """CPU threads of one server."""
+    """CPU threads of one server; of SGLang, of each of its ranks."""
     max_running: Positive = 64
     """Requests decoded together."""
     max_queued: Positive = 4096

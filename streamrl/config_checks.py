@@ -78,13 +78,15 @@ _SGLANG_OWN_FLAGS = {
     "--weight-version": "the policy version",
     "--api-key": "gserver.api_key_env",
     "--device": "run.device",
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "gserver.sglang.tensor_parallel"),
 }
 """Flags of SGLang that streamrl decides, and from what."""
 _SGLANG_PARALLEL_FLAGS = {
-    *("--tensor-parallel-size", "--tp-size", "--tp", "--pipeline-parallel-size", "--pp-size", "--pp"),
-    *("--data-parallel-size", "--dp-size", "--dp", "--nnodes"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "raise gserver.sglang.tensor_parallel instead"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "raise gserver.count instead"),
+    "--nnodes": "a server is on one machine; start gservers on the others",
 }
-"""Flags that make several ranks of a server, for which weight groups have no place."""
+"""Flags that make other ranks of a server than SGLang has places for in a weight group, and what to do."""
 
 
 def _mismatch_problems(config: Config) -> list[str]:
@@ -101,18 +103,24 @@ def _sglang_problems(config: Config) -> list[str]:
             "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
             "(gserver.sglang.args)"
         )
+    if config.gserver.engine != "sglang" and config.gserver.sglang.tensor_parallel > 1:
+        problems.append(f'gserver.sglang.tensor_parallel: not with gserver.engine = "{config.gserver.engine}"')
     addresses = set(config.gserver.sglang.addresses)
     count = config.gserver.count
     if addresses and len(addresses) != count:
         problems.append(f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {count}")
-    if addresses and config.gserver.sglang.args:
-        problems.append("gserver.sglang.args: servers that are joined (gserver.sglang.addresses) have their own flags")
+    started = {"args": bool(config.gserver.sglang.args), "tensor_parallel": config.gserver.sglang.tensor_parallel > 1}
+    problems += [
+        f"gserver.sglang.{name}: servers that are joined (gserver.sglang.addresses) have their own flags"
+        for name, given in started.items()
+        if addresses and given
+    ]
     for word in config.gserver.sglang.args:
         flag = word.partition("=")[0]
         if flag in _SGLANG_OWN_FLAGS:
             problems.append(f"gserver.sglang.args: {flag} is set by streamrl (from {_SGLANG_OWN_FLAGS[flag]})")
         elif flag in _SGLANG_PARALLEL_FLAGS:
-            problems.append(f"gserver.sglang.args: {flag}: a server is one rank for now; raise gserver.count instead")
+            problems.append(f"gserver.sglang.args: {flag}: {_SGLANG_PARALLEL_FLAGS[flag]}")
         elif flag == "--trust-remote-code":
             problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
     return problems

@@ -46,13 +46,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 heaps there are for the threads."""
 
 
-def resolve_device(device: Device, *, index: int = 0) -> torch.device:
-    """`auto` is CUDA where there is one; several processes share the devices round robin."""
+def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.device:
+    """`auto` is CUDA where there is one; several processes share the devices round robin.
+
+    A process that needs several has `each` of them, from the one that is answered on.
+    """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError('run.device is "cuda" but torch finds no CUDA device; set it to "auto" or "cpu"')
-    return torch.device("cuda", index % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if count < each:
+        raise ConfigError(f"gserver.sglang.tensor_parallel = {each} needs as many CUDA devices; torch finds {count}")
+    return torch.device("cuda", index % (count // each) * each)
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:

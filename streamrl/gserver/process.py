@@ -100,7 +100,7 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
         ) as joined:
             yield joined, joined.url
     elif config.gserver.engine == "sglang":
-        device = resolve_device(config.run.device, index=index)
+        device = resolve_device(config.run.device, index=index, each=config.gserver.sglang.tensor_parallel)
         async with sglang_server(
             config.gserver,
             index=index,

@@ -108,6 +108,11 @@ class Gserver:
         self._on_change(self)
 
     @property
+    def ranks(self) -> int:
+        """How many places it takes in a weight group."""
+        return self._info.tp_size if self._info is not None else 1
+
+    @property
     def takes_groups(self) -> bool:
         """Whether it may be given groups when it has a place."""
         return self._standing is Standing.SERVING and not self._draining

@@ -35,7 +35,7 @@ CLOSING_SECONDS = 2.0
 @dataclass(eq=False)
 class WeightGroup:
     """Who takes part: `members`. Where weights are broadcast, a process group with the publisher as rank 0 and
-    them as the ranks from 1, in this order."""
+    their ranks from 1 on, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
@@ -44,7 +44,11 @@ class WeightGroup:
 
     @property
     def world_size(self) -> int:
-        return len(self.members) + 1
+        return 1 + sum(gserver.ranks for gserver in self.members)
+
+    def first_rank(self, gserver: Gserver) -> int:
+        """Of those that this member has in the group."""
+        return 1 + sum(before.ranks for before in self.members[: self.members.index(gserver)])
 
 
 class UpdateRecord(msgspec.Struct, kw_only=True):
@@ -282,7 +286,7 @@ class WeightUpdate:
         message = InitWeightsUpdateGroup(
             master_address=self._weights.master_address,
             master_port=self._weights.master_port,
-            rank_offset=self.group.members.index(gserver) + 1,
+            rank_offset=self.group.first_rank(gserver),
             world_size=self.group.world_size,
             group_name=self.group.name,
             backend=self._weights.backend,

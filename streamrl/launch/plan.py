@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.config import Config
+from streamrl.errors import ConfigError
 
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
 
@@ -49,8 +50,8 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     """CPU threads of its tensor operations."""
     device: str
     """For people: `cpu`, `cuda`, or `-` where no model is computed."""
-    gpu: str | None
-    """Entry of CUDA_VISIBLE_DEVICES if this process gets a GPU of its own."""
+    gpus: Sequence[str]
+    """Entries of CUDA_VISIBLE_DEVICES if this process gets GPUs of its own; none: it sees all of them."""
     address: str
     """For people: where it listens."""
 
@@ -66,7 +67,7 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """What its environment must hold before it starts."""
         variables = thread_environment(self.threads)
-        return variables if self.gpu is None else {**variables, "CUDA_VISIBLE_DEVICES": self.gpu}
+        return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else variables
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -89,28 +90,33 @@ def threads_of(role: PlanRole, config: Config) -> int:
 def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     """The processes of a run, in the order in which they start.
 
-    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
+    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns. Raises `ConfigError`
+    when there are fewer than the ranks of one server.
     """
     device = config.run.device
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    computing = 0
+    taken = 0
 
-    def one(role: PlanRole, index: int, *, address: str, computes: bool = False) -> ProcessPlan:
-        nonlocal computing
-        own_gpu = computes and device == "cuda" and len(gpus) > 1
-        gpu = gpus[computing % len(gpus)] if own_gpu else None
-        computing += computes
+    def one(role: PlanRole, index: int, *, address: str, ranks: int = 0) -> ProcessPlan:
+        """`ranks`: how many GPUs it can use."""
+        nonlocal taken
+        own = [gpus[(taken + rank) % len(gpus)] for rank in range(ranks)] if device == "cuda" and len(gpus) > 1 else []
+        taken += ranks
         return ProcessPlan(
             role=role,
             index=index,
             threads=threads_of(role, config),
-            device=(f"cuda (GPU {gpu})" if gpu is not None else device) if computes else "-",
-            gpu=gpu,
+            device=(f"cuda (GPU {', '.join(own)})" if own else device) if ranks else "-",
+            gpus=own,
             address=address,
         )
 
-    simulated = config.gserver.engine == "simulated"
+    gserver_ranks = _ranks_of_a_gserver(config)
+    if device == "cuda" and gserver_ranks > max(len(gpus), 1):
+        raise ConfigError(
+            f"gserver.sglang.tensor_parallel = {gserver_ranks} needs as many GPUs; this machine has {len(gpus)}"
+        )
     manager_port = str(config.manager.port) if config.manager.port else "free port"
     return [
         one("manager", 0, address=f"http://{config.manager.host}:{manager_port}"),
@@ -119,7 +125,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
                 "gserver",
                 index,
                 address=f"http://{config.gserver.host}:free port",
-                computes=not simulated,
+                ranks=gserver_ranks,
             )
             for index in range(config.gserver.count)
         ),
@@ -128,7 +134,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
                 "model_worker",
                 index,
                 address=f"tcp://{config.stream.host}:free port",
-                computes=True,
+                ranks=1,
             )
             for index in range(config.trainer.workers)
         ),
@@ -136,6 +142,13 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
         *(one("rollout", index, address="-") for index in range(config.rollout.workers)),
         *(one("evaluator", index, address="-") for index in range(config.evaluation.enabled)),
     ]
+
+
+def _ranks_of_a_gserver(config: Config) -> int:
+    """How many a gserver process has on this machine: none if it computes nothing, or somewhere else."""
+    if config.gserver.engine == "simulated" or config.gserver.sglang.addresses:
+        return 0
+    return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
 
 
 def command(

@@ -7,7 +7,7 @@ apart. Field names are SGLang's (https://docs.sglang.ai, native API).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -118,7 +118,7 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
     master_address: str
     master_port: int
     rank_offset: int
-    """The gserver's rank in the group; the publisher is rank 0."""
+    """The gserver's rank in the group, or the first of its ranks; the publisher is rank 0."""
     world_size: int
     group_name: str
     backend: str = "nccl"
@@ -221,6 +221,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Requests that it runs together; None: it does not say."""
     max_total_num_tokens: int | None = None
     """Tokens that its cache holds; None: it does not say."""
+    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Its ranks, each of which takes a place of its own in a weight group."""
     stats: dict[str, float] = {}
 
 

@@ -21,8 +21,9 @@ Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "n
 class ScriptedGserver:
     """`faults[path]` says how the next calls of `path` go wrong, one entry for each call."""
 
-    def __init__(self, *, staged: bool = True, sends: bool = False, version: str = "default") -> None:
+    def __init__(self, *, staged: bool = True, sends: bool = False, version: str = "default", ranks: int = 1) -> None:
         self.staged = staged
+        self.ranks = ranks
         self.sends = sends
         """Whether it says that it can send its weights to others. It never does."""
         self.weight_version = version
@@ -101,7 +102,12 @@ class ScriptedGserver:
     def _carry_out(self, path: str) -> msgspec.Struct:
         match path:
             case "/server_info":
-                return ServerInfo(engine="scripted", staged_weight_update=self.staged, sends_weights=self.sends)
+                return ServerInfo(
+                    engine="scripted",
+                    staged_weight_update=self.staged,
+                    sends_weights=self.sends,
+                    tp_size=self.ranks,
+                )
             case "/model_info":
                 return ModelInfo(model_path="scripted", weight_version=self.weight_version)
             case "/pause_generation":

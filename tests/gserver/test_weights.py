@@ -105,6 +105,30 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         assert [stage for stage in last(status)["reached"] if stage in stages] == stages
 
 
+async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 4) as (run, gservers):
+        for gserver, ranks in zip(gservers, [1, 4, 2, 1], strict=True):
+            gserver.ranks = ranks
+        reply, group = await attempt(run, 1)
+        assert reply.done
+        joined = [gserver.bodies[INIT][0] for gserver in gservers]
+        assert [body["rank_offset"] for body in joined] == [1, 2, 6, 8]
+        assert {body["world_size"] for body in joined} == {9}
+        await gservers[1].die()
+        begin = await begin_publication(run, 2, group=group)
+        assert begin.world_size == 5
+        assert (await commit_publication(run, 2, begin.group_name)).done
+        assert gservers[3].bodies[INIT][-1]["rank_offset"] == 4
+
+
+async def test_a_server_that_says_it_has_no_ranks_is_left_out(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        gservers[0].ranks = 0
+        reply, _ = await attempt(run, 1)
+        assert reply.done
+        assert [gserver.counts[INIT] for gserver in gservers] == [0, 1]
+
+
 async def test_a_group_is_formed_once_for_the_same_members(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         _, group = await attempt(run, 1)

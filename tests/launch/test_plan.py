@@ -35,7 +35,7 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
     )
     assert len({p.name for p in processes}) == len(processes)
     assert {p.role for p in processes} == frozenset().union(*STOP_ORDER) - {"evaluator"}
-    used = [p.gpu for p in processes if p.gpu is not None]
+    used = [gpu for p in processes for gpu in p.gpus]
     if gpus > 1:
         assert len(used) == gservers + model_workers
         counts = [used.count(name) for name in names]
@@ -57,7 +57,34 @@ def test_threads_reach_the_environment() -> None:
 
 
 def test_cpu_runs_get_no_gpu() -> None:
-    assert all(p.gpu is None for p in plan(config(device="cpu"), gpus=["0", "1"]))
+    assert not any(p.gpus for p in plan(config(device="cpu"), gpus=["0", "1"]))
+
+
+def sglang(count: int = 1, **settings: object) -> Config:
+    return from_dict({"run": {"device": "cuda"}, "gserver": {"engine": "sglang", "count": count, "sglang": settings}})
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
+def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, gpus: int) -> None:
+    names = [str(i) for i in range(gpus)]
+    chosen = sglang(count, tensor_parallel=ranks)
+    if gpus < ranks:
+        with pytest.raises(ConfigError, match=f"tensor_parallel = {ranks} needs as many GPUs; this machine has {gpus}"):
+            plan(chosen, gpus=names)
+        return
+    used = [p.gpus for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
+    if gpus == 1:
+        assert not any(used)
+        return
+    assert [len(set(own)) for own in used] == [ranks] * count + [1]
+    in_turn = [gpu for own in used for gpu in own]
+    assert in_turn == [names[i % gpus] for i in range(len(in_turn))]
+
+
+def test_servers_elsewhere_take_no_gpu_here() -> None:
+    processes = plan(sglang(2, addresses=["http://a:1", "http://b:1"]), gpus=["0", "1"])
+    used = {p.role: (p.device, list(p.gpus)) for p in processes if p.role in ("gserver", "model_worker")}
+    assert used == {"gserver": ("-", []), "model_worker": ("cuda (GPU 0)", ["0"])}
 
 
 def test_command_is_the_one_to_type() -> None:

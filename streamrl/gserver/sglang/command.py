@@ -35,7 +35,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path
     port: int
     device: str
-    """`cpu`, or `cuda:N` with N among the devices that this process sees."""
+    """`cpu`, or `cuda:N` with N among the devices that this process sees; the first of several ranks has it."""
     dtype: str
     seed: int
     weight_version: str
@@ -51,6 +51,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         f"--host={settings.host}",
         f"--port={launch.port}",
         f"--device={kind}",
+        f"--tp-size={settings.sglang.tensor_parallel}",
         f"--dtype={launch.dtype}",
         f"--random-seed={launch.seed}",
         f"--weight-version={launch.weight_version}",
@@ -74,8 +75,11 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     return [python, "-P", str(Path(entry.__file__).resolve()), *flags, *settings.sglang.args]
 
 
-def environment(*, device: str, threads: int, index: int, group_seconds: float, key: str = "") -> Mapping[str, str]:
-    """Variables for server `index`; on a CPU each has `threads` cores, its own as long as there are enough.
+def environment(
+    *, device: str, threads: int, index: int, ranks: int, group_seconds: float, key: str = ""
+) -> Mapping[str, str]:
+    """Variables for server `index`; on a CPU each of its `ranks` has `threads` cores, its own as long as there are
+    enough.
 
     `group_seconds`: the longest wait for the others of a weight group.
     `key`: what its callers must show. Not a flag: the flags of a process are there for everyone on the machine to see.
@@ -85,10 +89,15 @@ def environment(*, device: str, threads: int, index: int, group_seconds: float, 
         variables[entry.API_KEY] = key
     if device != "cpu":
         return variables
-    first = index % max((os.cpu_count() or 1) // threads, 1) * threads
     return variables | {
         entry.ON_CPU: "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": str(first) if threads == 1 else f"{first}-{first + threads - 1}",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores(index * ranks + rank, threads) for rank in range(ranks)),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
     }
+
+
+def _cores(place: int, threads: int) -> str:
+    """The cores of the rank that is number `place` on this machine, as SGLang reads them."""
+    first = place % max((os.cpu_count() or 1) // threads, 1) * threads
+    return str(first) if threads == 1 else f"{first}-{first + threads - 1}"

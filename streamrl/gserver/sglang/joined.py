@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     disable_radix_cache: bool = False
     context_length: int | None = None
+    pp_size: int = 1
+    dp_size: int = 1
 
 
 class JoinedServer:
@@ -87,6 +89,11 @@ async def _check_flags(client: GenerationClient, url: str, *, max_context: int, 
         )
     if settings.context_length is not None and settings.context_length < max_context:
         problems.append(f"--context-length={settings.context_length} is less than gserver.max_context = {max_context}")
+    if settings.pp_size > 1 or settings.dp_size > 1:
+        problems.append(
+            f"--pp-size={settings.pp_size} --dp-size={settings.dp_size}: only tensor parallel ranks have places in a "
+            "weight group; start it with --tp-size in place of --pp-size, and several servers in place of --dp-size"
+        )
     if problems:
         raise ConfigError(f"the SGLang server at {url} does not fit the run: {'; '.join(problems)}")
 

@@ -119,7 +119,14 @@ async def sglang_server(
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))
-    variables = environment(device=device, threads=settings.threads, index=index, group_seconds=group_seconds, key=key)
+    variables = environment(
+        device=device,
+        threads=settings.threads,
+        index=index,
+        ranks=settings.sglang.tensor_parallel,
+        group_seconds=group_seconds,
+        key=key,
+    )
     process = await SglangProcess.start(words, variables)
     try:
         url = f"http://{settings.host}:{launch.port}"

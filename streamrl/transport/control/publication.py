@@ -53,7 +53,7 @@ class PublishBeginReply(msgspec.Struct, frozen=True):
     """Names the update for the commit, and is the group to broadcast in: if it is not the one that the publisher
     has, it must form it now, as rank 0 of `world_size`, on the address that it gave."""
     world_size: int
-    """Publisher and gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
+    """Publisher and ranks of gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):

@@ -45,20 +45,27 @@ def test_flags_on_a_gpu() -> None:
     assert {"--device=cuda", "--base-gpu-id=3", "--disable-radix-cache"} < set(words)
     assert words[-1] == "--mem-fraction-static=0.6"
     assert not set(CPU_FLAGS) & set(words)
-    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0, group_seconds=30)
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0, ranks=1, group_seconds=30)
 
 
 def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 5)
 
-    def bound_to(threads: int, index: int) -> str:
-        variables = environment(device="cpu", threads=threads, index=index, group_seconds=30)
+    def bound_to(threads: int, index: int, *, ranks: int = 1) -> str:
+        variables = environment(device="cpu", threads=threads, index=index, ranks=ranks, group_seconds=30)
         return variables["SGLANG_CPU_OMP_THREADS_BIND"]
 
     bound = [bound_to(2, index) for index in range(3)]
     assert bound == ["0-1", "2-3", "0-1"]
     assert bound_to(1, 6) == "1"
     assert bound_to(8, 1) == "0-7"
+    assert [bound_to(1, index, ranks=2) for index in range(3)] == ["0|1", "2|3", "4|0"]
+    assert bound_to(2, 0, ranks=2) == "0-1|2-3"
+
+
+def test_ranks_of_a_server() -> None:
+    assert "--tp-size=1" in command(settings(), ON_CPU)
+    assert "--tp-size=4" in command(settings(tensor_parallel=4), msgspec.structs.replace(ON_CPU, device="cuda:4"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,10 @@ def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatc
     [
         ("--port=30000", "any free port"),
         ("--weight-version", "the policy version"),
-        ("--tp=2", "gserver.count"),
+        ("--tp=2", "gserver.sglang.tensor_parallel"),
+        ("--pp-size=2", "raise gserver.sglang.tensor_parallel"),
+        ("--dp=2", "raise gserver.count"),
+        ("--nnodes=2", "on one machine"),
         ("--trust-remote-code", "no remote code"),
     ],
 )

@@ -102,9 +102,10 @@ async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({}, "in_place", ConfigError, "start it with --disable-radix-cache, or choose retract or abort"),
         ({"flags": {"context_length": 512}}, "abort", ConfigError, "--context-length=512 is less than gserver.max_con"),
+        ({"flags": {"dp_size": 2}}, "abort", ConfigError, "--pp-size=1 --dp-size=2: only tensor parallel ranks"),
         ({"loads": False}, "retract", ModelError, "size mismatch; it has to see that folder"),
     ],
-    ids=["keeps prompts", "context too short", "cannot load"],
+    ids=["keeps prompts", "context too short", "several replicas", "cannot load"],
 )
 async def test_one_that_does_not_fit_is_refused(
     tmp_path: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
@@ -128,7 +129,9 @@ async def test_one_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("gserver", "said"),
     [
         ({"sglang": {"addresses": ["http://a", "http://a"]}, "count": 2}, "has 1 different URLs for gserver.count = 2"),
-        ({"sglang": {"addresses": ["http://a"], "args": ["--x=1"]}}, "servers that are joined"),
+        ({"sglang": {"addresses": ["http://a"], "args": ["--x=1"]}}, "sglang.args: servers that are joined"),
+        ({"sglang": {"addresses": ["http://a"], "tensor_parallel": 2}}, "tensor_parallel: servers that are joined"),
+        ({"engine": "embedded", "sglang": {"tensor_parallel": 2}}, 'not with gserver.engine = "embedded"'),
     ],
 )
 def test_addresses_are_checked(gserver: dict[str, Any], said: str) -> None:

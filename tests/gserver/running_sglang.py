@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class RunningSglang:
     async def servers(self, count: int = 1) -> list[SglangServer]:
         """Those that answer; starts what is missing."""
         missing = range(len(self._servers), count)
-        self._servers += await asyncio.gather(*(self._start(index) for index in missing))
+        new = [self.server(index) for index in missing]
+        self._servers += await asyncio.gather(*(self._stack.enter_async_context(server) for server in new))
         return self._servers[:count]
 
     async def tell_stacks(self) -> None:
@@ -56,7 +57,8 @@ class RunningSglang:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    async def _start(self, index: int) -> SglangServer:
+    def server(self, index: int, *, tensor_parallel: int = 1) -> AbstractAsyncContextManager[SglangServer]:
+        """One of the caller's own, number `index` on this machine."""
         config = configuration.from_dict(
             {
                 "model": SCRATCH,
@@ -64,11 +66,15 @@ class RunningSglang:
                     "engine": "sglang",
                     "max_context": MAX_CONTEXT,
                     "max_running": MAX_RUNNING,
-                    "sglang": {"python": sglang_python() or "", "start_timeout_seconds": START_SECONDS},
+                    "sglang": {
+                        "python": sglang_python() or "",
+                        "start_timeout_seconds": START_SECONDS,
+                        "tensor_parallel": tensor_parallel,
+                    },
                 },
             }
         )
-        server = sglang_server(
+        return sglang_server(
             config.gserver,
             index=index,
             model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
@@ -80,4 +86,3 @@ class RunningSglang:
             group_seconds=GROUP_SECONDS,
             key=KEY,
         )
-        return await self._stack.enter_async_context(server)

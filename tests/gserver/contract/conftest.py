@@ -13,20 +13,23 @@ from tests.gserver.running_sglang import RunningSglang
 
 NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
 SERVED = [
-    pytest.param((engine, mode), id=f"{engine}-{mode}", marks=[NO_SGLANG] if engine == "sglang" else [])
-    for engine in ("embedded", "sglang")
-    for mode in MODES
+    *(pytest.param(("embedded", mode, 1), id=f"embedded-{mode}") for mode in MODES),
+    *(pytest.param(("sglang", mode, 1), id=f"sglang-{mode}", marks=NO_SGLANG) for mode in MODES),
+    pytest.param(("sglang", "retract", 2), id="sglang-two-ranks", marks=NO_SGLANG),
 ]
-"""Engine, and what a weight update does to running requests."""
+"""Engine, what a weight update does to running requests, and the ranks of a server."""
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session", params=SERVED)
 async def gserver(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, running_sglang: RunningSglang
 ) -> AsyncIterator[Contract]:
-    """Under `in_place` it starts SGLang itself; under the other two modes it joins a server that runs already, and asks
-    for a key."""
-    engine, mode = request.param
-    joins = (await running_sglang.servers())[0].url if engine == "sglang" and mode != "in_place" else ""
-    async with contract(engine, tmp_path_factory.mktemp(engine), pause_mode=mode, joins=joins) as found:
+    """SGLang is started by its gserver under `in_place`, and with two ranks; else a server is joined that runs already
+    and asks for a key."""
+    engine, mode, ranks = request.param
+    joins = engine == "sglang" and mode != "in_place" and ranks == 1
+    urls = [server.url for server in await running_sglang.servers()] if joins else []
+    async with contract(
+        engine, tmp_path_factory.mktemp(engine), pause_mode=mode, joins=urls, tensor_parallel=ranks
+    ) as found:
         yield found

@@ -176,11 +176,17 @@ def output_logprobs(reply: GenerateReply) -> list[float]:
 
 @asynccontextmanager
 async def contract(
-    engine: str, folder: Path, *, pause_mode: PauseMode, joins: str = "", count: int = 1
+    engine: str,
+    folder: Path,
+    *,
+    pause_mode: PauseMode,
+    joins: Sequence[str] = (),
+    count: int = 1,
+    tensor_parallel: int = 1,
 ) -> AsyncIterator[Contract]:
-    """A run with `count` gservers of `engine`, which serve; `joins`: URL of the SGLang server that it joins, which asks
-    for a key."""
-    config = contract_config(engine, folder, pause_mode, joins=joins, count=count)
+    """A run with `count` gservers of `engine`, which serve; `joins`: URLs of the SGLang servers that they join, which
+    ask for a key; `tensor_parallel`: ranks of each that is started."""
+    config = contract_config(engine, folder, pause_mode, joins=joins, count=count, tensor_parallel=tensor_parallel)
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
@@ -238,7 +244,9 @@ async def gserver_process(
             await process.wait()
 
 
-def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: str = "", count: int = 1) -> Config:
+def contract_config(
+    engine: str, folder: Path, pause_mode: PauseMode, *, joins: Sequence[str], count: int, tensor_parallel: int
+) -> Config:
     return small_config(
         folder,
         model=SCRATCH,
@@ -255,7 +263,8 @@ def contract_config(engine: str, folder: Path, pause_mode: PauseMode, *, joins: 
             "sglang": {
                 "python": sglang_python() or "",
                 "start_timeout_seconds": START_SECONDS,
-                "addresses": [joins] if joins else [],
+                "addresses": list(joins),
+                "tensor_parallel": tensor_parallel,
             },
         },
         weights={"mode": "collective", "timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},

@@ -118,14 +118,18 @@ class WeightCalls:
             )
             _compare(gserver, found.tensors, trained, untold=[name for name in found.tensors if name not in trained])
             return
-        for rank in await self._received(gserver):
+        told = await self.received(gserver)
+        if told is not None and len(told) != gserver.ranks:
+            raise PublicationError(f"{gserver.name} tells what {len(told)} ranks received, and has {gserver.ranks}")
+        for rank in told or ():
             # It may have been given more before, by a run that it was in.
             _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
 
-    async def _received(self, gserver: Gserver) -> list[RankSums]:
-        """None from a server that somebody else started, which cannot tell."""
+    async def received(self, gserver: Gserver) -> list[RankSums] | None:
+        """Of each rank, what one that stages no weights was brought last; None: it cannot tell, for example because
+        somebody else started it."""
         if not gserver.tells_received:
-            return []
+            return None
         message = WeightsChecker(action="received")
         try:
             sums = await self._client.post(
@@ -136,7 +140,7 @@ class WeightCalls:
                 raise
             gserver.tells_received = False
             log.info("%s does not tell what it received: its weights show in log-probabilities alone", gserver.name)
-            return []
+            return None
         return sums.ranks
 
     async def end(self, gserver: Gserver) -> None:

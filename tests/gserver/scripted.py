@@ -37,6 +37,8 @@ class ScriptedGserver:
         self.pending_version = ""
         self.sums: dict[str, str] = {}
         """Checksums of what it says has come."""
+        self.sums_of_others: list[dict[str, str]] = []
+        """The same of its further ranks."""
         self.tells_received = True
         """Whether one that stages none tells them; a server that streamrl has not started does not."""
         self.url = ""
@@ -129,7 +131,9 @@ class ScriptedGserver:
             case "/weights_checker" if not self.staged and not self.tells_received:
                 raise web.HTTPBadRequest(body=msgspec.json.encode(Outcome(False, "Unsupported action='received'")))
             case "/weights_checker":
-                return StagedSums(self.sums) if self.staged else ReceivedSums([RankSums(self.sums)])
+                if self.staged:
+                    return StagedSums(self.sums)
+                return ReceivedSums([RankSums(sums) for sums in (self.sums, *self.sums_of_others)])
             case "/end_weight_update":
                 self.began = False
                 self.weight_version = self.pending_version

@@ -101,6 +101,20 @@ async def test_one_without_a_stage_that_took_other_weights_is_given_no_groups(tm
         assert not bad.paused
 
 
+@pytest.mark.parametrize("others", [[{"a": "2"}], [{}], [], [{"a": "1"}] * 2], ids=["other", "none", "fewer", "more"])
+async def test_every_rank_of_a_server_tells_what_it_took(tmp_path: Path, others: list[dict[str, str]]) -> None:
+    async with fleet(tmp_path, 2, staged=False, attempts=1) as (run, (good, bad)):
+        for gserver in (good, bad):
+            gserver.ranks = 2
+            gserver.sums = {"a": "1"}
+        good.sums_of_others, bad.sums_of_others = [{"a": "1"}], others
+        reply = await publish(run, 1, checksums={"a": "1"})
+        assert reply.done
+        assert reply.evicted == [1]
+        assert bad.weight_version == MIXED_WEIGHTS
+        assert live_gservers(await run.client.status()) == {0}
+
+
 async def test_one_that_cannot_tell_what_came_is_asked_once(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, staged=False) as (run, (gserver,)):
         gserver.tells_received = False

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -30,6 +30,8 @@ from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
 
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
+Way = Literal["collective", "disk", "shared_memory"]
+WAYS: list[Way] = ["collective", "disk", "shared_memory"]
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}
@@ -70,7 +72,7 @@ class Contract:
         urls: list[str],
         *,
         run: Run,
-        publisher: Publisher,
+        publisher: Callable[[Way], Publisher],
         model: Any,
         processes: list[asyncio.subprocess.Process],
         start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
@@ -112,10 +114,12 @@ class Contract:
         )
         self.urls[index] = (await self.run.process("gserver", index)).address
 
-    async def publish(self, factor: float, *, halfway: Callable[[], None] = lambda: None) -> None:
+    async def publish(
+        self, factor: float, *, way: Way = "collective", halfway: Callable[[], None] = lambda: None
+    ) -> None:
         """Publish the initial weights times `factor` as the next version; `logprobs` follow them."""
         new = {name: tensor * factor for name, tensor in self._initial.items()}
-        await self._publisher.publish(self.version + 1, FixedWeights(new, halfway=halfway))
+        await self._publisher(way).publish(self.version + 1, FixedWeights(new, halfway=halfway))
         self.version += 1
         self._factors[self.version] = factor
 
@@ -204,19 +208,32 @@ async def contract(
         live.result()
         urls = [(await run.process("gserver", index)).address for index in range(count)]
         control = ControlClient(run.url)
-        publisher = Publisher(
-            client=control,
-            config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
-            in_thread=asyncio.to_thread,
-        )
+        publishers: dict[Way, Publisher] = {}
+
+        def publisher(way: Way) -> Publisher:
+            if way not in publishers:
+                publishers[way] = publisher_for(config, control, way)
+            return publishers[way]
+
         found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes, start=start)
         try:
             yield found
         finally:
-            publisher.close()
+            for used in publishers.values():
+                used.close()
             await control.close()
             await found.client.close()
+
+
+def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher:
+    """One that brings weights in the way of `weights.mode = way`; the manager takes them as they come."""
+    config = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, mode=way))
+    return Publisher(
+        client=control,
+        config=config.weights,
+        carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
+        in_thread=asyncio.to_thread,
+    )
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.rollout.replies import check_reply, token_versions
 from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode
-from tests.gserver.contract.fixture import MODES, TOLERANCE, Contract, output_logprobs, request
+from tests.gserver.contract.fixture import MODES, TOLERANCE, WAYS, Contract, Way, output_logprobs, request
 from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS
 
 pytestmark = [
@@ -128,11 +128,12 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
     assert len((await late).output_ids) == 4
 
 
-async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract) -> None:
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract, way: Way) -> None:
     before = gserver.version
     old = await gserver.client.checksum(gserver.url)
     running = await gserver.begin(PROMPT, gserver.long)
-    await gserver.publish(2.0)
+    await gserver.publish(2.0, way=way)
     during = await running
     finish = check_reply(during, budget=gserver.long, peer=gserver.url)
     versions = token_versions(during.meta_info, tokens=len(during.output_ids))
@@ -154,7 +155,7 @@ async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contr
     assert output_logprobs(again) == pytest.approx(gserver.logprobs(PROMPT, again.output_ids), abs=TOLERANCE)
     assert token_versions(again.meta_info, tokens=20) == [gserver.version] * 20
 
-    await gserver.publish(1.0)  # in the same weight group
+    await gserver.publish(1.0, way=way)  # in the same weight group, if they are broadcast
     assert await gserver.client.checksum(gserver.url) == old
     expected = gserver.logprobs(PROMPT, during.output_ids)[: versions.count(before)]
     assert output_logprobs(during)[: len(expected)] == pytest.approx(expected, abs=TOLERANCE)

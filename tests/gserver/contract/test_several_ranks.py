@@ -46,7 +46,8 @@ async def test_servers_of_one_and_of_two_ranks_are_in_one_weight_group(
         await served_alike(run)
         await run.publish(0.6)  # in the same group
         await served_alike(run)
-        told = await WeightCalls(run.client, timeout=30)._received(Gserver(0, spread.url, on_change=lambda _: None))
+        told = await WeightCalls(run.client, timeout=30).received(Gserver(0, spread.url, on_change=lambda _: None))
+        assert told is not None
         assert len(told) == 2
         assert told[0] == told[1], "each rank took the whole weights"
         assert told[0].checksums

@@ -17,7 +17,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.gserver.engine import Engine, Refused
 from streamrl.gserver.receiver import CLOSING_SECONDS, in_thread
-from streamrl.transport.broadcaster import Broadcaster
+from streamrl.transport.broadcaster import Broadcaster, backend_for
 from streamrl.transport.control.publication import Broadcast, PublishBeginReply
 from streamrl.transport.generation import OfferWeights, SendWeights
 
@@ -44,9 +44,8 @@ class WeightSender:
             raise Refused(f"weight group {message.group_name} exists already; give every offer its own")
         for name in [name for name in self._offers if not self._is_sending(name)]:
             await self.leave(name)  # whoever asked for it did not come back
-        carrier = Broadcaster(
-            self._config, backend="nccl" if lent.device.type == "cuda" else "gloo", dtype=lent.dtype, device=lent.device
-        )
+        backend = backend_for(self._config, lent.device)
+        carrier = Broadcaster(self._config, backend=backend, dtype=lent.dtype, device=lent.device)
         carrier.prepare(message.version, lent)
         announced = await in_thread(carrier.announce)
         self._offers[message.group_name] = carrier

@@ -39,6 +39,7 @@ from streamrl.launch.plan import (
     plan,
     thread_environment,
     visible_gpus,
+    with_shared_gpus,
 )
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.restarts import Restarts
@@ -116,7 +117,8 @@ class LocalRun:
     """The processes of one run, from the first to the last."""
 
     def __init__(self, config: Config, *, display: Display, components: Mapping[str, str] = COMPONENTS) -> None:
-        self._config = config
+        self._gpus = visible_gpus()
+        config = self._config = with_shared_gpus(config, gpus=self._gpus)
         self._config_file = config.run_dir / "config.toml"
         self._display = display
         self._components = components
@@ -176,7 +178,7 @@ class LocalRun:
                 timeout=CHECKPOINT_SECONDS,
             )
         )
-        manager, *others = plan(self._config, gpus=visible_gpus())
+        manager, *others = plan(self._config, gpus=self._gpus)
         self._display.note("starting the manager")
         self._manager_url = await children.ask(
             command(manager, config_file=self._config_file, components=self._components),

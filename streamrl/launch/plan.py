@@ -93,9 +93,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns. Raises `ConfigError`
     when there are fewer than the ranks of one server.
     """
-    device = config.run.device
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
+    device = _device(config, gpus)
     taken = 0
 
     def one(role: PlanRole, index: int, *, address: str, ranks: int = 0) -> ProcessPlan:
@@ -142,6 +140,25 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
         *(one("rollout", index, address="-") for index in range(config.rollout.workers)),
         *(one("evaluator", index, address="-") for index in range(config.evaluation.enabled)),
     ]
+
+
+def with_shared_gpus(config: Config, *, gpus: Sequence[str]) -> Config:
+    """`config`, but weights are broadcast over gloo where the trainer's first rank and those of the gservers cannot
+    have one of the `gpus` each, as NCCL demands."""
+    weights = config.weights
+    if _device(config, gpus) != "cuda" or weights.backend != "auto" or weights.mode not in ("auto", "collective"):
+        return config
+    ranks = 1 + config.gserver.count * _ranks_of_a_gserver(config)
+    if ranks <= len(gpus) and config.gserver.engine != "simulated":
+        return config
+    return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))
+
+
+def _device(config: Config, gpus: Sequence[str]) -> str:
+    """`cpu` or `cuda`."""
+    if config.run.device == "auto":
+        return "cuda" if gpus else "cpu"
+    return config.run.device
 
 
 def _ranks_of_a_gserver(config: Config) -> int:

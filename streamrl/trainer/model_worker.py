@@ -58,6 +58,7 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
+from streamrl.transport.broadcaster import backend_for
 from streamrl.transport.collective import join_world, open_store
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.keys import manager_key
@@ -298,12 +299,9 @@ class ModelWorker:
         async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
             return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
-        backend = weights.backend
-        if backend == "auto":
-            backend = "nccl" if self._device.type == "cuda" else "gloo"
         carrier = carrier_for(
             self._config,
-            backend=backend,
+            backend=backend_for(weights, self._device),
             dtype=resolve_dtype(self._config.gserver.dtype, self._device),
             device=self._device,
             numbers=sum(math.prod(shape) for _, shape in source.specs()),

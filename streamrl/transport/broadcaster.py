@@ -45,13 +45,14 @@ class Broadcaster:
         self.dtype = dtype
         self._config = config
         self._backend: Literal["gloo", "nccl"] = backend
-        self._device = device
+        self._device = device if backend == "nccl" else torch.device("cpu")
+        """Where a weight is when it is sent."""
         self._store: Any = None
         self._group: Any = None
         self._group_name = ""
         self._source: Source
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._buffers = [torch.empty(0, dtype=dtype, device=device)] * AT_ONCE
+        self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
         """Used in turn: one is on the way no more when its turn comes again."""
 
     def prepare(self, version: int, source: Source) -> None:
@@ -142,6 +143,13 @@ class Broadcaster:
         if self._buffers[which].numel() < numbers:
             self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
         return self._buffers[which][:numbers]
+
+
+def backend_for(config: WeightsConfig, device: torch.device) -> Literal["gloo", "nccl"]:
+    """What weights that are on `device` are broadcast over."""
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch.local import claim_run_dir
-from streamrl.launch.plan import COMPONENTS, STOP_ORDER, command, plan, visible_gpus
+from streamrl.launch.plan import COMPONENTS, STOP_ORDER, command, plan, visible_gpus, with_shared_gpus
 
 
 def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
@@ -79,6 +79,32 @@ def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, g
     assert [len(set(own)) for own in used] == [ranks] * count + [1]
     in_turn = [gpu for own in used for gpu in own]
     assert in_turn == [names[i % gpus] for i in range(len(in_turn))]
+
+
+@pytest.mark.parametrize(
+    ("gservers", "ranks", "gpus", "backend"),
+    [(1, 1, 1, "gloo"), (1, 1, 2, "auto"), (2, 2, 4, "gloo"), (2, 2, 5, "auto")],
+)
+def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int, backend: str) -> None:
+    names = [str(i) for i in range(gpus)]
+    chosen = with_shared_gpus(sglang(gservers, tensor_parallel=ranks), gpus=names)
+    assert chosen.weights.backend == backend
+    members = [p for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
+    used = [gpu for member in members for gpu in member.gpus]
+    assert (backend == "auto") == (len(used) == len(set(used)) > 0)
+
+
+def test_nccl_is_left_for_nothing_else() -> None:
+    def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
+        sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}
+        return with_shared_gpus(from_dict(sections), gpus=["0"]).weights.backend
+
+    assert backend(device="auto") == "gloo"
+    assert backend(device="cpu") == "auto"
+    assert backend(backend="nccl") == "nccl"
+    assert backend(mode="disk") == "auto"
+    assert backend({"engine": "sglang", "sglang": {"addresses": ["http://a"]}}) == "auto"
+    assert backend({"engine": "simulated"}) == "gloo"
 
 
 def test_servers_elsewhere_take_no_gpu_here() -> None:

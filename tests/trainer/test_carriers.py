@@ -12,7 +12,7 @@ from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.trainer.publisher import Carrier, carrier_for
 from streamrl.trainer.weight_files import WeightFiles, has_room
-from streamrl.transport.broadcaster import Broadcaster
+from streamrl.transport.broadcaster import Broadcaster, backend_for
 
 MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}
 CPU = torch.device("cpu")
@@ -51,6 +51,20 @@ def test_otherwise_weights_are_broadcast(
 
 def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:
     assert isinstance(carrier(tmp_path, weights={"mode": "collective"}), Broadcaster)
+
+
+def test_over_gloo_weights_are_sent_from_the_cpu(tmp_path: Path) -> None:
+    """They come there first from a GPU, which does not have to be there for that."""
+    assert isinstance(carrier(tmp_path, device=torch.device("cuda")), Broadcaster)
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "backend"),
+    [("cpu", "auto", "gloo"), ("cuda", "auto", "nccl"), ("cuda", "gloo", "gloo"), ("cuda", "nccl", "nccl")],
+)
+def test_the_backend_is_that_of_the_device_unless_it_is_chosen(device: str, chosen: str, backend: str) -> None:
+    weights = configuration.from_dict({"weights": {"backend": chosen}}).weights
+    assert backend_for(weights, torch.device(device)) == backend
 
 
 def test_a_host_without_shared_memory_has_no_room_there(tmp_path: Path) -> None:

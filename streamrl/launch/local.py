@@ -36,10 +36,10 @@ from streamrl.launch.plan import (
     ProcessPlan,
     checkpoint_command,
     command,
+    fitted,
     plan,
     thread_environment,
     visible_gpus,
-    with_shared_gpus,
 )
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.restarts import Restarts
@@ -117,8 +117,9 @@ class LocalRun:
     """The processes of one run, from the first to the last."""
 
     def __init__(self, config: Config, *, display: Display, components: Mapping[str, str] = COMPONENTS) -> None:
-        self._gpus = visible_gpus()
-        config = self._config = with_shared_gpus(config, gpus=self._gpus)
+        gpus = visible_gpus()
+        config = self._config = fitted(config, gpus=gpus)
+        self._plan = plan(config, gpus=gpus)
         self._config_file = config.run_dir / "config.toml"
         self._display = display
         self._components = components
@@ -178,7 +179,7 @@ class LocalRun:
                 timeout=CHECKPOINT_SECONDS,
             )
         )
-        manager, *others = plan(self._config, gpus=self._gpus)
+        manager, *others = self._plan
         self._display.note("starting the manager")
         self._manager_url = await children.ask(
             command(manager, config_file=self._config_file, components=self._components),

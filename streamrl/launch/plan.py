@@ -90,8 +90,7 @@ def threads_of(role: PlanRole, config: Config) -> int:
 def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     """The processes of a run, in the order in which they start.
 
-    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns. Raises `ConfigError`
-    when there are fewer than the ranks of one server.
+    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
     device = _device(config, gpus)
     taken = 0
@@ -110,11 +109,6 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
             address=address,
         )
 
-    gserver_ranks = _ranks_of_a_gserver(config)
-    if device == "cuda" and gserver_ranks > max(len(gpus), 1):
-        raise ConfigError(
-            f"gserver.sglang.tensor_parallel = {gserver_ranks} needs as many GPUs; this machine has {len(gpus)}"
-        )
     manager_port = str(config.manager.port) if config.manager.port else "free port"
     return [
         one("manager", 0, address=f"http://{config.manager.host}:{manager_port}"),
@@ -123,7 +117,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
                 "gserver",
                 index,
                 address=f"http://{config.gserver.host}:free port",
-                ranks=gserver_ranks,
+                ranks=_ranks_of_a_gserver(config),
             )
             for index in range(config.gserver.count)
         ),
@@ -142,13 +136,22 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     ]
 
 
-def with_shared_gpus(config: Config, *, gpus: Sequence[str]) -> Config:
-    """`config`, but weights are broadcast over gloo where the trainer's first rank and those of the gservers cannot
-    have one of the `gpus` each, as NCCL demands."""
-    weights = config.weights
-    if _device(config, gpus) != "cuda" or weights.backend != "auto" or weights.mode not in ("auto", "collective"):
+def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
+    """`config` for a whole run on a machine with these `gpus`.
+
+    Weights are broadcast over gloo where the trainer's first rank and those of the gservers cannot have a GPU each, as
+    NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks.
+    """
+    weights, of_a_gserver = config.weights, _ranks_of_a_gserver(config)
+    if _device(config, gpus) != "cuda":
         return config
-    ranks = 1 + config.gserver.count * _ranks_of_a_gserver(config)
+    if of_a_gserver > max(len(gpus), 1):
+        raise ConfigError(
+            f"gserver.sglang.tensor_parallel = {of_a_gserver} needs as many GPUs; this machine has {len(gpus)}"
+        )
+    if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
+        return config
+    ranks = 1 + config.gserver.count * of_a_gserver
     if ranks <= len(gpus) and config.gserver.engine != "simulated":
         return config
     return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch.local import claim_run_dir
-from streamrl.launch.plan import COMPONENTS, STOP_ORDER, command, plan, visible_gpus, with_shared_gpus
+from streamrl.launch.plan import COMPONENTS, STOP_ORDER, command, fitted, plan, visible_gpus
 
 
 def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
@@ -70,7 +70,9 @@ def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, g
     chosen = sglang(count, tensor_parallel=ranks)
     if gpus < ranks:
         with pytest.raises(ConfigError, match=f"tensor_parallel = {ranks} needs as many GPUs; this machine has {gpus}"):
-            plan(chosen, gpus=names)
+            fitted(chosen, gpus=names)
+        trainer = next(p for p in plan(chosen, gpus=names) if p.role == "model_worker")  # its servers may be elsewhere
+        assert len(trainer.gpus) == (gpus > 1)
         return
     used = [p.gpus for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
     if gpus == 1:
@@ -87,7 +89,7 @@ def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, g
 )
 def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int, backend: str) -> None:
     names = [str(i) for i in range(gpus)]
-    chosen = with_shared_gpus(sglang(gservers, tensor_parallel=ranks), gpus=names)
+    chosen = fitted(sglang(gservers, tensor_parallel=ranks), gpus=names)
     assert chosen.weights.backend == backend
     members = [p for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
     used = [gpu for member in members for gpu in member.gpus]
@@ -97,7 +99,7 @@ def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int
 def test_nccl_is_left_for_nothing_else() -> None:
     def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
         sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}
-        return with_shared_gpus(from_dict(sections), gpus=["0"]).weights.backend
+        return fitted(from_dict(sections), gpus=["0"]).weights.backend
 
     assert backend(device="auto") == "gloo"
     assert backend(device="cpu") == "auto"

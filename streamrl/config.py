@@ -349,9 +349,14 @@ class Config(Section, frozen=True):
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 
     def digest(self) -> str:
-        """Fingerprint that all processes of a run must share (folder and length aside)."""
+        """Fingerprint that all processes of a run must share (folder and length aside, and what broadcasts go over:
+        whoever sends says it)."""
         shared = msgspec.structs.replace(
-            self, run=RunConfig(seed=self.run.seed), manager=ManagerConfig(), metrics=MetricsConfig()
+            self,
+            run=RunConfig(seed=self.run.seed),
+            manager=ManagerConfig(),
+            metrics=MetricsConfig(),
+            weights=msgspec.structs.replace(self.weights, backend="auto"),
         )
         return hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
 

@@ -91,6 +91,7 @@ def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int
     names = [str(i) for i in range(gpus)]
     chosen = fitted(sglang(gservers, tensor_parallel=ranks), gpus=names)
     assert chosen.weights.backend == backend
+    assert chosen.digest() == sglang(gservers, tensor_parallel=ranks).digest(), "others may join with the user's file"
     members = [p for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
     used = [gpu for member in members for gpu in member.gpus]
     assert (backend == "auto") == (len(used) == len(set(used)) > 0)

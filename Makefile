@@ -8,8 +8,10 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled when they are first imported: most never are.
+# Modules are compiled when they are first imported: most never are. That must be kept then, whatever the caller's
+# environment says: else torch alone costs each process 2.5 s of processor time, SGLang 9 s.
 PIP_INSTALL := -m pip --disable-pip-version-check install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 TEST_PROCESSES := 2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev

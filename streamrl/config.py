@@ -173,8 +173,7 @@ class RolloutConfig(Section, frozen=True):
     request_timeout_seconds: PositiveFloat = 600.0
     """Of one generation request."""
     tokens_per_request: Positive = 4096
-    """A longer response is asked for in parts: the death of its gserver costs no more than one. With `sampling.stop` it
-    is asked for as a whole, since a stop string may lie across two parts."""
+    """A longer response is asked for in parts: the death of its gserver costs no more than one."""
     restarts: NonNegative = 3
     """How often `streamrl run` replaces a rollout worker that died."""
     sampling: SamplingConfig = SamplingConfig()

@@ -103,6 +103,18 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """Tokens that end a response of the checkpoint in `folder`, from config.json and generation_config.json."""
+    found: set[int] = set()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        try:
+            eos = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+        except ValueError as error:
+            raise ModelError(f"{file} is not valid JSON: {error}") from error
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(found)
+
+
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
     """The transformers tokenizer of `folder`, with `chat_template` in place of its own if given."""
     try:

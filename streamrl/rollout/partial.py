@@ -4,7 +4,7 @@ A request that a weight update cuts short is continued from its own tokens under
 one whose gserver fails, or was left with the weights of two versions, goes on at another. A long
 response is asked for in parts, so that a gserver that fails takes no more with it than one of them.
 Invariant: every token of a `Generation` has the log-probability and the version of the policy that
-sampled it, as the engine reported them.
+sampled it, as the engine reported them; and it ends where it would have ended in one request (`endings.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
@@ -23,9 +22,11 @@ import msgspec
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.rollout.endings import Endings
 from streamrl.rollout.in_flight import RequestCount
 from streamrl.rollout.replies import check_reply, serves_mixed_weights, token_versions, unmixed
 from streamrl.rollout.siblings import SiblingRequests
+from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.groups import Route as RouteMessage
 from streamrl.transport.generation import (
@@ -112,11 +113,16 @@ class Generator:
         seed: int,
         patience: float,
         tokens_per_request: int,
+        decode: Decode,
+        eos_token_ids: Collection[int],
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
-        longer responses come in parts, unless there are stop strings."""
+        longer responses come in parts. `decode`, `eos_token_ids`: of the model."""
         self._client = client
-        self._most = sys.maxsize if sampling.stop else tokens_per_request
+        self._most = tokens_per_request
+        self._endings = Endings(
+            tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
+        )
         self._siblings = SiblingRequests(client)
         self._sampling = sampling
         self._seed = seed
@@ -164,7 +170,11 @@ class Generator:
             mixed = serves_mixed_weights(reply)
             reply = unmixed(reply)
             finish = check_reply(reply, budget=asked, peer=gserver)
+            before = len(output.ids)
             output.extend(reply)
+            if ending := self._endings.overlooked(output.ids, since=before, said=finish.type == "stop"):
+                tokens, matched = ending
+                return output.up_to(tokens, finish_reason="stop", matched=matched)
             if finish.type == "abort" and len(output.ids) < max_new_tokens:
                 output.interruptions += 1
                 if reply.output_ids:
@@ -177,14 +187,8 @@ class Generator:
             if finish.type == "length" and len(reply.output_ids) == asked and len(output.ids) < max_new_tokens:
                 fruitless.progress()
                 continue  # with the next part
-            return Generation(
-                output_ids=output.ids,
-                logprobs=output.logprobs,
-                versions=output.versions,
-                finish_reason="stop" if finish.type == "stop" else "length",
-                matched=finish.matched,
-                interruptions=output.interruptions,
-            )
+            reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
+            return output.up_to(len(output.ids), finish_reason=reason, matched=finish.matched)
 
     def _params(self, max_new_tokens: int, *, rid: str, position: int) -> SamplingParams:
         sampling = self._sampling
@@ -215,6 +219,17 @@ class _Output:
         self.ids.extend(reply.output_ids)
         self.logprobs.extend(min(0.0, entry[0] or 0.0) for entry in reply.meta_info.output_token_logprobs or ())
         self.versions.extend(token_versions(reply.meta_info, tokens=len(reply.output_ids)))
+
+    def up_to(self, tokens: int, *, finish_reason: Literal["stop", "length"], matched: str | int | None) -> Generation:
+        """The response, which ends after so many tokens."""
+        return Generation(
+            output_ids=self.ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            versions=self.versions[:tokens],
+            finish_reason=finish_reason,
+            matched=matched,
+            interruptions=self.interruptions,
+        )
 
 
 class _Fruitless:

@@ -16,6 +16,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.errors import first_error
+from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -106,6 +107,8 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
         seed=config.run.seed,
         patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
         tokens_per_request=config.rollout.tokens_per_request,
+        decode=chat.decode,
+        eos_token_ids=eos_token_ids(model_dir),
     )
     maker = GroupMaker(
         config,

@@ -36,6 +36,19 @@ async def client() -> AsyncIterator[GenerationClient]:
     await made.close()
 
 
+def make_generator(client: GenerationClient, *, patience: float, part: int, **sampling: Any) -> Generator:
+    """For a model whose tokens are characters, and whose token 0 ends a response."""
+    return Generator(
+        client,
+        sampling=SamplingConfig(**sampling),
+        seed=1,
+        patience=patience,
+        tokens_per_request=part,
+        decode=lambda tokens: "".join(map(chr, tokens)),
+        eos_token_ids={0},
+    )
+
+
 async def generate(
     client: GenerationClient,
     gserver: str,
@@ -46,9 +59,7 @@ async def generate(
     part: int = 4096,
     **sampling: Any,
 ) -> Generation:
-    generator = Generator(
-        client, sampling=SamplingConfig(**sampling), seed=1, patience=patience, tokens_per_request=part
-    )
+    generator = make_generator(client, patience=patience, part=part, **sampling)
     route = GroupRoute(routes or FixedRoutes(), worker=0, seq=3, gserver=gserver)
     return await generator.generate(PROMPT, max_new_tokens=budget, rid="3.0.0", route=route)
 
@@ -278,10 +289,29 @@ async def test_a_gserver_that_has_no_room_for_a_whole_part_ends_the_response(cli
     assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
 
 
-async def test_stop_strings_are_never_cut(client: GenerationClient) -> None:
-    async with serving(script(answer([10, 11, 12], finish="length"))) as engine:
-        await generate(client, engine.url, budget=8, part=3, stop=["ab"])
-    assert prompts(engine) == [(PROMPT, 8)]
+@pytest.mark.parametrize("finish", ["length", "abort"])
+async def test_a_stop_string_that_lies_across_two_parts_ends_the_response(
+    client: GenerationClient, finish: str
+) -> None:
+    answers = [answer([*b"one"], finish=finish), answer([*b"  #"], finish=finish), answer([*b"##."], version="1")]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=12, part=3 if finish == "length" else 12, stop=["###"])
+    assert bytes(generation.output_ids) == b"one  ###"
+    assert (generation.finish_reason, generation.matched) == ("stop", "###")
+    assert (generation.versions, len(generation.logprobs)) == ([0] * 6 + [1] * 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "matched"),
+    [([50, 51, 0], {}, 0), ([50, 51], {"stop_token_ids": [51]}, 51), ([50, 51], {"stop": ["23"]}, "23")],
+)
+async def test_one_that_was_aborted_with_its_last_token_is_done(
+    client: GenerationClient, tokens: list[int], sampling: dict[str, Any], matched: int | str
+) -> None:
+    async with serving(script(answer(tokens, finish="abort"))) as engine:
+        generation = await generate(client, engine.url, **sampling)
+    assert generation.output_ids == tokens
+    assert (generation.finish_reason, generation.matched, generation.interruptions) == ("stop", matched, 0)
 
 
 async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> None:
@@ -301,7 +331,7 @@ async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
 
 async def test_sampling_seeds_are_fixed_for_each_request_and_differ(client: GenerationClient) -> None:
     async with serving(lambda request, number: answer([2])) as engine:
-        generator = Generator(client, sampling=SamplingConfig(), seed=1, patience=1, tokens_per_request=4096)
+        generator = make_generator(client, patience=1, part=4096)
         route = GroupRoute(FixedRoutes(), worker=0, seq=3, gserver=engine.url)  # type: ignore[arg-type]
         for rid in ("3.0.0", "3.1.0", "3.0.0"):
             await generator.generate(PROMPT, max_new_tokens=4, rid=rid, route=route)

@@ -67,7 +67,15 @@ async def session(
             Session(
                 prompt=PROMPT,
                 sibling=0,
-                generator=Generator(client, sampling=sampling, seed=0, patience=10, tokens_per_request=4096),
+                generator=Generator(
+                    client,
+                    sampling=sampling,
+                    seed=0,
+                    patience=10,
+                    tokens_per_request=4096,
+                    decode=CHAT.decode,
+                    eos_token_ids=(),
+                ),
                 route=GroupRoute(None, worker=0, seq=0, gserver=engine.url),  # type: ignore[arg-type]
                 rewards=rewards,
                 reward=reward or RewardConfig(on_error=on_error),

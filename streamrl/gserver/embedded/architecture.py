@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import ModelError
-from streamrl.models import check_checkpoint
+from streamrl.models import check_checkpoint, eos_token_ids
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ def read_architecture(folder: Path) -> Architecture:
             qkv_bias=bias,
             o_bias=bias and kind != "qwen2",
             qk_norm=kind == "qwen3",
-            eos_token_ids=_read_eos(settings, folder),
+            eos_token_ids=eos_token_ids(folder),
         )
     except KeyError as error:
         raise ModelError(f"{folder / 'config.json'} lacks {error}") from error
@@ -131,15 +131,3 @@ def _read_rope(settings: dict[str, Any], folder: Path) -> Rope:
         high_freq_factor=rope.get("high_freq_factor", 4.0),
         original_max_position=rope.get("original_max_position_embeddings", 8192),
     )
-
-
-def _read_eos(settings: dict[str, Any], folder: Path) -> frozenset[int]:
-    found: set[int] = set()
-    sources = [settings]
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        sources.append(msgspec.json.decode(generation.read_bytes()))
-    for source in sources:
-        eos = source.get("eos_token_id")
-        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return frozenset(found)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from streamrl.gserver.embedded.sampler import Draw
 from streamrl.gserver.engine import Job, Output, Ticket
+from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.generation import FinishReason, VersionSpan
-
-Decode = Callable[[list[int]], str]
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are taken as 0, as in SGLang."""
 NO_TOP_K = 2**31 - 1
-TAIL_MARGIN = 4
-"""Tokens looked at for a stop string besides one for each of its characters."""
 
 
 class Request:
@@ -45,8 +40,7 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else eos_token_ids
         )
-        self._tail = max((len(s) for s in job.stop), default=0) + TAIL_MARGIN
-        self._decode = decode
+        self._stop_strings = StopStrings(job.stop, decode)
         self._versions: list[tuple[str, int]] = []
 
     @property
@@ -79,12 +73,10 @@ class Request:
             if token in self.stop_token_ids:
                 self.finish_reason = FinishReason(type="stop", matched=token)
                 return
-            if self.job.stop:
-                tail = self._decode(self.tokens[max(self.prompt_length, len(self.tokens) - self._tail) :])
-                for text in self.job.stop:
-                    if text in tail:
-                        self.finish_reason = FinishReason(type="stop", matched=text)
-                        return
+            first = max(self.prompt_length, len(self.tokens) - self._stop_strings.reach)
+            if stop := self._stop_strings.at_the_end(self.tokens[first:]):
+                self.finish_reason = FinishReason(type="stop", matched=stop)
+                return
         if produced >= params.max_new_tokens:
             self.finish_reason = FinishReason(type="length", length=params.max_new_tokens)
 

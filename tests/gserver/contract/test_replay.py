@@ -102,6 +102,8 @@ class Responses:
             seed=1,
             patience=60.0,
             tokens_per_request=tokens_per_request,
+            decode=str,
+            eos_token_ids=(),
         )
         self._tasks = [
             asyncio.create_task(

@@ -1,0 +1,27 @@
+"""Strings that end a response, looked for as its tokens come: in the engine, and where a response is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+TAIL_MARGIN = 4
+"""Tokens looked at for a stop string besides one for each of its characters."""
+
+
+class StopStrings:
+    """The strings of one request or run."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
+        self._strings = strings
+        self._decode = decode
+        self.reach = max((len(string) for string in strings), default=0) + TAIL_MARGIN if strings else 0
+        """Tokens that one may lie across."""
+
+    def at_the_end(self, tokens: Sequence[int]) -> str | None:
+        """The first string that is in the text of the last tokens."""
+        if not self._strings:
+            return None
+        tail = self._decode(list(tokens[-self.reach :]))
+        return next((string for string in self._strings if string in tail), None)

@@ -26,6 +26,7 @@ GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "devic
     "held",
     "importing",
     "native",
+    "stop_strings",
     "trainer_config",
 }
 """Modules of the ground floor; "" is `streamrl` itself."""

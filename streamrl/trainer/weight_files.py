@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import socket
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import IO
 
@@ -145,7 +145,8 @@ class WeightFiles:
         with closing(source.weights()) as weights:
             sums = self._copiers.each(write, weights)
         if self._durable:
-            held.synchronise()
+            held.memory.flush()
+            _synchronise(folder / FILE)
         return sums if self._checksum else {}
 
     def _hold(self, folder: Path, size: int) -> _Held:
@@ -189,14 +190,8 @@ class _Held:
             return False
         return True
 
-    def synchronise(self) -> None:
-        """Until it is on the disk."""
-        self.memory.flush()
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
-        with suppress(BufferError):  # a tensor still lies there, after a copy that failed: the mapping goes with it
-            self.memory.close()
+        """The mapping goes with the last tensor that lies there: threads may be copying to it that nobody waits for."""
         self._file.close()
 
 
@@ -208,8 +203,9 @@ def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
         return False
 
 
-def _synchronise(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _synchronise(path: Path) -> None:
+    """Until the file, or the names in the folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

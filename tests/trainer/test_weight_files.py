@@ -109,6 +109,20 @@ def test_what_comes_after_a_write_that_broke_off_and_with_another_size(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000007", "v000008"]
 
 
+def test_one_that_is_closed_in_the_middle_of_a_write_lets_the_write_fail(tmp_path: Path) -> None:
+    carrier = files(tmp_path / "weights")
+
+    class Closing(Weights):
+        def weights(self) -> Generator[tuple[str, Tensor]]:
+            for name, tensor in super().weights():
+                carrier.close()
+                yield name, tensor
+
+    with pytest.raises(PublicationError, match="v1 cannot be written"):
+        carrier.prepare(1, Closing(some(1)))  # type: ignore[arg-type]
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "v000007").mkdir()
     carrier = files(tmp_path)

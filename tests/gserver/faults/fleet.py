@@ -151,6 +151,8 @@ class FaultyFleet:
             seed=1,
             patience=RESPONSE_PATIENCE,
             tokens_per_request=RESPONSE_TOKENS // 2,
+            decode=str,
+            eos_token_ids=(),
         )
         route = AnyLiveGserver(self.run, seed=seed)
         while True:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.gserver.text import Text
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.transport.control.client import ControlClient
@@ -74,6 +75,7 @@ class Contract:
         run: Run,
         publisher: Callable[[Way], Publisher],
         model: Any,
+        model_dir: Path,
         processes: list[asyncio.subprocess.Process],
         start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
     ) -> None:
@@ -87,6 +89,7 @@ class Contract:
         self.key = gserver_key(run.config)
         self.client = GenerationClient(timeout=60.0, key=self.key)
         self.version = 0
+        self.text = Text(model_dir)
         self._model = model
         self._publisher = publisher
         self._start = start
@@ -131,13 +134,14 @@ class Contract:
         return self._model
 
     @torch.inference_mode()
-    def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+    def logits(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+        """`[tokens, vocab]`: what transformers makes each token of a response from, by the weights published last."""
+        logits: Tensor = self.model_of(self.version)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def logprobs(self, prompt: Sequence[int], output: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """What transformers gives the tokens of a response under the weights published last."""
-        rows = (
-            self.model_of(self.version)(torch.tensor([[*prompt, *output]]))
-            .logits[0, len(prompt) - 1 : -1]
-            .log_softmax(-1)
-        )
+        rows = (self.logits(prompt, output) / temperature).log_softmax(-1)
         found: list[float] = rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
         return found
 
@@ -215,7 +219,16 @@ async def contract(
                 publishers[way] = publisher_for(config, control, way)
             return publishers[way]
 
-        found = Contract(engine, urls, run=run, publisher=publisher, model=model, processes=processes, start=start)
+        found = Contract(
+            engine,
+            urls,
+            run=run,
+            publisher=publisher,
+            model=model,
+            model_dir=model_dir,
+            processes=processes,
+            start=start,
+        )
         try:
             yield found
         finally:

@@ -28,6 +28,8 @@ def found_in(config: Config) -> list[str]:
         problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
     if config.rollout.sampling.temperature == 0:
         problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
+    if "" in config.rollout.sampling.stop:
+        problems.append("rollout.sampling.stop must not contain an empty string: it would end every response at once")
     algorithm = config.algorithm
     if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         problems.append(

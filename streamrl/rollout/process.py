@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
-from streamrl.errors import first_error
+from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
@@ -97,7 +97,7 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
     async with asyncio.TaskGroup() as starting:
         if rewards is not None:
             starting.create_task(rewards.start())
-        loading = starting.create_task(asyncio.to_thread(_load_data, config, model_dir))
+        loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
     client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=gserver_key(config))
     seat.owned.push_async_callback(client.close)
@@ -123,8 +123,14 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
     return maker, prompts
 
 
-def _load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
+def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
+    """Tokenizer and prompts; raises `ModelError`, `DataError`, or `ConfigError` when the one does not fit the other."""
     chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
+    for stop in config.rollout.sampling.stop:  # real SGLang would answer each request with an error that says nothing
+        try:
+            chat.encode(stop)
+        except DataError as error:
+            raise ConfigError(f"rollout.sampling.stop has {stop!r}, which the model cannot say: {error}") from error
     return chat, PromptSource.open(config, chat)
 
 

@@ -173,6 +173,21 @@ class Contract:
         return msgspec.json.decode(last, type=GenerateReply)
 
 
+class FixedRoute:
+    """Goes on at the next gserver when one fails."""
+
+    def __init__(self, urls: list[str], first: int) -> None:
+        self._urls = urls
+        self._at = first
+
+    @property
+    def gserver(self) -> str:
+        return self._urls[self._at % len(self._urls)]
+
+    async def replace(self, failed: str) -> None:
+        self._at += 1
+
+
 def request(prompt: Sequence[int], tokens: int, *, rid: str | None = None, stream: bool = False) -> GenerateRequest:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     return GenerateRequest(input_ids=list(prompt), sampling_params=params, rid=rid, return_logprob=True, stream=stream)

@@ -18,7 +18,7 @@ from streamrl.errors import StreamRLError
 from streamrl.rollout.partial import Generation, Generator
 from streamrl.rollout.replies import token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
-from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, request
+from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, contract, request
 from tests.gserver.contract.replay import replay
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
@@ -73,21 +73,6 @@ class Recorder(GenerationClient):
         versions = token_versions(taken.meta_info, tokens=len(taken.output_ids))
         self.segments.setdefault(name, []).append((taken.output_ids, versions))
         return reply
-
-
-class FixedRoute:
-    """Goes on at the next gserver when one fails."""
-
-    def __init__(self, urls: list[str], first: int) -> None:
-        self._urls = urls
-        self._at = first
-
-    @property
-    def gserver(self) -> str:
-        return self._urls[self._at % len(self._urls)]
-
-    async def replace(self, failed: str) -> None:
-        self._at += 1
 
 
 class Responses:

@@ -11,8 +11,7 @@ from streamrl.config import SamplingConfig
 from streamrl.rollout.partial import Generation, Generator
 from streamrl.rollout.replies import check_reply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
-from tests.gserver.contract.fixture import TOLERANCE, Contract, output_logprobs
-from tests.gserver.contract.test_replay import FixedRoute
+from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, output_logprobs
 from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [

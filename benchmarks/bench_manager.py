@@ -31,13 +31,14 @@ from typing import Any
 
 import psutil
 import uvloop
-from common import RESULTS, write_results
+from common import latest, write_results
 from manager_load import Load, figures, percentile
 from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config, from_dict
 from streamrl.gserver import manager
+from streamrl.ledger import Fate
 from streamrl.transport.control.groups import Admit, Settle
 
 WORKERS = 16
@@ -118,9 +119,9 @@ async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wak
         await asyncio.sleep(1.0 + waiting / 2000)
         latencies = []
         before, own, began = cpu_seconds(process), time.process_time(), time.monotonic()
-        for seq in range(wakes):
+        for drops in range(1, wakes + 1):
             start = time.monotonic()
-            await load._master.post("/settle", Settle([seq], [seq]))  # dropped: its place is free again
+            await load._master.post("/settle", Settle([Fate(0, 2 * drops)]))  # dropped: its place is free again
             latencies.append(await served.get() - start)
             assert served.empty(), "more than one was served with one place"
         seconds = time.monotonic() - began
@@ -238,10 +239,16 @@ def main() -> None:
         rows.append(one_row(*point, arguments.seconds, cores))
         console.print(rows[-1], style="dim")
     show(rows, console)
-    settings = {"workers": WORKERS, "rate": RATE, "seconds": arguments.seconds, "simulated": "all but the manager"}
+    settings = {
+        "workers": WORKERS,
+        "rate": RATE,
+        "seconds": arguments.seconds,
+        "simulated": "all but the manager",
+        "quick": arguments.quick,
+    }
     console.print(f"written to {write_results('bench_manager', settings, rows)}")
     if not arguments.quick:
-        plot(rows, RESULTS / "bench_manager.png")
+        plot(rows, latest("bench_manager.png"))
 
 
 if __name__ == "__main__":

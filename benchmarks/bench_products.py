@@ -53,7 +53,8 @@ def main() -> None:
                 rates = compare(ways, dtype, count, rounds=1 if arguments.quick else 20)
                 rows.append({"dtype": str(dtype).removeprefix("torch."), "rows": count, "gflops": rates})
     show(rows)
-    print(f"written to {write_results('bench_products', {'threads': arguments.threads, 'layers': LAYERS}, rows)}")
+    settings = {"threads": arguments.threads, "layers": LAYERS, "quick": arguments.quick}
+    print(f"written to {write_results('bench_products', settings, rows)}")
 
 
 def contenders(dtype: torch.dtype) -> dict[str, Product]:

@@ -27,6 +27,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
@@ -183,7 +184,7 @@ def worker(rank: int, ranks: int, port: int, groups: int, repeats: int, barrier:
             barrier.wait(TIMEOUT_SECONDS)
             broadcast = time.perf_counter() - began
             if rank == 0 and repeat:  # the first repeat warms up
-                answers.put((case, moved, executed, broadcast))
+                answers.send((case, moved, executed, broadcast))
     destroy_group(plain)
     manager.close()
 
@@ -191,14 +192,19 @@ def worker(rank: int, ranks: int, port: int, groups: int, repeats: int, barrier:
 def measure_execution(ranks: int, groups: int, repeats: int) -> list[dict[str, Any]]:
     store = open_store("127.0.0.1")
     context = multiprocessing.get_context("spawn")
-    answers, barrier = context.Queue(), context.Barrier(ranks)
+    (receiving, sending), barrier = context.Pipe(duplex=False), context.Barrier(ranks)
     processes = [
-        context.Process(target=worker, args=(rank, ranks, store.port, groups, repeats, barrier, answers))
+        context.Process(target=worker, args=(rank, ranks, store.port, groups, repeats, barrier, sending), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=TIMEOUT_SECONDS) for _ in range(3 * repeats)]
+    found = []
+    while len(found) < 3 * repeats:
+        ready = wait([receiving, *(process.sentinel for process in processes)], TIMEOUT_SECONDS)
+        if receiving not in ready:  # a rank has died, and the others would wait for it
+            raise SystemExit(f"no answer from the ranks; their exit codes are {[p.exitcode for p in processes]}")
+        found.append(receiving.recv())
     for process in processes:
         process.join(30)
     rows = []

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import RESULTS, write_results
+from common import write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -198,8 +198,7 @@ def main() -> None:
         "mean_tokens": MEAN_TOKENS,
         "capacity": CAPACITY,
     }
-    write_results("bench_routing", settings, rows)
-    console.print(f"written to {RESULTS / 'bench_routing.json'}")
+    console.print(f"written to {write_results('bench_routing', settings, rows)}")
 
 
 if __name__ == "__main__":

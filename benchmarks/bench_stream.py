@@ -88,7 +88,7 @@ def receiver(control: Connection, groups: Any, done: Any) -> None:
         endpoint.bind("tcp://127.0.0.1:0")
     arrivals = Arrivals()
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
-    ingress = StreamIngress(dataset, host="127.0.0.1", max_group_bytes=MAX_GROUP_BYTES)
+    ingress = StreamIngress(dataset, host="127.0.0.1", limits=codec.Limits(max_group_bytes=MAX_GROUP_BYTES))
     ingress.start()
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:
@@ -129,7 +129,7 @@ def consume(dataset: StreamDataset, arrivals: Arrivals, count: int) -> None:
     """What a trainer does: take a batch once it is there, and let go of it."""
     for _ in range(count // BATCH):
         seqs = arrivals.take()
-        assert len(dataset.get(seqs)) == BATCH
+        assert all(dataset.find(seq) is not None for seq in seqs)
         dataset.discard(seqs, forget=False)
 
 

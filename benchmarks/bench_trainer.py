@@ -232,6 +232,7 @@ def main() -> None:
         "prompt_tokens": PROMPT,
         "response_tokens": {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST},
         "microbatch_tokens": MICRO_TOKENS,
+        "quick": options.quick,
     }
     console.print(f"written to {write_results('bench_trainer', settings, rows)}")
 

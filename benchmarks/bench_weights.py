@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import RESULTS, write_results
+from common import earlier_rows, latest, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -267,7 +267,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Path:
         axes.set(xscale="log", xlabel="MiB of weights", title=title)
     times.set_yscale("log")
     shares.legend(fontsize="x-small")
-    path = RESULTS / "bench_weights.png"
+    path = latest("bench_weights.png")
     figure.savefig(path, dpi=120)
     return path
 
@@ -291,7 +291,7 @@ def main() -> None:
     counts = chosen.gservers or ([1, 2] if chosen.quick else [1, 2, 4])
     torch.set_num_threads(1)
     console = Console(width=140)
-    rows = json.loads((RESULTS / "bench_weights.json").read_text())["rows"] if chosen.append else []
+    rows = earlier_rows("bench_weights") if chosen.append else []
     for mode in chosen.modes:
         for size in sizes:
             for count in counts:
@@ -299,7 +299,7 @@ def main() -> None:
                 rows.append(asyncio.run(measuring))
                 console.print(table_of(rows[-1:]))
     console.print(table_of(rows))
-    settings = {"checksum": True}
+    settings = {"checksum": True, "quick": chosen.quick}
     console.print(f"written: {write_results('bench_weights', settings, rows)}, {plot(rows)}")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from streamrl.ledger import Fate
 from streamrl.transport.control.groups import Admit, AdmitReply, GroupInFlight, InFlight, Settle
 from streamrl.transport.control.members import Heartbeat, Register, Role
 
@@ -142,7 +143,7 @@ class Load:
         for worker, changes in by_worker.items():
             await self._ends.post("/in_flight", InFlight(worker, changes))
             self.calls += 1
-        await self._master.post("/settle", Settle([seq for _, seq in ended], []))
+        await self._master.post("/settle", Settle([Fate(seq, 1) for _, seq in ended]))
         self.calls += 1
 
     async def _settle_on(self, groups: int) -> None:

@@ -1,6 +1,6 @@
 """What asynchrony buys: the same job synchronously and at several values of `max_staleness`.
 
-    python benchmarks/throughput.py [--quick]
+    python benchmarks/throughput.py [--quick] [--seeds N]
 
 (a) for real: the embedded engine and a model trained from scratch (examples/copy_scratch.toml);
 (b) SIMULATED generation: a gserver whose token times and long-tailed lengths are simulated
@@ -10,25 +10,38 @@ Rates are taken between the first and the last step of the steady part of a run 
 is left out). `bound` is the speed-up of an ideal pipeline on the same slots: the synchronous time of
 a step divided by the larger of a batch's training time and its slot-seconds of generation divided
 by the slots. With the embedded engine slot-seconds depend on how many requests are decoded
-together, so its bound is an estimate; with simulated generation it is exact up to noise.
+together, so its bound is an estimate; with simulated generation it is exact up to noise. The bound
+knows nothing of what else computes (rollout workers, rewards, master, manager), nor of pools that
+share cores: `cores_busy`, the share of the machine's cores that the run keeps busy in its steady part,
+tells where they are what limits it.
+
+Of runs with several seeds rates are medians, ages the largest, and masked and dropped shares means;
+the final reward is their mean, and the least and the most of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from common import RESULTS, write_results
+import numpy as np
+import psutil
+from common import latest, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +63,9 @@ SIMULATED = {
     "rollout.group_size": 8,
 }
 STEPS = {"embedded": 80, "simulated": 40}
+SEEDS = {"embedded": 3, "simulated": 1}
+"""Runs of each kind. Simulated ones differ only in what they draw, and have no rewards that mean anything."""
+SAMPLE_SECONDS = 0.25
 TABLE_WIDTH = 160
 COLUMNS = (
     "engine",
@@ -61,17 +77,19 @@ COLUMNS = (
     "groups_per_second",
     "speedup",
     "bound",
+    "cores_busy",
     "mean_token_age",
     "oldest_token_age",
     "masked_share",
     "dropped_share",
+    "seeds",
     "reward_final",
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps and values: under two minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and values, one seed: three minutes")
     parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
     parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
     parser.add_argument(
@@ -81,6 +99,7 @@ def main() -> None:
         help="by default: mask at every value, wait and drop at 4",
     )
     parser.add_argument("--steps", type=int, help="steps of each run")
+    parser.add_argument("--seeds", type=int, help=f"runs of each kind, by default {SEEDS}")
     options = parser.parse_args()
     values = options.staleness or ([4] if options.quick else [1, 2, 4, 8])
     policies = options.over_age or ["mask"]
@@ -89,21 +108,26 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:
-            steps = options.steps or STEPS[engine] // (4 if options.quick else 1)
+            seeds = options.seeds or (1 if options.quick else SEEDS[engine])
             jobs = [(0, "mask")] + [(value, policy) for value in values for policy in policies]
             if not (options.quick or options.over_age or options.staleness):
                 jobs += [(4, "wait"), (4, "drop")]
-            synchronous: dict[str, float] = {}
-            for value, policy in jobs:
-                console.print(f"{label(engine)}: max_staleness {value}, over_age {policy}, {steps} steps …")
-                figures = run(Path(folder), engine, value, policy, steps)
-                if value == 0:
-                    synchronous = figures
-                rows.append(as_row(engine, value, policy, figures, synchronous))
+            runs: dict[tuple[int, str], list[dict[str, float]]] = {job: [] for job in jobs}
+            for seed in range(seeds):  # all kinds take turns: other load on the machine hits them alike
+                for value, policy in jobs:
+                    # Quick synchronous runs, the slow ones, are cut short; how near the others come to the bound is
+                    # then the same figure as in a full run.
+                    steps = options.steps or STEPS[engine] // (2 if options.quick and value == 0 else 1)
+                    console.print(
+                        f"{label(engine)}: max_staleness {value}, over_age {policy}, seed {seed}, {steps} steps …"
+                    )
+                    runs[value, policy].append(run(Path(folder), engine, value, policy, steps, seed=seed))
+            figures = {job: aggregate(found) for job, found in runs.items()}
+            rows += [as_row(engine, *job, figures[job], synchronous=figures[0, "mask"]) for job in jobs]
     Console(width=max(console.width, TABLE_WIDTH)).print(table(rows))
-    plot(rows, RESULTS / "throughput.png")
-    path = write_results("throughput", {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}, rows)
-    console.print(f"written: {path}, {RESULTS / 'throughput.png'}")
+    plot(rows, latest("throughput.png"))
+    settings = {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}
+    console.print(f"written: {write_results('throughput', settings, rows)}, {latest('throughput.png')}")
 
 
 def label(engine: str) -> str:
@@ -111,11 +135,12 @@ def label(engine: str) -> str:
     return "SIMULATED generation" if engine == "simulated" else "embedded engine"
 
 
-def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int) -> dict[str, float]:
+def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int, *, seed: int) -> dict[str, float]:
     """One run as a user would start it; answers its figures."""
     overrides: dict[str, Any] = {
         "run.dir": str(folder),
-        "run.name": f"{engine}-{max_staleness}-{over_age}",
+        "run.name": f"{engine}-{max_staleness}-{over_age}-{seed}",
+        "run.seed": seed,
         "run.total_train_steps": steps,
         "staleness.max_staleness": max_staleness,
         "staleness.over_age": over_age,
@@ -127,19 +152,49 @@ def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int
         overrides |= SIMULATED
     arguments = [f"{key}={value}" for key, value in overrides.items()]
     command = [sys.executable, "-m", "streamrl", "run", str(EXAMPLE), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return figures_of(folder / str(overrides["run.name"]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        meter = ProcessorMeter(running.pid)
+        said, _ = running.communicate(timeout=1800)
+    if running.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{said[-3000:]}")
+    return figures_of(folder / str(overrides["run.name"]), meter)
 
 
-def figures_of(run_dir: Path) -> dict[str, float]:
+class ProcessorMeter:
+    """Processor seconds of a process and all that it starts, sampled in a thread until it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._of_each: dict[int, float] = {}
+        self._times: list[float] = []
+        self._seconds: list[float] = []
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def between(self, begin: float, end: float) -> float:
+        """Used from `begin` to `end`, in seconds of the wall clock."""
+        before, after = np.interp([begin, end], self._times, self._seconds)
+        return float(after - before)
+
+    def _sample(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while True:
+                for process in [self._root, *self._root.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        used = process.cpu_times()
+                        self._of_each[process.pid] = used.user + used.system
+                self._times.append(time.time())
+                self._seconds.append(sum(self._of_each.values()))
+                time.sleep(SAMPLE_SECONDS)
+
+
+def figures_of(run_dir: Path, meter: ProcessorMeter) -> dict[str, float]:
     """Rates of the steady part of a run, and its summary."""
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     first = len(steps) // 5
     steady = steps[first + 1 :]
-    seconds = steady[-1]["time"] - steps[first]["time"]
+    begin, end = steps[first]["time"], steady[-1]["time"]
+    seconds = end - begin
     metrics = [step["metrics"] for step in steady]
     status = json.loads((run_dir / "final.json").read_text())["status"]
     slot_seconds = sum(p["stats"].get("slot_seconds_total", 0.0) for p in status["processes"] if p["role"] == "gserver")
@@ -152,6 +207,7 @@ def figures_of(run_dir: Path) -> dict[str, float]:
         "groups_per_second": sum(m["groups"] for m in metrics) / seconds,
         "train_seconds": fmean(m["train_seconds"] for m in metrics),
         "generation_seconds_per_group": slot_seconds / (settings.max_running * settings.count) / (trained + dropped),
+        "cores_busy": meter.between(begin, end) / seconds / len(os.sched_getaffinity(0)),
         "groups_per_batch": fmean(m["groups"] for m in metrics),
         "mean_token_age": summary["mean_token_age"],
         "oldest_token_age": summary["oldest_token_age"],
@@ -161,10 +217,23 @@ def figures_of(run_dir: Path) -> dict[str, float]:
     }
 
 
+def aggregate(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The figures of runs that differ in nothing but the seed; `reward_final` as mean, least, most, and of each."""
+    rewards = [figures["reward_final"] for figures in runs]
+    found: dict[str, Any] = {key: median(figures[key] for figures in runs) for key in runs[0]}
+    return found | {
+        "seeds": len(runs),
+        "oldest_token_age": max(figures["oldest_token_age"] for figures in runs),
+        "masked_share": fmean(figures["masked_share"] for figures in runs),
+        "dropped_share": fmean(figures["dropped_share"] for figures in runs),
+        "reward_final": {"mean": fmean(rewards), "least": min(rewards), "most": max(rewards), "of_each": rewards},
+    }
+
+
 def as_row(
-    engine: str, value: int, policy: str, figures: dict[str, float], synchronous: dict[str, float]
+    engine: str, value: int, policy: str, figures: dict[str, Any], *, synchronous: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of the table."""
+    """A line of the table: what `aggregate` found, beside the synchronous run."""
     generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
     ideal = max(synchronous["train_seconds"], generation)
     return {
@@ -185,9 +254,20 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for column in COLUMNS:
         result.add_column(column.replace("_", " "), justify="right" if column != "engine" else "left")
     for row in rows:
-        cells = [row[column] for column in COLUMNS]
-        result.add_row(*("–" if c is None else f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
+        result.add_row(*(cell(row[column]) for column in COLUMNS))
     return result
+
+
+def cell(value: Any) -> str:
+    match value:
+        case None:
+            return "–"
+        case float():
+            return f"{value:.3g}"
+        case {"mean": mean, "least": least, "most": most}:
+            return f"{mean:.3f} ({least:.3f}–{most:.3f})"
+        case _:
+            return str(value)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -208,7 +288,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.legend()
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
 
 

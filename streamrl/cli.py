@@ -149,7 +149,7 @@ def evaluator(
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start the evaluator, if the configuration has an [evaluation]."""
+    """Start the evaluator, if the configuration has an \\[evaluation]."""
     _member("evaluator", 0, config, overrides, manager, model_dir, component)
 
 
@@ -210,21 +210,40 @@ def checkpoint(
 
 
 @app.command(rich_help_panel=LOOK)
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a configuration; show it completed, and what it would start."""
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all settings, also those that are as they are by default.")
+    ] = False,
+) -> None:
+    """Try what a run would need: data, model, reward function, ports, folders; show what it would start."""
     from rich.syntax import Syntax
     from rich.text import Text
 
     from streamrl import config as configuration
     from streamrl.launch.dashboard import plan_table
     from streamrl.launch.plan import plan, visible_gpus
+    from streamrl.launch.process import set_up_logging
+    from streamrl.launch.rehearsal import rehearse
 
+    set_up_logging("check")
     resolved = configuration.load(config, overrides or ())
-    console = _console()
-    toml = configuration.to_toml(resolved)
+    console, gpus = _console(), visible_gpus()
+    toml = configuration.to_toml(resolved, only_changed=not everything)
+    if not everything:
+        toml = f"# what differs from the defaults (--all shows all settings)\n{toml}"
     coloured = Syntax(toml, "toml", background_color="default")
     console.print(coloured if console.is_terminal else Text(toml), soft_wrap=True)
-    console.print(plan_table(plan(resolved, gpus=visible_gpus())))
+    console.print(plan_table(plan(resolved, gpus=gpus)))
+    found = rehearse(resolved, gpus=gpus)
+    for mark, style, lines in (("✓", "green", found.tried), ("? not tried:", "yellow", found.untried)):
+        for line in lines:
+            console.print(Text.assemble((f"{mark} ", style), line), soft_wrap=True)
+    for line in found.wrong:
+        _console(stderr=True).print(Text(f"error: {line}", style="red"), soft_wrap=True)
+    if found.wrong:
+        raise typer.Exit(1)
     told = f"{config} is valid; its run folder is {resolved.run_dir}, its fingerprint {resolved.digest()}"
     console.print(Text(told, style="green"), soft_wrap=True)
 
@@ -318,10 +337,10 @@ def _member(
     raise typer.Exit(code)
 
 
-def _console() -> Console:
+def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console()
+    return Console(stderr=stderr)
 
 
 def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable[[str], None]:
@@ -335,7 +354,11 @@ def _show_report(run_dir: Path) -> None:
     from streamrl.report import evaluation_table, summary_table, write_report
 
     console = _console()
-    summary = write_report(run_dir)
+    try:
+        summary = write_report(run_dir)
+    except OSError as error:
+        console.print(f"the report of {run_dir} cannot be written: {error}", markup=False, soft_wrap=True)
+        return
     if summary.steps:
         console.print(summary_table(summary))
         if summary.evaluations:

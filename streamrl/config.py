@@ -125,7 +125,7 @@ class SamplingConfig(Section, frozen=True):
     """-1: no limit."""
     min_p: Share = 0.0
     max_new_tokens: Positive = 256
-    """Of one turn."""
+    """Longest response of one turn, in tokens."""
     stop: list[str] = []
     stop_token_ids: list[int] = []
     """Besides the tokenizer's end-of-sequence token."""
@@ -149,7 +149,10 @@ class RewardConfig(Section, frozen=True):
     """Extra keyword arguments of the function."""
     processes: Positive = 1
     timeout_seconds: PositiveFloat = 10.0
-    """Of one call; a process that takes longer is killed and replaced."""
+    """Longest time of one call; a process that takes longer is killed and replaced."""
+    environment: list[str] = []
+    """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
+    that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""
     on_error: Literal["reject", "zero", "stop"] = "reject"
     """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
     overlong_tokens: NonNegative = 0
@@ -167,15 +170,19 @@ class RolloutConfig(Section, frozen=True):
     max_concurrent_groups: Positive = 64
     """In one worker."""
     max_failures: Positive = 20
-    """So many groups in a row rejected because of errors stop the run."""
+    """So many groups in a row rejected because of errors end the worker, and the run unless others make groups."""
     drop_uniform_groups: bool = False
     """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
     request_timeout_seconds: PositiveFloat = 600.0
-    """Of one generation request."""
+    """Longest time of one generation request."""
     tokens_per_request: Positive = 4096
     """A longer response is asked for in parts: the death of its gserver costs no more than one."""
     restarts: NonNegative = 3
-    """How often `streamrl run` replaces a rollout worker that died."""
+    """How often `streamrl run` replaces a rollout worker (or the evaluator) that died within
+    `restart_window_seconds`; after that the run goes on without it for a while, if there are others, or stops."""
+    restart_window_seconds: PositiveFloat = 3600.0
+    restart_delay_seconds: PositiveFloat = 1.0
+    """Before the first replacement; each further one waits twice as long, a minute at most."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = WorkflowConfig()
     reward: RewardConfig = RewardConfig()
@@ -189,7 +196,7 @@ class SimulationConfig(Section, frozen=True):
     mean_length: PositiveFloat = 64.0
     """Mean response length, in tokens."""
     sigma: NonNegativeFloat = 1.0
-    """Of the log-normal response length."""
+    """Spread of the response lengths: standard deviation of their logarithm."""
     vocab_size: Positive = 16
 
 
@@ -227,10 +234,14 @@ class GserverConfig(Section, frozen=True):
     max_context: Positive = 2048
     """Prompt and response, in tokens."""
     max_restarts: NonNegative = 3
-    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; then the run stops."""
+    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; after that the run
+    goes on without it for a while, if there are others, or stops."""
     restart_window_seconds: PositiveFloat = 600.0
     restart_delay_seconds: PositiveFloat = 1.0
     """Before the first restart; each further one waits twice as long, a minute at most."""
+    stuck_seconds: PositiveFloat = 60.0
+    """An engine that has work and finishes no step for so long, or an SGLang server that answers nothing, counts as
+    hung, and its gserver ends: longer than the longest prompt takes to compute."""
     deterministic: bool = False
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
@@ -304,8 +315,13 @@ class StreamConfig(Section, frozen=True):
     capacity_groups: Positive = 4096
     """Groups that a DP head holds; beyond that senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
+    """Arrays of one group, in units of 2^20 bytes."""
     resend_seconds: PositiveFloat = 10.0
     """A group not acknowledged for so long is sent again."""
+
+    @property
+    def max_group_bytes(self) -> int:
+        return int(self.max_group_mb * 2**20)
 
 
 class MetricsConfig(Section, frozen=True):
@@ -387,9 +403,12 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     return config
 
 
-def to_toml(config: Config) -> str:
-    """The resolved configuration as TOML; keys without a value are left out."""
-    return msgspec.toml.encode(_without_none(msgspec.to_builtins(config))).decode()
+def to_toml(config: Config, *, only_changed: bool = False) -> str:
+    """The resolved configuration as TOML, or what in it is not as by default; keys without a value are left out."""
+    tree = msgspec.to_builtins(config)
+    if only_changed:
+        tree = _difference(tree, msgspec.to_builtins(Config()))
+    return msgspec.toml.encode(_without_none(tree)).decode()
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -445,6 +464,17 @@ def _choices(path: str) -> tuple[Any, ...]:
     for key in path.split("."):
         kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
     return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _difference(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Entries of `tree` that `defaults` has not, or has otherwise."""
+    found = {}
+    for key, value in tree.items():
+        default = defaults.get(key)
+        if value == default:
+            continue
+        found[key] = _difference(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
+    return found
 
 
 def _without_none(value: Any) -> Any:

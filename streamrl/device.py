@@ -9,6 +9,7 @@ import torch
 
 from streamrl.config_types import Device, DType
 from streamrl.errors import ConfigError
+from streamrl.processor import bfloat16_is_ruled_out
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -71,7 +72,12 @@ def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 
 
 def processor_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); torch's matrix products then do."""
+    """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); torch's matrix products then do.
+
+    False, too, where trying it has shown that it must not be used (`processor.py`).
+    """
+    if bfloat16_is_ruled_out():
+        return False
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

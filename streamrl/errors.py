@@ -10,6 +10,7 @@
     ├── PeerError            another process answered with an error
     │   └── PeerLost         ... or stopped answering
     ├── ProcessDied          a process that streamrl started ended before its time
+    ├── EssentialFailed      a task or thread that its process cannot do without failed
     ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
     ├── PublicationError     a weight update that failed and was rolled back
     ├── TransferError        arrays that could not be brought from model worker to model worker
@@ -17,6 +18,11 @@
 
 The message of each says what was wrong, where, and what to do next.
 """
+
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoders raise for a message that they cannot read, one that is nested too deeply included."""
 
 
 class StreamRLError(Exception):
@@ -60,6 +66,10 @@ class PeerLost(PeerError):
 
 class ProcessDied(StreamRLError):
     """A process that streamrl started ended before its time."""
+
+
+class EssentialFailed(StreamRLError):
+    """A task or thread that its process cannot do without failed."""
 
 
 class DeadlineExceeded(StreamRLError):

@@ -1,10 +1,16 @@
-"""Importing what is large, without what makes that slow."""
+"""Importing: what a configuration names, and what is large without what makes that slow."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from streamrl.errors import ConfigError
 
 
 @contextmanager
@@ -22,3 +28,34 @@ def without_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def load_object(spec: str, *, key: str) -> Any:
+    """Import what `spec` (`module:name`) names; `key` is the configuration key for error messages.
+
+    Modules in the working directory are found too, whichever way the process was started. Whatever names a function or
+    class of the user's, or a component, is loaded here.
+    Raises `ConfigError` when the module or the name does not exist; an error raised by the
+    module itself passes through.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{key} = {spec!r}: write it as module:name, for example my_rewards:score")
+    working_directory = os.getcwd()
+    if working_directory not in sys.path and "" not in sys.path:
+        sys.path.insert(0, working_directory)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, and something that it imports does not
+        raise ConfigError(
+            f"{key} = {spec!r}: there is no module {module_name}; is it installed, or in {working_directory}?"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
+            raise ConfigError(f"{key} = {spec!r}: {module_name} has no {name}; it has {public or 'nothing public'}")
+        found = getattr(found, part)
+    return found

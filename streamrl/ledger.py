@@ -3,14 +3,19 @@
 Pure state machines without I/O or clocks (times are passed in). The gserver manager owns the
 `Ledger`; the master calls `select_batch` when it forms a training batch.
 
-With P groups in a training batch and `max_staleness` η, at policy version v:
+With P groups in a training batch and `max_staleness` η:
 
-- **admission**: a new group starts only while `accepted + running < (v + η + 1) · P`, where
-  *accepted* counts every group that was finished and kept since the run began. The gate bounds
-  the average age of tokens;
+- **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`, where
+  *accepted* counts every group that was finished and kept since the run began, and *trained* those
+  that made the present policy version: v · P, or what a resumed run had trained on, perhaps with another
+  P, and P for each version since. The gate bounds the average age of tokens;
 - **selection** bounds the age of every token: none older than η versions enters a loss.
 
 Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
+
+The trainer's word on a group is final, and is a count: how often it has taken the group or let go of it
+(`Fate`). Odd, it has the group; even, it does not. So its word can be told late, twice or out of order, and
+ledger and trainer still come to agree.
 
 Invariants (held by property tests): every sequence number is always in exactly one of
 `waiting`, `running`, `accepted`, `rejected`; none is skipped; none is accepted twice.
@@ -30,17 +35,16 @@ from streamrl.held import HeldGroups
 OverAge = Literal["mask", "wait", "drop"]
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """A worker's right to make one group."""
+class Fate(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a group with the trainer."""
 
     seq: int
-    worker: str
-    expires: float
-    """On the caller's clock, in seconds."""
+    changes: int
+    """How often the trainer took the group or let go of it: odd while it has the group, or has trained on it."""
 
 
 class Ledger:
-    """Admission: hands out sequence numbers, and counts what became of them."""
+    """Admission: leases sequence numbers to workers for a time, and counts what became of them."""
 
     def __init__(self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float) -> None:
         self.groups_per_batch = groups_per_batch
@@ -48,6 +52,7 @@ class Ledger:
         self.lease_seconds = lease_seconds
         self.policy_version = 0
         self.next_seq = 0
+        self._began = (0, 0)  # policy version, and groups trained on, where this process began
         self.ends_after: int | None = None
         """The run is over once so many groups were trained on or given up; None: not by their number."""
         self.accepted = 0
@@ -56,16 +61,19 @@ class Ledger:
         """Times that a finished group was too old and its prompt went back (`over_age = "drop"`)."""
         self.expired = 0
         """Times that a lease ran out and its prompt was given out again."""
-        self.rejected: list[int] = []
-        """Sequence numbers given up on purpose, in order of rejection."""
+        self.rejected: set[int] = set()
+        """Sequence numbers given up on purpose."""
+        self.rejections: list[Fate] = []
+        """All rejections in order, each with the trainer's word as it was then; one that the trainer knew better
+        about stays listed."""
         self._holders: dict[int, str] = {}  # sequence number under lease → worker
         self._granted: dict[str, dict[int, float]] = {}  # worker → its leases, with when each began, oldest first
         self._renewed: dict[str, float] = {}  # worker with leases → when it was last heard of
         self._returned: list[int] = []  # heap of sequence numbers to give out again
         self._returned_set: set[int] = set()
-        self._rejected_set: set[int] = set()
+        self._drops: dict[int, int] = {}  # how often, of those that were accepted and came back
 
-    def restore(self, *, policy_version: int, trained: Collection[int], rejected: Sequence[int]) -> None:
+    def restore(self, *, policy_version: int, trained: Collection[int], rejected: Collection[int]) -> None:
         """Go on, before anything was admitted, where a run was at the end of a step.
 
         `trained` were accepted, `rejected` given up; all other sequence numbers below the largest of
@@ -75,9 +83,10 @@ class Ledger:
             raise ValueError("a ledger that has admitted groups cannot be restored")
         settled = set(trained).union(rejected)
         self.policy_version = policy_version
+        self._began = (policy_version, len(trained))
         self.accepted = len(trained)
-        self.rejected = list(rejected)
-        self._rejected_set = set(rejected)
+        self.rejected = set(rejected)
+        self.rejections = [Fate(seq, 0) for seq in rejected]
         self.next_seq = max(settled, default=-1) + 1
         for seq in range(self.next_seq):
             if seq not in settled:
@@ -94,23 +103,21 @@ class Ledger:
         return len(self._returned_set)
 
     @property
+    def trained(self) -> int:
+        """Groups that the present policy version was trained on since the run began."""
+        version, groups = self._began
+        return groups + (self.policy_version - version) * self.groups_per_batch
+
+    @property
     def room(self) -> int:
         """How many groups may start now."""
-        bound = (self.policy_version + self.max_staleness + 1) * self.groups_per_batch
+        bound = self.trained + (self.max_staleness + 1) * self.groups_per_batch
         if self.ends_after is not None:
-            left = max(0, self.ends_after - len(self.rejected))
+            _, before = self._began
+            left = max(0, self.ends_after - len(self.rejected) - before)
             whole_batches = -(-left // self.groups_per_batch)
-            bound = min(bound, whole_batches * self.groups_per_batch)
+            bound = min(bound, before + whole_batches * self.groups_per_batch)
         return max(0, bound - self.accepted - self.running)
-
-    def leases(self) -> list[Lease]:
-        """Leases in force, oldest sequence number first."""
-        found = [
-            Lease(seq, worker, self._expiry(worker, granted))
-            for worker, leases in self._granted.items()
-            for seq, granted in leases.items()
-        ]
-        return sorted(found, key=lambda lease: lease.seq)
 
     def next_expiry(self) -> float | None:
         """When the next lease runs out unless it is renewed."""
@@ -135,27 +142,43 @@ class Ledger:
             admitted.append(seq)
         return admitted
 
-    def finish(self, seq: int) -> bool:
-        """Count `seq` as accepted: its group is stored with the trainer.
+    def changes(self, seq: int) -> int:
+        """How often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
+        return 2 * self._drops.get(seq, 0) + self._is_accepted(seq)
 
-        The trainer alone reports this, in the order in which it stored and dropped, so a
-        report can be late (the lease had run out: as good as in time) but never overtakes
-        another. Answers False, and changes nothing, when the group was settled before.
+    def settle(self, fate: Fate) -> bool:
+        """The trainer took a group, or let go of one that was too old: its prompt goes back.
+
+        Whatever the ledger thought of it ends with that: a lease that runs or ran out, even a rejection. Answers
+        False, and changes nothing, when this or something later was told before.
         """
-        return self._settle(seq, accepted=True)
+        seq = fate.seq
+        if not 0 <= seq < self.next_seq or fate.changes <= self.changes(seq):
+            return False
+        if self._is_accepted(seq):
+            self.accepted -= 1
+        else:
+            self._take_out(seq)
+        if drops := fate.changes // 2:
+            self.dropped += drops - self._drops.get(seq, 0)
+            self._drops[seq] = drops
+        if fate.changes % 2:
+            self.accepted += 1
+        else:
+            self._push_returned(seq)
+        return True
 
     def reject(self, seq: int) -> bool:
-        """Give `seq` up on purpose (filtered, failed for good) and give its place back."""
-        return self._settle(seq, accepted=False)
+        """Give `seq` up on purpose (filtered, failed for good) and give its place back.
 
-    def drop(self, seqs: Collection[int]) -> None:
-        """Accepted groups proved too old: their prompts go back and their places are freed."""
-        for seq in seqs:
-            if seq in self._holders or seq in self._returned_set or seq in self._rejected_set:
-                raise ValueError(f"seq {seq} was not accepted and cannot be dropped")
-            self.accepted -= 1
-            self.dropped += 1
-            self._push_returned(seq)
+        Answers False, and changes nothing, when it was settled before.
+        """
+        if seq not in self._holders and seq not in self._returned_set:
+            return False
+        self.rejections.append(Fate(seq, self.changes(seq)))
+        self._take_out(seq)
+        self.rejected.add(seq)
+        return True
 
     def renew(self, worker: str, *, now: float) -> None:
         """`worker` was heard of: all its leases start anew."""
@@ -184,19 +207,16 @@ class Ledger:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version
 
-    def _settle(self, seq: int, *, accepted: bool) -> bool:
+    def _is_accepted(self, seq: int) -> bool:
+        elsewhere = seq in self._holders or seq in self._returned_set or seq in self.rejected
+        return 0 <= seq < self.next_seq and not elsewhere
+
+    def _take_out(self, seq: int) -> None:
+        """Of where it is, unless that is among the accepted."""
         if seq in self._holders:
             self._end_lease(seq)
-        elif seq in self._returned_set:
-            self._returned_set.remove(seq)  # its heap entry is skipped later
-        else:
-            return False
-        if accepted:
-            self.accepted += 1
-        else:
-            self.rejected.append(seq)
-            self._rejected_set.add(seq)
-        return True
+        self._returned_set.discard(seq)  # its heap entry is skipped later
+        self.rejected.discard(seq)
 
     def _give_back(self, seqs: Sequence[int]) -> list[int]:
         for seq in seqs:

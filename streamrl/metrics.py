@@ -9,11 +9,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import msgspec
 
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
+from streamrl.line_file import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,7 @@ class JsonLines:
     """One report a line in the file of its kind, handed to the operating system before `write` returns."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._files = {METRICS_FILE: _open_lines(folder / METRICS_FILE)}
+        self._files = {name: LineFile(folder / name) for name in (METRICS_FILE, EVALUATIONS_FILE)}
 
     def write(self, report: StepReport) -> None:
         self._append(METRICS_FILE, report.finite())
@@ -75,10 +74,7 @@ class JsonLines:
             file.close()
 
     def _append(self, name: str, report: msgspec.Struct) -> None:
-        if name not in self._files:
-            self._files[name] = _open_lines(self._folder / name)
-        self._files[name].write(msgspec.json.encode(report) + b"\n")
-        self._files[name].flush()
+        self._files[name].append(msgspec.json.encode(report))
 
 
 class TensorBoard:
@@ -144,33 +140,3 @@ class MetricsWriter:
             except OSError as error:
                 log.warning("%s could not be closed: %s", type(sink).__name__, error)
         self._sinks.clear()
-
-
-def read_metrics(path: Path) -> list[StepReport]:
-    """The reports in `path`, oldest first; lines that were cut off are left out.
-
-    A step that is there twice (the run was resumed before it) counts as it was done last.
-    """
-    decoder = msgspec.json.Decoder(StepReport)
-    reports: dict[int, StepReport] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            report = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            log.warning("%s line %d is not a complete report and is left out", path, number)
-        else:
-            reports[report.step] = report
-    return [reports[step] for step in sorted(reports)]
-
-
-def _open_lines(path: Path) -> BinaryIO:
-    file = path.open("ab")
-    if file.tell() and not _ends_with_newline(path):
-        file.write(b"\n")  # an earlier run was cut off in the middle of a line
-    return file
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

@@ -115,6 +115,11 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
+def vocab_size(folder: Path) -> int:
+    """Tokens that the model in `folder` can say, those included that its tokenizer has no word for."""
+    return int(check_checkpoint(folder)["vocab_size"])
+
+
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
     """The transformers tokenizer of `folder`, with `chat_template` in place of its own if given."""
     try:

@@ -53,6 +53,8 @@ class Summary(msgspec.Struct, frozen=True):
     groups_duplicated: int | None
     """Groups that arrived more than once; the copies were refused."""
     groups_rejected: int | None
+    groups_given_up: int | None
+    """How many of the rejected groups were rejected because their workers died again and again."""
     groups_dropped: int | None
     """Finished groups discarded as too old."""
     max_staleness: int | None
@@ -67,16 +69,16 @@ class Summary(msgspec.Struct, frozen=True):
     tokens_generated_per_second: float | None
     tokens_trained_per_second: float | None
     generation_busy_share: float | None
-    """Of the gservers' time."""
+    """Share of the gservers' time in which they generated."""
     trainer_wait_share: float | None
-    """Of the steps' time that the trainer waited for data."""
+    """Share of the steps' time in which the trainer waited for data."""
     weight_update_seconds_mean: float | None
     pause_seconds_mean: float | None
     """Pause of generation in one weight update."""
     overhead_share: float | None
-    """Of the steps' time that was neither computation, waiting, nor weight update."""
+    """Share of the steps' time that was neither computation, waiting, nor weight update."""
     logprob_diff_mean: float | None
-    """Mean difference of the engine's and the trainer's log-probabilities, over all steps."""
+    """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
 
 
@@ -125,6 +127,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         groups_lost=groups_lost(final) if final and state == "finished" else None,
         groups_duplicated=final.groups_duplicated if final else None,
         groups_rejected=status.ledger.rejected if status else None,
+        groups_given_up=status.ledger.given_up if status else None,
         groups_dropped=status.ledger.dropped if status else None,
         max_staleness=config.staleness.max_staleness if config else None,
         over_age=config.staleness.over_age if config else None,
@@ -173,11 +176,12 @@ def summary_table(summary: Summary) -> Table:
             ", ".join([f"version {first.policy_version} → {last.policy_version}", *pass_figures(last)]),
         )
     row("steps", f"{s.steps}", f"{_form(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
+    given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""
     row(
         "groups trained",
         f"{s.groups_trained}",
         f"lost {_form(s.groups_lost)}, duplicated {_form(s.groups_duplicated)}, "
-        f"rejected {_form(s.groups_rejected)}, dropped {_form(s.groups_dropped)}",
+        f"rejected {_form(s.groups_rejected)}{given_up}, dropped {_form(s.groups_dropped)}",
     )
     row("oldest token trained on", f"{_form(s.oldest_token_age)}", f"versions; limit {_form(s.max_staleness)}")
     row("mean age of tokens", f"{_form(s.mean_token_age, '.2f')}", "versions")
@@ -195,7 +199,7 @@ def summary_table(summary: Summary) -> Table:
     row(
         "engine - trainer",
         f"{_form(s.logprob_diff_mean, '.1e')}",
-        f"log-probabilities of responses of age 0, mean difference; at most {_form(s.logprob_diff_max, '.1e')}",
+        f"log-probabilities, mean difference at all versions; at most {_form(s.logprob_diff_max, '.1e')}",
     )
     return table
 

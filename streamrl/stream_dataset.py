@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+
+import msgspec
 
 from streamrl.transport import codec
 from streamrl.transport.puller import GroupPuller, Offer
@@ -37,11 +38,6 @@ class SeqSet:
     def remove(self, seq: int) -> None:
         if seq in self:
             self._chunks[seq >> _CHUNK_BITS][seq >> 3 & _CHUNK_BYTES - 1] ^= 1 << (seq & 7)
-
-    def copy(self) -> SeqSet:
-        twin = SeqSet()
-        twin._chunks = {number: bytearray(chunk) for number, chunk in self._chunks.items()}
-        return twin
 
     def ranges(self) -> list[tuple[int, int]]:
         """The members as ranges (first, last + 1), ascending."""
@@ -77,7 +73,6 @@ class StreamDataset:
         self._on_freed: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._groups: dict[int, TrajectoryGroup] = {}
-        self._metas: dict[int, SampleMeta] = {}
         self._known = SeqSet()
         self._stored = 0
         self._duplicated = 0
@@ -109,7 +104,6 @@ class StreamDataset:
             meta = SampleMeta.of(group, head=self.rank)
             self._known.add(group.seq)
             self._groups[group.seq] = group
-            self._metas[group.seq] = meta
             self._stored += 1
             self._bytes_held += codec.group_bytes(group)
         if self.on_stored is not None:
@@ -120,13 +114,6 @@ class StreamDataset:
         """A message that was to bring a group broke the wire format."""
         with self._lock:
             self._refused += 1
-
-    def get(self, seqs: Iterable[int]) -> list[TrajectoryGroup]:
-        """The held groups `seqs`, in that order; raises `KeyError` if one is not held."""
-        with self._lock:
-            wanted = list(seqs)
-            self._check_held(wanted)
-            return [self._groups[seq] for seq in wanted]
 
     def find(self, seq: int) -> TrajectoryGroup | None:
         """The held group `seq`, if it is held."""
@@ -143,34 +130,16 @@ class StreamDataset:
             unwanted = set(seqs)
             self._check_held(unwanted)
             for seq in unwanted:
-                del self._metas[seq]
                 self._bytes_held -= codec.group_bytes(self._groups.pop(seq))
                 if forget:
                     self._known.remove(seq)
         if self._on_freed is not None:
             self._on_freed()
 
-    def held(self) -> dict[int, SampleMeta]:
-        """What is held now."""
+    def restore(self, done_with: Iterable[tuple[int, int]]) -> None:
+        """Before anything is stored: ranges (first, last + 1) of sequence numbers that a resumed run has trained on."""
         with self._lock:
-            return dict(self._metas)
-
-    def state(self) -> list[tuple[int, int]]:
-        """What a resumed run has to know: ranges (first, last + 1) of the sequence numbers done with.
-
-        Groups that are held only are left out: their arrays end with the process, so a resumed run
-        has to get them again.
-        """
-        with self._lock:
-            done = self._known.copy()
-            for seq in self._groups:
-                done.remove(seq)
-        return done.ranges()
-
-    def restore(self, state: Iterable[tuple[int, int]]) -> None:
-        """Know what `state` told, before anything is stored here."""
-        with self._lock:
-            for first, end in state:
+            for first, end in done_with:
                 for seq in range(first, end):
                     self._known.add(seq)
 
@@ -202,19 +171,18 @@ class StreamIngress:
         dataset: StreamDataset,
         *,
         host: str,
-        max_group_bytes: int,
+        limits: codec.Limits,
         resend_seconds: float = 10.0,
-        vocab_size: int | None = None,
         port: int = 0,
     ) -> None:
-        """`resend_seconds`: of the pushers; one silent for three times as long loses its credit.
-        `vocab_size`: token ids from there on are refused. `port` 0: any free one."""
+        """`limits`: groups beyond them are refused. `resend_seconds`: of the pushers; one silent for three times as
+        long loses its credit. `port` 0: any free one."""
         self._dataset = dataset
         self._puller = GroupPuller(
             dataset,
             host=host,
             port=port,
-            limits=codec.Limits(max_group_bytes=max_group_bytes, vocab_size=vocab_size),
+            limits=limits,
             silence_seconds=3 * resend_seconds,
         )
 
@@ -224,14 +192,19 @@ class StreamIngress:
         return self._puller.endpoint
 
     @property
-    def finished(self) -> Future[None]:
-        """Done when the ingress has stopped: with the error, if it failed."""
-        return self._puller.finished
+    def running(self) -> bool:
+        """Whether groups are taken in."""
+        return self._puller.running
 
     def start(self) -> None:
-        """Begin to take groups in, in a thread of its own."""
+        """Begin to take groups in, in a thread of its own, without which the process cannot do."""
         self._dataset.notify_freed(self._puller.wake)
         self._puller.start()
+
+    def expect(self, *, newest_version: int, seqs: int) -> None:
+        """From now on take groups that a policy up to `newest_version` sampled, with sequence numbers below `seqs`."""
+        limits = self._puller.limits
+        self._puller.limits = msgspec.structs.replace(limits, newest_version=newest_version, seqs=seqs)
 
     def close(self) -> None:
         """Stop; what is held stays in the data set."""

@@ -66,7 +66,8 @@ class TrainerConfig(Section, frozen=True):
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
     offload: list[RoleName] = field(default_factory=list)
-    """Roles that move to the CPU whenever they are idle, for example `["ref"]`."""
+    """Roles that move to the CPU whenever they are idle, for example `["ref"]`. Where they are there anyway this only
+    copies them."""
     batch_groups: Positive = 8
     """P: groups in a training batch."""
     lr: PositiveFloat = 1e-5
@@ -91,8 +92,8 @@ class TrainerConfig(Section, frozen=True):
     wait_warning_seconds: PositiveFloat = 30.0
     """A wait for data longer than this is named in the log."""
     logprob_diff_warning: PositiveFloat = 0.05
-    """Mean difference between the engine's and the trainer's log-probabilities, on responses of age 0, that is warned
-    of, in nats. In float32 it is about 1e-6, in bfloat16 about 0.02."""
+    """Mean difference between a gserver's and the trainer's log-probabilities that is warned of, in nats. In float32 it
+    is about 1e-6, in bfloat16 about 0.02."""
     logprob_diff_limit: PositiveFloat | None = None
     """One at which the run stops."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -135,10 +136,10 @@ class AlgorithmConfig(Section, frozen=True):
 
     advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
-    `reinforce++`: r, and `reinforce++-baseline`: r - mean, whitened over the batch; `gae`: generalised advantage
-    estimation with a critic, whitened over the batch's tokens."""
+    `reinforce++`: r, and `reinforce++-baseline`: r - mean; `gae`: generalised advantage estimation with a critic.
+    With the last three each token has its own advantage, and they are whitened over the tokens of the batch."""
     gamma: Share = 1.0
-    """Discount of later tokens (`gae`)."""
+    """Discount of later tokens (`gae`, `reinforce++`, `reinforce++-baseline`)."""
     gae_lambda: Share = 0.95
     """Between one-step (0) and whole-response (1) estimates (`gae`)."""
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -155,7 +156,7 @@ class AlgorithmConfig(Section, frozen=True):
     behavior_weight_level: Literal["token", "sequence", "geometric"] = "token"
     """The weight proximal / behaviour is that of each token, the product over a response, or its geometric mean."""
     behavior_weight_limit: Literal["truncate", "mask"] = "truncate"
-    """A weight beyond its limits is cut to `behavior_weight_cap`, or leaves the loss."""
+    """A weight beyond its limits is cut to `behavior_weight_cap`, or its tokens leave the loss (AReaL)."""
     behavior_weight_cap: PositiveFloat = 5.0
     """Largest weight proximal / behaviour."""
     behavior_weight_floor: NonNegativeFloat = 0.0
@@ -164,7 +165,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    """Penalise each token in the loss, or each response in its reward (by the sum over its tokens)."""
+    """Penalise each token in the loss; or in the reward: that of each token where tokens have advantages of their own
+    (`gae`, `reinforce++`, `reinforce++-baseline`), else that of each response, by the sum over its tokens."""
     kl_target: PositiveFloat | None = None
     """Mean KL of a token that `kl_coef` is steered towards from step to step."""
     kl_horizon: Positive = 10
@@ -179,9 +181,9 @@ class AlgorithmConfig(Section, frozen=True):
     """Optimizer steps for each pass over a training batch."""
     epochs: Positive = 1
     """Passes over each training batch."""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """Mean over tokens; over responses of the mean over their tokens; or the sum over tokens divided by the
-    responses and by `rollout.sampling.max_new_tokens`."""
+    loss_aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
+    """Mean over tokens; or mean over responses: of the mean over their tokens, of the sum over them, or of that sum
+    divided by `rollout.sampling.max_new_tokens`."""
 
 
 class RoleLayout(NamedTuple):

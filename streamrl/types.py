@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 NO_VERSION = -1
 """The policy version of a token that no policy sampled (prompt, environment feedback)."""
+LARGEST_REWARD = 1e9
+"""In magnitude: losses square rewards, in float32."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -51,7 +53,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     policy_versions: NDArray[np.int32]
     """Version of the policy that sampled the token; `NO_VERSION` where `loss_mask` is False."""
     reward: float
-    """What `rew_inf` gave."""
+    """What `rew_inf` gave: at most `LARGEST_REWARD` in magnitude."""
     finish_reason: str
     """`stop`, `length`, or the workflow's own word."""
     turns: int = 1
@@ -117,6 +119,28 @@ class TrajectoryGroup(msgspec.Struct):
     def tokens(self) -> int:
         """Tokens of all siblings, prompts counted once for each."""
         return len(self.packed_input_ids)
+
+    def bounds(self, sibling: int) -> tuple[int, int]:
+        """Where `sibling` begins and ends in the packed arrays."""
+        end = int(self.seqlens[: sibling + 1].sum())
+        return end - int(self.seqlens[sibling]), end
+
+    def alone(self, sibling: int) -> TrajectoryGroup:
+        """A group of this `sibling` only."""
+        first, end = self.bounds(sibling)
+        return TrajectoryGroup(
+            seq=self.seq,
+            worker=self.worker,
+            prompt_length=self.prompt_length,
+            seqlens=self.seqlens[sibling : sibling + 1],
+            rewards=self.rewards[sibling : sibling + 1],
+            packed_input_ids=self.packed_input_ids[first:end],
+            packed_loss_mask=self.packed_loss_mask[first:end],
+            packed_behavior_logprobs=self.packed_behavior_logprobs[first:end],
+            packed_policy_versions=self.packed_policy_versions[first:end],
+            finish_reasons=self.finish_reasons[sibling : sibling + 1],
+            generation_seconds=self.generation_seconds,
+        )
 
 
 class SampleMeta(msgspec.Struct, frozen=True):

@@ -9,6 +9,10 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from streamrl.processor import avoid_broken_instructions
+
+avoid_broken_instructions()  # before anything computes here or in what the tests start
+
 settings.register_profile("unhurried", deadline=None)  # how long an example takes depends on what else runs
 settings.load_profile("unhurried")
 

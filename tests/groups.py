@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from streamrl.stream_dataset import StreamDataset
 from streamrl.types import NO_VERSION, TrajectoryGroup
 
 
@@ -38,7 +39,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
     siblings = draw(st.integers(1, 5))
     prompt_length = draw(st.integers(0, 6))
     lengths = draw(st.lists(st.integers(1, 12), min_size=siblings, max_size=siblings))
-    seqlens = np.array(lengths, dtype=np.int32) + prompt_length
+    seqlens = np.array(lengths, dtype=np.int32) + max(prompt_length, 1)
     tokens = int(seqlens.sum())
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     starts = np.cumsum(seqlens) - seqlens
@@ -46,8 +47,8 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
     mask = random.random(tokens) < draw(st.sampled_from([0.2, 0.9, 1.0]))
     for start in starts:
         ids[start : start + prompt_length] = ids[:prompt_length]
-        mask[start : start + prompt_length] = False
-    mask[starts[0] + prompt_length] = True
+        mask[start : start + max(prompt_length, 1)] = False
+        mask[start + max(prompt_length, 1)] = True
     versions = np.sort(random.integers(0, draw(st.integers(1, 9)), tokens))
     return TrajectoryGroup(
         seq=draw(st.integers(0, 2**40)),
@@ -62,3 +63,8 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         finish_reasons=draw(st.lists(st.text(max_size=8), min_size=siblings, max_size=siblings)),
         generation_seconds=draw(st.floats(0, 1e6)),
     )
+
+
+def held(dataset: StreamDataset, *, below: int = 1000) -> list[int]:
+    """Sequence numbers `below` a limit of the groups that `dataset` holds."""
+    return [seq for seq in range(below) if dataset.find(seq) is not None]

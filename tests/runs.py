@@ -22,7 +22,7 @@ def write_run(folder: Path, *, steps: int = 60, gservers: int = 2, seconds: floa
     reports = [step_report(step, seconds=seconds) for step in range(1, steps + 1)]
     write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(report, str_keys=True) for report in reports])
     write_lines(folder / "timeline.jsonl", heartbeats(steps * seconds, gservers=gservers))
-    ledger = LedgerStatus(steps, 4, steps * 8 + 30, steps * 8 + 13, 12, 3, 2, 1, 4, 0)
+    ledger = LedgerStatus(steps, 4, steps * 8 + 30, steps * 8 + 13, steps * 8, 12, 3, 2, 1, 4, 0, given_up=1)
     last = msgspec.structs.replace(status(0, state="finished", message="all steps are done"), ledger=ledger)
     content = {"status": last, "groups_trained": steps * 8, "groups_held": 13, "groups_duplicated": 5} | final
     (folder / "final.json").write_bytes(msgspec.json.encode(content))

@@ -1,13 +1,14 @@
 """The ledger's rules over random schedules: workers that crash, fall silent and come late, and a
 trainer that selects, drops and steps, under all three `over_age` policies.
 
-The model here follows the real protocol: workers are admitted and reject; the trainer stores each
-group once and reports that in order, late; leases live from heartbeat to heartbeat.
+The model here follows the real protocol: workers are admitted and reject; the trainer stores each group once, and
+tells the ledger what it has in messages that come late, twice and out of order; it hears of rejections late; leases
+live from heartbeat to heartbeat.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.held import HeldGroups
-from streamrl.ledger import Ledger, OverAge, count_over_age, next_in_order, select_batch
+from streamrl.ledger import Fate, Ledger, OverAge, count_over_age, next_in_order, select_batch
+from streamrl.trainer.settlement import Settlement
 from streamrl.types import SampleMeta
 
 LEASE = 10.0
@@ -51,18 +53,25 @@ class Run(RuleBasedStateMachine):
         self.batch, self.staleness, self.over_age, self.faults = batch, staleness, over_age, faults
         self.ledger = Ledger(groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE)
         self.now = 0.0
+        self.lost: set[str] = set()
         # what the ledger ought to know
         self.leased: dict[int, str] = {}
         self.expires: dict[int, float] = {}
         self.returned: set[int] = set()
         self.accepted: set[int] = set()
         self.rejected: set[int] = set()
+        self.changes: Counter[int] = Counter()
         # the workers: versions of the tokens so far
         self.generating: dict[tuple[str, int], list[int]] = {}
         # the trainer
+        self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
+        self.arrivals: list[SampleMeta] = []  # stored, and not heard of by the master
         self.held = HeldGroups()
         self.trained: list[int] = []
-        self.reports: deque[tuple[str, int]] = deque()
+        self.heard = 0  # rejections
+        self.given_up: set[int] = set()  # of those, the ones that count
+        self.settlement = Settlement(None)  # type: ignore[arg-type]
+        self.messages: list[list[Fate]] = []  # on their way to the ledger, or to come again
 
     @property
     def bound(self) -> int:
@@ -72,6 +81,8 @@ class Run(RuleBasedStateMachine):
 
     @rule(worker=workers, count=st.integers(1, 5))
     def admit(self, worker: str, count: int) -> None:
+        if worker in self.lost:
+            return
         room, fresh = self.ledger.room, self.ledger.next_seq
         assert room == max(0, self.bound - len(self.accepted) - len(self.leased))
         again = sorted(self.returned)[: min(count, room)]
@@ -103,6 +114,7 @@ class Run(RuleBasedStateMachine):
                 self.generating[key].append(self.ledger.policy_version)
                 if key not in stragglers:
                     self.push(*key)
+            self.agree()
             self.train()
 
     @precondition(lambda self: any(self.generating.values()))
@@ -114,9 +126,9 @@ class Run(RuleBasedStateMachine):
 
     def push(self, worker: str, seq: int) -> None:
         tokens = self.generating.pop((worker, seq))
-        if seq not in self.held and seq not in self.trained:
-            self.held[seq] = meta(seq, tokens)
-            self.reports.append(("finish", seq))
+        if seq not in self.known:
+            self.known.add(seq)
+            self.arrivals.append(meta(seq, tokens))
 
     @precondition(lambda self: self.generating)
     @rule(data=st.data())
@@ -130,7 +142,8 @@ class Run(RuleBasedStateMachine):
             assert effective is (took_place or seq in self.returned)
             assert not self.ledger.reject(seq), "a second time changes nothing"
             if effective:
-                del_lease(self, seq)
+                assert self.ledger.rejections[-1] == Fate(seq, self.changes[seq])
+                take_out(self, seq)
                 self.rejected.add(seq)
                 free = self.bound - len(self.accepted) - len(self.leased)
                 assert self.ledger.room == max(0, free) >= room, "a rejection gives the place back"
@@ -139,6 +152,7 @@ class Run(RuleBasedStateMachine):
     @rule(worker=workers)
     def crash(self, worker: str) -> None:
         """The worker is gone; its leases remain until they run out."""
+        self.lost.add(worker)
         for key in [key for key in self.generating if key[0] == worker]:
             del self.generating[key]
 
@@ -147,14 +161,17 @@ class Run(RuleBasedStateMachine):
     def replace(self, worker: str) -> None:
         """Another process takes the worker's name: what the old one had goes back at once."""
         self.crash(worker)
+        self.lost.discard(worker)
         theirs = sorted(seq for seq, holder in self.leased.items() if holder == worker)
         assert self.ledger.release(worker) == theirs
         for seq in theirs:
-            del_lease(self, seq)
+            take_out(self, seq)
             self.returned.add(seq)
 
     @rule(worker=workers)
     def beat(self, worker: str) -> None:
+        if worker in self.lost:
+            return
         self.ledger.renew(worker, now=self.now)
         for seq, holder in self.leased.items():
             if holder == worker:
@@ -168,34 +185,70 @@ class Run(RuleBasedStateMachine):
         due = sorted(seq for seq, expires in self.expires.items() if expires <= self.now)
         assert self.ledger.expire(now=self.now) == due
         for seq in due:
-            del_lease(self, seq)
+            take_out(self, seq)
             self.returned.add(seq)
 
     # --- trainer ---------------------------------------------------------------------------------
 
-    @rule(count=st.integers(1, 4))
-    def report(self, count: int) -> None:
-        for _ in range(min(count, len(self.reports))):
-            what, seq = self.reports.popleft()
-            if what == "drop":
-                self.ledger.drop([seq])
-                self.accepted.remove(seq)
-                self.returned.add(seq)
-            elif self.ledger.finish(seq):
-                assert seq not in self.accepted
-                assert not self.ledger.finish(seq), "a second time changes nothing"
-                del_lease(self, seq)
-                self.returned.discard(seq)
-                self.accepted.add(seq)
-            else:  # given up by another worker in the meantime
-                assert seq in self.rejected
-                del self.held[seq]
+    @rule()
+    def take_in(self) -> None:
+        """The master hears which groups came, and lets go of those that were given up."""
+        for arrived in self.arrivals:
+            if arrived.seq not in self.given_up:
+                self.held[arrived.seq] = arrived
+                self.settlement.stored([arrived.seq])
+        self.arrivals.clear()
 
     @rule()
-    def train(self) -> None:
-        self.report(len(self.reports))
+    def hear_rejections(self) -> None:
+        for fate in self.ledger.rejections[self.heard :]:
+            if fate.changes == self.settlement.changes(fate.seq):
+                self.given_up.add(fate.seq)
+        self.heard = len(self.ledger.rejections)
+
+    @rule()
+    def send(self) -> None:
+        if news := self.settlement.news():
+            self.messages.append(news)
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        """One of the messages arrives, which may not be the first, and may come again."""
+        message = data.draw(st.sampled_from(self.messages))
+        if data.draw(st.booleans()):
+            self.messages.remove(message)
+        self.receive(message)
+
+    def receive(self, message: list[Fate]) -> None:
+        for seq, changes in ((fate.seq, fate.changes) for fate in message):
+            news = self.ledger.settle(Fate(seq, changes))
+            assert news is (changes > self.changes[seq])
+            assert not self.ledger.settle(Fate(seq, changes)), "a second time changes nothing"
+            if news:
+                self.changes[seq] = changes
+                take_out(self, seq)
+                (self.accepted if changes % 2 else self.returned).add(seq)
+
+    def agree(self) -> None:
+        """All that is under way arrives."""
+        self.take_in()
+        self.send()
+        for message in reversed(self.messages):
+            self.receive(message)
+        self.messages.clear()
+        self.hear_rejections()
+        assert self.accepted == {*self.held, *self.trained}
+        assert self.rejected == self.given_up
+        for seq, worker in self.leased.items():
+            assert self.expires[seq] <= self.now or worker in self.lost or (worker, seq) in self.generating, (
+                f"nobody makes seq {seq}, and its lease lives as long as its worker"
+            )
+
+    @rule(data=st.data())
+    def train(self, data: st.DataObject | None = None) -> None:
         version = self.ledger.policy_version
-        order = next_in_order(self.trained, self.rejected, start=0, count=self.batch)
+        order = next_in_order(self.trained, self.given_up, start=0, count=self.batch)
         selection = select_batch(
             self.held,
             policy_version=version,
@@ -211,7 +264,13 @@ class Run(RuleBasedStateMachine):
         assert set(selection.drop) == ({s for s, n in over_age.items() if n} if self.over_age == "drop" else set())
         for seq in selection.drop:
             del self.held[seq]
-            self.reports.append(("drop", seq))
+        with self.settlement.dropping(selection.drop):
+            self.known.difference_update(selection.drop)
+            if data is not None and data.draw(st.booleans()):  # others had them as well, and bring them now
+                for key in [key for key, tokens in self.generating.items() if tokens and key[1] in selection.drop]:
+                    self.push(*key)
+                self.take_in()
+                self.send()
         assert len(selection.batch) == (0 if selection.short else self.batch)
         if not selection.batch:
             assert selection.short > 0
@@ -235,25 +294,25 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def each_seq_is_in_one_place(self) -> None:
         ledger = self.ledger
-        assert {lease.seq: lease.worker for lease in ledger.leases()} == self.leased
-        assert {lease.seq: lease.expires for lease in ledger.leases()} == self.expires
+        holders = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
+        assert holders == self.leased
+        assert ledger.next_expiry() == min(self.expires.values(), default=None)
         assert (ledger.running, ledger.returned) == (len(self.leased), len(self.returned))
-        assert (ledger.accepted, set(ledger.rejected)) == (len(self.accepted), self.rejected)
-        assert len(ledger.rejected) == len(self.rejected)
+        assert (ledger.accepted, ledger.rejected) == (len(self.accepted), self.rejected)
         places = [*self.leased, *self.returned, *self.accepted, *self.rejected]
         assert sorted(places) == list(range(ledger.next_seq)), "one is lost, or in two places"
 
     @invariant()
     def each_seq_ends_once(self) -> None:
         assert len(self.trained) == len(set(self.trained))
-        assert self.accepted >= set(self.trained)
-        assert not self.rejected & set(self.trained)
+        assert not self.given_up & {*self.trained, *self.held}
         assert len(self.trained) == self.ledger.policy_version * self.batch
 
     def teardown(self) -> None:
-        """Whatever happened, healthy workers bring the run forward."""
+        """Whatever happened, ledger and trainer agree in the end, and healthy workers bring the run forward."""
         if not hasattr(self, "ledger"):
             return
+        self.agree()
         goal = self.ledger.policy_version + self.staleness + 2
         for _ in range(20 * (self.staleness + 2)):
             if self.ledger.policy_version >= goal:
@@ -264,18 +323,130 @@ class Run(RuleBasedStateMachine):
             for key in sorted(self.generating):
                 self.generating[key].append(self.ledger.policy_version)
                 self.push(*key)
+            self.agree()
             self.train()
         pytest.fail(f"the run is stuck at version {self.ledger.policy_version}")
 
 
-def del_lease(run: Run, seq: int) -> None:
+def take_out(run: Run, seq: int) -> None:
     run.leased.pop(seq, None)
     run.expires.pop(seq, None)
-    run.returned.discard(seq)
+    for places in (run.returned, run.accepted, run.rejected):
+        places.discard(seq)
 
 
 TestRun = Run.TestCase
 TestRun.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class Agreement(RuleBasedStateMachine):
+    """What ledger and trainer believe of two prompts that two workers make, lose, and bring late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE)
+        self.now = 0.0
+        self.working: set[tuple[str, int]] = set()
+        self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
+        self.arrivals: list[int] = []
+        self.settlement = Settlement(None)  # type: ignore[arg-type]
+        self.held: set[int] = set()
+        self.given_up: set[int] = set()
+        self.heard = 0
+        self.messages: list[list[Fate]] = []
+
+    @rule(worker=st.sampled_from(WORKERS[:2]))
+    def admit(self, worker: str) -> None:
+        self.working |= {(worker, seq) for seq in self.ledger.admit(worker, 2, now=self.now)}
+
+    @rule()
+    def leases_run_out(self) -> None:
+        self.now += LEASE
+        self.ledger.expire(now=self.now)
+
+    @precondition(lambda self: self.working)
+    @rule(data=st.data())
+    def push(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.working)))
+        self.working.remove(key)
+        if key[1] not in self.known:
+            self.known.add(key[1])
+            self.arrivals.append(key[1])
+
+    @precondition(lambda self: self.working)
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        worker, seq = data.draw(st.sampled_from(sorted(self.working)))
+        self.working.remove((worker, seq))
+        if self.ledger.holder(seq) in (worker, None):
+            self.ledger.reject(seq)
+
+    @rule()
+    def take_in(self) -> None:
+        wanted = [seq for seq in self.arrivals if seq not in self.given_up]
+        self.held.update(wanted)
+        self.settlement.stored(wanted)
+        self.arrivals.clear()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), anew=st.booleans())
+    def drop(self, data: st.DataObject, anew: bool) -> None:
+        """Perhaps another worker brings the group before all heads have let go of it."""
+        seq = data.draw(st.sampled_from(sorted(self.held)))
+        self.held.remove(seq)
+        with self.settlement.dropping([seq]):
+            self.send()
+            told = [fate.changes for message in self.messages for fate in message if fate.seq == seq]
+            assert max(told, default=0) < self.settlement.changes(seq), "its prompt would come again too early"
+            self.known.remove(seq)
+            if anew and (late := sorted(key for key in self.working if key[1] == seq)):
+                self.working.remove(late[0])
+                self.known.add(seq)
+                self.arrivals.append(seq)
+                self.take_in()
+                self.send()
+
+    @rule()
+    def send(self) -> None:
+        if news := self.settlement.news():
+            self.messages.append(news)
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data(), again=st.booleans())
+    def receive(self, data: st.DataObject, again: bool) -> None:
+        """In any order; a message may come again."""
+        message = data.draw(st.sampled_from(self.messages))
+        if not again:
+            self.messages.remove(message)
+        for fate in message:
+            self.ledger.settle(fate)
+
+    @rule()
+    def hear_rejections(self) -> None:
+        for fate in self.ledger.rejections[self.heard :]:
+            if fate.changes == self.settlement.changes(fate.seq):
+                self.given_up.add(fate.seq)
+        self.heard = len(self.ledger.rejections)
+
+    def teardown(self) -> None:
+        """All that is under way arrives, the latest first."""
+        self.take_in()
+        self.send()
+        for message in reversed(self.messages):
+            for fate in message:
+                self.ledger.settle(fate)
+        self.hear_rejections()
+        ledger = self.ledger
+        leased = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
+        assert {seq for seq in range(ledger.next_seq) if ledger.changes(seq) % 2} == self.held
+        assert (ledger.accepted, ledger.rejected) == (len(self.held), self.given_up)
+        assert ledger.accepted + ledger.running + ledger.returned + len(ledger.rejected) == ledger.next_seq
+        for seq, worker in leased.items():
+            assert (worker, seq) in self.working, f"nobody makes seq {seq}: its lease lives as long as its worker"
+
+
+TestAgreement = Agreement.TestCase
+TestAgreement.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
 
 
 @given(
@@ -313,9 +484,9 @@ def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
 def test_the_ledger_refuses_what_cannot_be() -> None:
     ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
     (seq,) = ledger.admit("rollout/0", 5, now=0.0)
-    with pytest.raises(ValueError, match="seq 0 was not accepted"):
-        ledger.drop([seq])
-    assert not ledger.finish(17)
+    assert not ledger.settle(Fate(seq, 0))
+    assert not ledger.settle(Fate(17, 1))
+    assert ledger.running == 1
     ledger.advance(1)
     with pytest.raises(ValueError, match="went back from 1 to 0"):
         ledger.advance(0)

@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
-from streamrl.metrics import METRICS_FILE, MetricsWriter, StepReport, read_metrics
+from streamrl.metrics import METRICS_FILE, MetricsWriter, StepReport
+from streamrl.records import read_records
 from tests.evaluations import make_report
 
 
@@ -34,46 +35,47 @@ def write(folder: Path, *reports: StepReport, tensorboard: bool = False) -> Path
 
 
 def test_reports_come_back_as_they_went(tmp_path: Path) -> None:
-    assert read_metrics(write(tmp_path / "new", report(1), report(2))) == [report(1), report(2)]
+    write(tmp_path / "new", report(1), report(2))
+    assert read_records(tmp_path / "new").steps == [report(1), report(2)]
 
 
 def test_each_report_is_there_before_the_writer_is_closed(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(report(1))
-    assert read_metrics(tmp_path / METRICS_FILE) == [report(1)]
+    assert read_records(tmp_path).steps == [report(1)]
     writer.close()
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    file = write(tmp_path, report(1, loss=math.nan, ratio=math.inf, reward=1.0))
-    assert read_metrics(file)[0].metrics == {"reward": 1.0}
+    write(tmp_path, report(1, loss=math.nan, ratio=math.inf, reward=1.0))
+    assert read_records(tmp_path).steps[0].metrics == {"reward": 1.0}
 
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write(tmp_path, report(1), report(2))
     file.write_bytes(file.read_bytes()[:-20])
-    assert read_metrics(file) == [report(1)]
-    assert "line 2 is not a complete report" in caplog.text
+    assert read_records(tmp_path).steps == [report(1)]
+    assert "1 lines cannot be read" in caplog.text
     write(tmp_path, report(3))
-    assert read_metrics(file) == [report(1), report(3)]
+    assert read_records(tmp_path).steps == [report(1), report(3)]
 
 
 def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
-    file = write(tmp_path, report(1), report(2, reward=0.1), report(2, reward=0.9), report(3))
-    assert [r.metrics.get("reward") for r in read_metrics(file)] == [None, 0.9, None]
+    write(tmp_path, report(1), report(2, reward=0.1), report(2, reward=0.9), report(3))
+    assert [r.metrics.get("reward") for r in read_records(tmp_path).steps] == [None, 0.9, None]
 
 
 def test_a_full_disk_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     write(tmp_path, report(1), report(2), report(3))
-    assert caplog.text.count("JsonLines stops at step 1") == 1
+    assert caplog.text.count("metrics.jsonl cannot be written ([Errno 28] No space left on device)") == 1
     assert len(caplog.records) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     write(tmp_path / "file" / "run", report(1))
-    assert "the run goes on without" in caplog.text
+    assert "metrics.jsonl cannot be written" in caplog.text
 
 
 def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from streamrl.config import Config, from_dict
 from streamrl.errors import ModelError
 from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer
-from tests.forked import forking
+from tests.forked import Forked, forking
 
 SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
 
@@ -114,19 +114,15 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ensure_checkpoint(scratch_config(), cache=tmp_path / "file" / "cache")
 
 
-def _make(cache: Path, barrier: Any, made: Any) -> None:
+def _make(cache: Path, barrier: Any, answers: Any) -> None:
     barrier.wait()
-    made.put(str(ensure_checkpoint(scratch_config(), cache=cache)))
+    answers.send(str(ensure_checkpoint(scratch_config(), cache=cache)))
 
 
 def test_concurrent_makers_make_it_once(tmp_path: Path) -> None:
-    context = forking()
-    barrier, made = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_make, args=(tmp_path, barrier, made)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    folders = {made.get(timeout=120) for _ in processes}
-    for process in processes:
-        process.join()
+    barrier = forking().Barrier(2)
+    with Forked(_make, [(tmp_path, barrier)] * 2) as makers:
+        folders = set(makers.take(2))
+        makers.end()
     assert len(folders) == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [Path(folders.pop()).name]

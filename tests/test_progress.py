@@ -14,10 +14,14 @@ from streamrl import progress
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
-from streamrl.ledger import Ledger
-from streamrl.metrics import StepReport, read_metrics
+from streamrl.gserver.manager_core import Manager
+from streamrl.gserver.timeline import Timeline
+from streamrl.ledger import Fate, Ledger
+from streamrl.metrics import StepReport
 from streamrl.progress import Progress
+from streamrl.records import read_records
 from streamrl.stream_dataset import SeqSet
+from streamrl.transport.generation import GenerationClient
 from tests.evaluations import make_report
 
 
@@ -107,7 +111,7 @@ def test_records_go_back_to_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "ti')
     (tmp_path / "final.json").write_text("{}")
     progress.rewind(tmp_path, policy_version=3)
-    assert read_metrics(tmp_path / "metrics.jsonl") == reports[:3]
+    assert read_records(tmp_path).steps == reports[:3]
     assert not (tmp_path / "final.json").exists()
     progress.rewind(tmp_path / "nowhere", policy_version=3)
 
@@ -129,13 +133,13 @@ def test_evaluations_go_back_to_the_checkpoint_too(tmp_path: Path) -> None:
 def test_a_restored_ledger_gives_out_what_was_not_settled(data: st.DataObject) -> None:
     trained = data.draw(st.sets(st.integers(0, 40)))
     rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
-    ledger = Ledger(groups_per_batch=4, max_staleness=2, lease_seconds=1)
+    ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
     ledger.restore(policy_version=100, trained=trained, rejected=rejected)
     assert ledger.accepted == len(trained)
     admitted = ledger.admit("w", 60, now=0.0)
     unsettled = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
     assert admitted == unsettled[:60]
-    assert not any(ledger.finish(seq) for seq in trained)
+    assert not any(ledger.settle(Fate(seq, 1)) for seq in trained)
     assert not any(ledger.reject(seq) for seq in rejected)
     with pytest.raises(ValueError, match="cannot be restored"):
         ledger.restore(policy_version=1, trained=[], rejected=[])
@@ -145,3 +149,59 @@ def test_admission_goes_on_as_if_never_interrupted() -> None:
     ledger = Ledger(groups_per_batch=8, max_staleness=1, lease_seconds=1)
     ledger.restore(policy_version=3, trained=range(24), rejected=[])
     assert ledger.room == 16
+
+
+@pytest.mark.parametrize("groups", [6, 8, 16])
+async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, groups: int) -> None:
+    """At version 100, after batches of 8; there is room for what five batches need, and for no more."""
+    sections = {"run": {"dir": str(tmp_path)}, "trainer": {"batch_groups": groups}, "staleness": {"max_staleness": 4}}
+    config = from_dict(sections)  # type: ignore[arg-type]
+    made = make_progress(100, trained=[(0, 800)], prompts=progress.prompts_digest(config))
+    checkpoint = save(tmp_path, "step-000100", made)
+    config = from_dict({**sections, "run": {"dir": str(tmp_path), "resume_from": str(checkpoint)}})  # type: ignore[arg-type]
+    client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
+    manager = Manager(config, client=client, timeline=timeline)
+    ledger = manager.status().ledger
+    assert (ledger.accepted, ledger.trained, ledger.room) == (800, 800, 5 * groups)
+    await manager.close()
+    await client.close()
+    timeline.close()
+
+
+@given(
+    before=st.integers(1, 5),
+    batches=st.integers(0, 8),
+    now=st.integers(1, 7),
+    staleness=st.integers(0, 3),
+    more=st.integers(0, 40),
+    data=st.data(),
+)
+def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_staleness_allows(
+    before: int, batches: int, now: int, staleness: int, more: int, data: st.DataObject
+) -> None:
+    """A run of batches of `before` groups is resumed with batches of `now`, and ends after so many `more` groups."""
+    had = before * batches
+    rejected = sorted(data.draw(st.sets(st.integers(0, had + 5), max_size=4)))
+    trained = [seq for seq in range(had + 20) if seq not in rejected][:had]
+    ledger = Ledger(groups_per_batch=now, max_staleness=staleness, lease_seconds=1)
+    ledger.restore(policy_version=batches, trained=trained, rejected=rejected)
+    ledger.ends_after = had + len(rejected) + more
+    settled, steps = had + len(rejected), 0
+    held: list[int] = []
+    while settled < ledger.ends_after:
+        held += ledger.admit("w", 1000, now=0.0)
+        assert len(held) <= (staleness + 1) * now
+        if held and data.draw(st.booleans(), label="reject"):
+            assert ledger.reject(held.pop())
+            settled += 1
+            continue
+        assert len(held) >= now, "the next batch can never be full"
+        for seq in held[:now]:
+            ledger.settle(Fate(seq, 1))
+        del held[:now]
+        settled += now
+        steps += 1
+        ledger.advance(batches + steps)
+        assert ledger.trained == had + steps * now
+    assert len(held) <= (staleness + 1) * now
+    assert ledger.room == 0, "nothing starts that no batch needs"

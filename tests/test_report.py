@@ -44,6 +44,7 @@ def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
     assert summary.groups_lost == 0  # 510 given out = 2 rejected + 12 running + 3 returned + 480 + 13
     assert summary.groups_duplicated == 5
     assert summary.groups_rejected == 2
+    assert summary.groups_given_up == 1
     assert summary.oldest_token_age == 3  # no token of age 4 in the made-up steps
     assert summary.max_staleness == 4
     assert summary.over_age == "mask"

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from streamrl.gserver.load import Work
 from streamrl.gserver.routing import Fleet, Gserver
-from streamrl.ledger import Ledger
+from streamrl.ledger import Fate, Ledger
 from streamrl.transport.control.groups import Admission
 
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""A prompt whose workers died so often is given up: it may well be what kills them."""
+"""A prompt is given up after so many deaths of workers that had it, if they are more than half of all deaths since
+the first of them: it may well be what kills them. Where workers come and go, a long response sees some end."""
 REMEMBERED_TICKETS = 16
 """Of each worker."""
 
@@ -33,7 +34,11 @@ class Admissions:
         self._ledger = ledger
         self._fleet = fleet
         self._new_group = Work(group_size, 0)
-        self._deaths: Counter[int] = Counter()
+        self.given_up = 0
+        """Prompts rejected since the workers that had them died."""
+        self._last_with: dict[int, str] = {}  # prompts that were given out and are not settled
+        self._deaths: dict[int, list[int]] = {}  # prompt → which deaths of workers it was at, by their number
+        self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
 
     @property
@@ -58,6 +63,7 @@ class Admissions:
             (seq,) = self._ledger.admit(worker, 1, now=now)
             gserver = self._fleet.assign(seq, self._new_group, now=now)
             assert gserver is not None, "one has a place, as checked above"
+            self._last_with[seq] = worker
             admissions.append(Admission(seq=seq, gserver=gserver.address))
         self.admitted += len(admissions)
         if ticket and admissions:
@@ -78,16 +84,11 @@ class Admissions:
         if self._ledger.holder(seq) == worker:
             self._fleet.change(seq, work, now=now)
 
-    def settle(self, finished: Sequence[int], dropped: Sequence[int]) -> None:
-        """The trainer stored `finished`, then discarded `dropped`."""
-        for seq in finished:
-            if self._ledger.finish(seq):
-                self._forget(seq)
-        for seq in dropped:
-            try:
-                self._ledger.drop([seq])
-            except ValueError as error:
-                log.warning("a drop is ignored, it was reported before: %s", error)
+    def settle(self, groups: Sequence[Fate]) -> None:
+        """The trainer has taken groups, or let go of them."""
+        for fate in groups:
+            if self._ledger.settle(fate):
+                self._forget(fate.seq)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
         """`worker` gives `seq` up, which counts unless another holds it by now."""
@@ -99,12 +100,18 @@ class Admissions:
         log.info("%s gave seq %d up: %s", worker, seq, reason)
 
     def worker_replaced(self, worker: str) -> None:
-        """The process behind `worker` is another one now: the old one's prompts go back."""
+        """The process behind `worker` is another one now: the old one's prompts go back, and may be why it ended."""
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
+        if had := [seq for seq, holder in self._last_with.items() if holder == worker]:
+            self._all_deaths += 1
+        for seq in had:
+            del self._last_with[seq]
+            self._deaths.setdefault(seq, []).append(self._all_deaths)
+            self._consider(seq)
 
     def expire(self, *, now: float) -> bool:
-        """Prompts whose lease ran out go back; answers whether there are any."""
+        """Prompts whose lease ran out go back; answers whether there are any. Silence alone is no prompt's fault."""
         lost = self._ledger.expire(now=now)
         self._came_back(lost, "their leases ran out")
         return bool(lost)
@@ -114,16 +121,20 @@ class Admissions:
             log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(seqs), seqs[0], why)
         for seq in seqs:
             self._fleet.release(seq)
-            self._deaths[seq] += 1
-            if self._deaths[seq] >= MAX_DEATHS:
-                self._ledger.reject(seq)
-                log.error(
-                    "seq %d is given up: %d workers in a row were lost while they had it; "
-                    "look at its prompt and at the reward function",
-                    seq,
-                    self._deaths.pop(seq),
-                )
+
+    def _consider(self, seq: int) -> None:
+        """Give `seq` up if it was at too many deaths to be there by chance."""
+        deaths = self._deaths[seq]
+        since = self._all_deaths - deaths[0] + 1
+        if len(deaths) >= MAX_DEATHS and 2 * len(deaths) > since and self._ledger.reject(seq):
+            self.given_up += 1
+            del self._deaths[seq]
+            log.error(
+                "seq %d is given up: %d of the last %d workers that died had it; look at its prompt and its workflow",
+                *(seq, len(deaths), since),
+            )
 
     def _forget(self, seq: int) -> None:
         self._fleet.release(seq)
+        self._last_with.pop(seq, None)
         self._deaths.pop(seq, None)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from streamrl.errors import UNDECODABLE
 from streamrl.gserver.engine import Job, Output, Refused
 from streamrl.transport.generation import (
     GenerateReply,
@@ -71,7 +72,7 @@ def parse(body: bytes, *, limits: Limits, text: TextCodec) -> Generation:
         tree = msgspec.json.decode(body)
         _refuse_unknown(tree)
         request = msgspec.convert(tree, GenerateRequest)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise Refused(f"the body is not a generate request: {error}") from error
     prompts, single = _prompts(request, text)
     params = _params(request, len(prompts))
@@ -225,7 +226,7 @@ def _job(request: GenerateRequest, rid: str, prompt: list[int], params: Sampling
         stop=stop,
         logprob_start_len=request.logprob_start_len if request.return_logprob else -1,
         top_logprobs_num=request.top_logprobs_num if request.return_logprob else 0,
-        stream=request.stream,
+        stream=request.stream and (params.stream_interval or 1) < params.max_new_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from streamrl import essential
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamRLError
 from streamrl.gserver.routing import Fleet, Gserver, Standing
@@ -137,7 +138,7 @@ class CatchUps:
         return [g for g in serving if g not in tried and g.info is not None and g.info.sends_weights]
 
     def _start(self, gserver: Gserver, bring_up: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.create_task(self._until_ended(gserver, bring_up), name=f"catch-up of {gserver.name}")
+        task = essential.begin(self._until_ended(gserver, bring_up), name=f"catch-up of {gserver.name}")
         self._running[gserver] = task
 
     async def _until_ended(self, gserver: Gserver, bring_up: Callable[[], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.routing import Gserver, Standing, serves
 from streamrl.gserver.weight_calls import PROBE_SECONDS, WeightCalls
@@ -36,7 +37,7 @@ class GserverChecks:
         """Check `gserver`; the task is the one in progress if there is one."""
         task = self._running.get(gserver)
         if task is None:
-            task = asyncio.create_task(self._check(gserver), name=f"check of {gserver.name}")
+            task = essential.begin(self._check(gserver), name=f"check of {gserver.name}")
             self._running[gserver] = task
             task.add_done_callback(lambda _: self._running.pop(gserver, None))
         return task

@@ -15,6 +15,7 @@ import time
 from streamrl.config import Config
 from streamrl.gserver.admissions import Admissions
 from streamrl.gserver.checks import GserverChecks
+from streamrl.gserver.comparisons import Comparisons
 from streamrl.gserver.draining import Draining
 from streamrl.gserver.evaluations import Evaluations
 from streamrl.gserver.manager_groups import Groups
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 MASTER_PATIENCE_SECONDS = 60.0
 """At least; a master silent for longer ends the run, since nobody else would."""
+
+
+STANDSTILL_SECONDS = 1.0
+"""Being so late for a deadline means that this process, or its machine, stood still, and heard nobody meanwhile."""
 
 
 class Manager:
@@ -92,6 +97,7 @@ class Manager:
             on_hopeless=lambda reason: self._state.end("failed", reason),
             version=self._ledger.policy_version,
         )
+        self.comparisons = Comparisons(fleet=self._fleet, client=client, version=lambda: self._ledger.policy_version)
         self.members = Members(
             config=config,
             registry=self._registry,
@@ -180,6 +186,7 @@ class Manager:
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
             in_line=len(self._signals.admissions) + len(self._signals.routes),
+            given_up=self._admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             now=time.monotonic(),
         )
@@ -198,10 +205,15 @@ class Manager:
             known = [deadline for deadline in deadlines if deadline is not None]
             timeout = min(known) - time.monotonic() if known else None
             await self._signals.deadlines.sleep(timeout)
+            late = time.monotonic() - min(known) if known else 0.0
+            if late > STANDSTILL_SECONDS:
+                log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
+                self._registry.excuse(late)
 
     async def close(self) -> None:
         """Stop: who waits for an answer is told that the run is over, paused gservers are resumed."""
         self._state.end("failed", "the manager was stopped")
+        await self.comparisons.close()
         await self.draining.close()
         await self.weights.close()
         await self._checks.close()
@@ -234,6 +246,7 @@ class Manager:
             if gserver.standing is Standing.UNCHECKED:
                 self._checks.start(gserver)
             self.weights.heard(gserver)
+            self.comparisons.look_at(gserver)
             self._signals.gservers.notify()
 
     def _fell_silent(self, member: Member) -> None:
@@ -257,6 +270,7 @@ class Manager:
 
     def _gserver_checked(self) -> None:
         self.weights.look_for_laggards()
+        self.comparisons.look()
         if self._fleet.serving_count >= self._config.gserver.count:
             self.groups.start()
 
@@ -269,8 +283,10 @@ class Manager:
 
     def _version_served(self, version: int) -> None:
         self._ledger.advance(version)
+        self.comparisons.next_version(version)
         self.groups.start()
 
     def _update_ended(self, record: UpdateRecord) -> None:
         self.pause_seconds_total += record.pause_seconds
         self._timeline.publication(record)
+        self.comparisons.look()

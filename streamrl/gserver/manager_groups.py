@@ -134,12 +134,12 @@ class Groups:
         return Done()
 
     async def settle(self, message: Settle) -> Done:
-        self._admissions.settle(message.finished, message.dropped)
+        self._admissions.settle(message.groups)
         self._signals.admissions.wake()
         return Done()
 
     async def rejections(self, after: int) -> Rejections:
-        rejected = self._ledger.rejected
+        rejected = self._ledger.rejections
         await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return Rejections(rejected=rejected[after:])
 

@@ -17,12 +17,13 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from streamrl.errors import StreamRLError, WireError
+from streamrl.errors import UNDECODABLE, StreamRLError, WireError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.manager_metrics import render
 from streamrl.metrics import StepReport
 from streamrl.transport import keys
 from streamrl.transport.control import LONG_POLL_SECONDS
+from streamrl.transport.control.comparison import Compare
 from streamrl.transport.control.evaluations import Evaluate, EvaluationResult, EvaluationRoute, NextEvaluation
 from streamrl.transport.control.groups import Admit, InFlight, Reject, Route, Settle
 from streamrl.transport.control.members import AskPlace, Drain, FinishRun, Heartbeat, Leave, Register, Role
@@ -87,6 +88,7 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
         "/settle": _post(Settle, groups.settle),
         "/publish/begin": _post(PublishBegin, weights.begin),
         "/publish/commit": _post(PublishCommit, weights.commit),
+        "/compare": _post(Compare, manager.comparisons.ask),
         "/evaluate": _post(Evaluate, evaluations.ask),
         "/evaluation/next": _post(NextEvaluation, evaluations.next),
         "/evaluation/route": _post(EvaluationRoute, evaluations.route),
@@ -96,6 +98,8 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
     }
     gets = {
         "/publish/wanted": _wanted(manager),
+        "/silent": _silent(manager),
+        "/compared": _compared(manager),
         "/topology": _topology(manager),
         "/rejections": _rejections(manager),
         "/evaluations": _evaluations(manager),
@@ -113,7 +117,7 @@ def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -
     async def handle(request: Call) -> Answer:
         try:
             message = decoder.decode(request.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise WireError(
                 f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {request.body[:200]!r}"
             ) from error
@@ -124,6 +128,13 @@ def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -
 
 async def _health(call: Call) -> Answer:
     return Answer(b"")
+
+
+def _silent(manager: Manager) -> Handler:
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.members.silence(int(_number(request, "after", 0))))
+
+    return handle
 
 
 def _topology(manager: Manager) -> Handler:
@@ -155,6 +166,13 @@ def _evaluations(manager: Manager) -> Handler:
 def _wanted(manager: Manager) -> Handler:
     async def handle(request: Call) -> Answer:
         return _json(await manager.weights.wanted(timeout=LONG_POLL_SECONDS))
+
+    return handle
+
+
+def _compared(manager: Manager) -> Handler:
+    async def handle(request: Call) -> Answer:
+        return _json(await manager.comparisons.compared(int(_number(request, "version", 0))))
 
     return handle
 

@@ -15,6 +15,7 @@ from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.registry import Member, Registry
 from streamrl.gserver.run_state import RunState, Signals
 from streamrl.gserver.timeline import HeartbeatEntry, Timeline
+from streamrl.trainer_config import SYNCHRONOUS
 from streamrl.transport.control.members import (
     Heartbeat,
     HeartbeatReply,
@@ -22,6 +23,8 @@ from streamrl.transport.control.members import (
     Register,
     RegisterReply,
     Role,
+    Silence,
+    SilentProcess,
     Topology,
 )
 
@@ -46,6 +49,8 @@ class Members:
         long_poll_seconds: float,
     ) -> None:
         self._digest = config.digest()
+        self._elastic = config.trainer.graph != SYNCHRONOUS
+        """Whether groups are given to whichever rollout workers there are."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
         self._registry = registry
         self._state = state
@@ -79,17 +84,18 @@ class Members:
         return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        if message.error and message.role != "gserver":
-            self._state.end("failed", message.error)
+        now = time.monotonic()
         member = self._registry.get(message.role, message.index)
+        if message.error and (member is None or not self._goes_on_without(member)):
+            self._state.end("failed", message.error)
         if member is not None:
             member.stats = message.stats
             member.waiting_for = message.waiting_for
-            self._hear(member, now=time.monotonic())
-            if message.error and member.role == "gserver":  # its requests go on at others
+            self._hear(member, now=now)
+            if message.error and not self._state.over:
                 log.error("%s", message.error)
                 self._registry.gave_up(member)
-                self._on_silent(member)
+                self._fell_silent(member)
             if self._state.over:
                 self.tell_over(member)
             if member.role in ("gserver", "rollout"):
@@ -107,6 +113,18 @@ class Members:
             policy_version=self._policy_version(),
             known=member is not None,
             leave=member is not None and member.leaves,
+            unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
+        )
+
+    async def silence(self, after: int) -> Silence:
+        registry = self._registry
+        await self._signals.silences.until(
+            lambda: registry.changes_of_silence != after or self._state.over, timeout=self._long_poll
+        )
+        return Silence(
+            changes=registry.changes_of_silence,
+            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in registry.silent()],
+            over=self._state.over,
         )
 
     async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
@@ -134,11 +152,35 @@ class Members:
         """Those who said nothing for too long count as gone."""
         for member in self._registry.silence(now=now):
             log.warning("%s has been silent for %.0f s", member.name, now - member.heard)
-            self._on_silent(member)
+            self._fell_silent(member)
+
+    def _goes_on_without(self, member: Member) -> bool:
+        """Whether others do the work of `member`, which gives up.
+
+        What goes wrong in every rollout worker, such as a reward function that cannot be loaded, is to end the run with
+        its message, and at once: so those others count that have finished a group since they began.
+        """
+        if member.role == "gserver":
+            return True  # the run waits for one that is started again
+        return (
+            member.role == "rollout"
+            and self._elastic
+            and any(
+                other.stats.get("groups_done_total", 0.0) > 0
+                for other in self._registry.of("rollout")
+                if other is not member and not other.silent and not other.draining
+            )
+        )
+
+    def _fell_silent(self, member: Member) -> None:
+        self._signals.silences.notify()
+        self._on_silent(member)
 
     def _hear(self, member: Member, *, now: float) -> None:
         was_silent = self._registry.hear(member, now=now)
         if was_silent:
             log.warning("%s is heard of again", member.name)
             self._signals.deadlines.notify()
-        self._on_heard(member, was_silent)
+            self._signals.silences.notify()
+        if not member.gave_up:
+            self._on_heard(member, was_silent)

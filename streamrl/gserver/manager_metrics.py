@@ -13,7 +13,7 @@ from streamrl.evaluation import scalars
 from streamrl.transport.control.status import Status
 
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
-_LEDGER_COUNTERS = ("rejected", "dropped", "expired")
+_LEDGER_COUNTERS = ("rejected", "given_up", "dropped", "expired")
 
 
 def render(status: Status, *, admitted: int, pause_seconds_total: float) -> bytes:

@@ -44,12 +44,14 @@ def build_status(
     publication: dict[str, Any],
     data_rows: int,
     in_line: int,
+    given_up: int,
     evaluation: EvaluationStatus | None,
     now: float,
 ) -> Status:
     """Everything that /status tells.
 
-    `in_line`: calls that wait for room or for a gserver; `now` on the registry's clock.
+    `in_line`: calls that wait for room or for a gserver; `given_up`: prompts whose workers died again and again;
+    `now` on the registry's clock.
     """
     return Status(
         run=config.run.name,
@@ -60,12 +62,14 @@ def build_status(
             max_staleness=ledger.max_staleness,
             next_seq=ledger.next_seq,
             accepted=ledger.accepted,
+            trained=ledger.trained,
             running=ledger.running,
             returned=ledger.returned,
             rejected=len(ledger.rejected),
             dropped=ledger.dropped,
             expired=ledger.expired,
             room=ledger.room,
+            given_up=given_up,
         ),
         processes=[_process(member, fleet, now=now) for member in registry.everyone()],
         last_step=last_step,

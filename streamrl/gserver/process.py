@@ -96,6 +96,8 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
             max_context=config.gserver.max_context,
             prompt_cache=prompt_cache,
             load_seconds=config.gserver.sglang.start_timeout_seconds,
+            stuck_seconds=config.gserver.stuck_seconds,
+            update_seconds=config.weights.timeout_seconds,
             key=gserver_key(config),
         ) as joined:
             yield joined, joined.url
@@ -177,6 +179,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         seed=seed,
         version=version,
         update_timeout=config.weights.timeout_seconds,
+        stuck_seconds=settings.stuck_seconds,
         deterministic=settings.deterministic,
         prefill_tokens=settings.prefill_tokens,
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),

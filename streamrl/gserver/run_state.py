@@ -28,6 +28,8 @@ class Signals:
 
     joined: Wakeup = field(default_factory=Wakeup)
     """A process has registered."""
+    silences: Wakeup = field(default_factory=Wakeup)
+    """A process has fallen silent, or is heard of again."""
     gservers: Wakeup = field(default_factory=Wakeup)
     """A gserver was heard of."""
     rejected: Wakeup = field(default_factory=Wakeup)
@@ -50,7 +52,7 @@ class Signals:
 
     def over(self) -> None:
         for wakeup in (
-            *(self.joined, self.gservers, self.rejected, self.data),
+            *(self.joined, self.silences, self.gservers, self.rejected, self.data),
             *(self.evaluations, self.told, self.deadlines),
         ):
             wakeup.notify()

@@ -23,9 +23,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from streamrl.errors import ModelError, StreamRLError
+from streamrl.errors import UNDECODABLE, ModelError, StreamRLError
 from streamrl.gserver.api import Generation, Limits, TextCodec, parse, reply
-from streamrl.gserver.engine import Engine, Job, QueueFull, Refused, Ticket
+from streamrl.gserver.engine import Engine, Job, Output, QueueFull, Refused, Ticket
 from streamrl.gserver.sender import WeightSender
 from streamrl.transport import keys
 from streamrl.transport.control.publication import Broadcast
@@ -42,6 +42,7 @@ from streamrl.transport.generation import (
     SamplingParams,
     SendWeights,
     StagedSums,
+    StreamPart,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
     UpdateWeightVersion,
@@ -60,15 +61,6 @@ HEALTH_SECONDS = 20.0
 """How long /health_generate waits for its token."""
 
 _encode = msgspec.json.Encoder().encode
-
-
-class StreamPart(msgspec.Struct, frozen=True):
-    """One event of a streamed answer; `index` tells the responses of a batch apart."""
-
-    text: str
-    output_ids: list[int]
-    meta_info: Any
-    index: int
 
 
 class Server:
@@ -143,17 +135,22 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            async for index, ticket, output in _merged(tickets):
-                answer: msgspec.Struct = self._reply(generation, ticket.job, output, began)
-                if not generation.single:
-                    answer = StreamPart(**msgspec.structs.asdict(answer), index=index)
-                await response.write(b"data: " + _encode(answer) + b"\n\n")
+            async for updates in _merged(tickets):
+                parts = (self._part(generation, index, tickets[index].job, output, began) for index, output in updates)
+                await response.write(b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts))
         except StreamRLError as error:  # the status line is gone, so the error becomes an event
             await response.write(b"data: " + _encode(_error(error)) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _reply(self, generation: Generation, job: Job, output: Any, began: float) -> GenerateReply:
+    def _part(self, generation: Generation, index: int, job: Job, output: Output, began: float) -> msgspec.Struct:
+        """The event that tells of `output`."""
+        answer = self._reply(generation, job, output, began)
+        if generation.single:
+            return answer
+        return StreamPart(text=answer.text, output_ids=answer.output_ids, meta_info=answer.meta_info, index=index)
+
+    def _reply(self, generation: Generation, job: Job, output: Output, began: float) -> GenerateReply:
         return reply(output, job, text=self._text, return_logprob=generation.return_logprob, began=began)
 
     def _abandon(self, tickets: list[Ticket]) -> None:
@@ -274,29 +271,34 @@ class Server:
         return await self._engine.checksum()
 
 
-async def _merged(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Ticket, Any]]:
-    """Updates of all tickets as they come, until each is finished; raises `GenerationFailed`."""
-    queue: asyncio.Queue[tuple[int, Ticket, Any] | StreamRLError | None] = asyncio.Queue()
+async def _merged(tickets: list[Ticket]) -> AsyncIterator[list[tuple[int, Output]]]:
+    """Updates of all tickets by their places, those that come at the same time together, until each is finished.
+
+    Raises `GenerationFailed`.
+    """
+    queue: asyncio.Queue[tuple[int, Output] | StreamRLError] = asyncio.Queue()
 
     async def forward(index: int, ticket: Ticket) -> None:
         try:
             async for output in ticket.updates():
-                queue.put_nowait((index, ticket, output))
+                queue.put_nowait((index, output))
         except StreamRLError as error:
             queue.put_nowait(error)
-        queue.put_nowait(None)
 
     tasks = [asyncio.create_task(forward(i, ticket)) for i, ticket in enumerate(tickets)]
     try:
         unfinished = len(tasks)
         while unfinished:
-            item = await queue.get()
-            if item is None:
-                unfinished -= 1
-            elif isinstance(item, StreamRLError):
-                raise item
-            else:
-                yield item
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            updates = []
+            for item in items:
+                if isinstance(item, StreamRLError):
+                    raise item
+                updates.append(item)
+            yield updates
+            unfinished -= sum(output.finish_reason is not None for _, output in updates)
     finally:
         for task in tasks:
             task.cancel()
@@ -310,7 +312,7 @@ def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -
         content = await request.read()
         try:
             message = msgspec.json.decode(content or b"{}", type=body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise Refused(f"the body of {path} is not what it takes: {error}") from error
         return _json(await call(message))
 

@@ -136,7 +136,6 @@ class _Member(Generic[Who]):
         self.paused = False
         self.mixed = False
         self.swapped = False
-        self.stuck = False
         self.seen = Seen.FINE
         self.said = ""
         self.serves: Serves | None = None
@@ -188,11 +187,6 @@ class UpdateStates(Generic[Who]):
         return any(member.seen is Seen.LOST for member in self._members.values())
 
     @property
-    def stuck(self) -> list[Who]:
-        """Those that were paused and could not be resumed."""
-        return [who for who, member in self._members.items() if member.stuck]
-
-    @property
     def outstanding(self) -> list[Do[Who]]:
         """Steps whose answers are awaited; those that were handed out before and are not here do not matter."""
         return [member.now for member in self._members.values() if member.now is not None]
@@ -242,7 +236,7 @@ class UpdateStates(Generic[Who]):
             case Step.ASK:
                 return self._heard(member, None)
             case Step.RESUME:
-                member.paused, member.stuck = False, True
+                member.paused = False
             case Step.CLEAR:
                 pass  # it is evicted, and resumed all the same
             case _:

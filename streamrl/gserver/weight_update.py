@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl import essential
 from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
 from streamrl.gserver.blame import Seen
@@ -162,7 +163,7 @@ class WeightUpdate:
     def _take(self, steps: Iterable[Do[Gserver]]) -> None:
         """Set off `steps`, cut off those that do not matter any more, and note how far the update is."""
         for do in steps:
-            self._tasks[do] = asyncio.create_task(self._carry_out(do), name=f"{do.step.value} on {do.who.name}")
+            self._tasks[do] = essential.begin(self._carry_out(do), name=f"{do.step.value} on {do.who.name}")
         outstanding = set(self._states.outstanding)
         for do in [do for do in self._tasks if do not in outstanding]:
             task = self._tasks.pop(do)

@@ -14,9 +14,10 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from streamrl import essential
 from streamrl.errors import DeadlineExceeded, ProcessDied
 from streamrl.launch.plan import STOP_ORDER, ProcessPlan
-from streamrl.launch.process import GRACE_SECONDS, LIFELINE
+from streamrl.launch.process import GRACE_SECONDS, LIFELINE, STACKS_SIGNAL
 from streamrl.launch.tail import last_lines
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Child:
         self.exit_code: int | None = None
         """None: still running; -n: ended by signal n."""
         self.ended = asyncio.Event()
+        self.ended_because = ""
+        """Why the launcher ended it by force while the run went on."""
         self._handle = handle
 
     def signal(self, number: signal.Signals) -> None:
@@ -53,9 +56,24 @@ class Child:
         self.ended.set()
         return self.exit_code
 
+    async def end_by_force(self, why: str) -> None:
+        """Have it say where it is, and end it, unless it ends by itself within `GRACE_SECONDS`."""
+        self.signal(STACKS_SIGNAL)
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await self.ended.wait()
+        except TimeoutError:
+            self.ended_because = why
+            self.signal(signal.SIGKILL)
+
+    @property
+    def how_it_ended(self) -> str:
+        """In words."""
+        return f"was ended, since {self.ended_because}" if self.ended_because else describe_exit(self.exit_code)
+
     def obituary(self) -> str:
         """How it ended, and the last it said."""
-        text = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)}"
+        text = f"{self.name} (pid {self.pid}) {self.how_it_ended}"
         if self.log_file is None:
             return text
         lines = last_lines(self.log_file, TAIL_LINES)
@@ -70,8 +88,8 @@ def describe_exit(code: int | None) -> str:
         return "is still running"
     if code < 0:
         name = signal.Signals(-code).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return f"was ended by {name}{hint}"
+        hints = {"SIGKILL": " (out of memory?)", "SIGILL": " (an instruction that this processor does not have?)"}
+        return f"was ended by {name}{hints.get(name, '')}"
     if code > 128 and code - 128 in set(signal.Signals):
         return f"was stopped by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"
@@ -197,7 +215,7 @@ class Children:
             )
         child = Child(process, name=name, handle=handle, log_file=log_file)
         log.debug("%s started as pid %d", name, child.pid)
-        self._ends[child] = asyncio.create_task(self._see_end(child), name=f"end of {name}")
+        self._ends[child] = essential.begin(self._see_end(child), name=f"end of {name}")
         return child
 
     async def _see_end(self, child: Child) -> int:

@@ -69,7 +69,7 @@ def dashboard(
         _header(history, status, config, now),
         _side_by_side(_reward(history), _throughput(history)),
         _side_by_side(_times(history), _staleness(history, status)),
-        _groups(history, status, config),
+        _groups(history, status),
         _processes(status, rows),
         _warnings(warnings),
     )
@@ -258,17 +258,23 @@ def _staleness(history: History, status: Status) -> Panel:
     return Panel(grid, title=f"age of tokens in versions, limit {limit}", height=7)
 
 
-def _groups(history: History, status: Status, config: Config | None) -> Panel:
+def _groups(history: History, status: Status) -> Panel:
     ledger = status.ledger
     queued = sum(int(p.stats.get("queued", 0)) for p in status.processes if p.role == "gserver")
-    figures = [f"running [bold]{ledger.running}[/]", f"requests queued [bold]{queued}[/]"]
-    if config is not None:
-        held = ledger.accepted - ledger.policy_version * config.trainer.batch_groups
-        figures.append(f"accepted, not trained [bold]{max(0, held)}[/]")
-    figures.append(f"room [bold]{ledger.room}[/]")
+    figures = [
+        f"running [bold]{ledger.running}[/]",
+        f"requests queued [bold]{queued}[/]",
+        f"accepted, not trained [bold]{max(0, ledger.accepted - ledger.trained)}[/]",
+        f"room [bold]{ledger.room}[/]",
+    ]
     figures += [
         f"{name} [yellow]{count}[/]"
-        for name, count in (("rejected", ledger.rejected), ("dropped", ledger.dropped), ("expired", ledger.expired))
+        for name, count in (
+            ("rejected", ledger.rejected),
+            ("of them after deaths", ledger.given_up),
+            ("dropped", ledger.dropped),
+            ("expired", ledger.expired),
+        )
         if count
     ]
     m = history.steps[-1].metrics if history.steps else {}
@@ -280,6 +286,8 @@ def _groups(history: History, status: Status, config: Config | None) -> Panel:
         ("logprob_diff_max", "max", ".1e"),
         ("effective_sample_size", "sample size", ".2f"),
     )
+    if m.get("gservers_not_compared") or m.get("gservers_compared") == 0:
+        weights.append(f"compared {m['gservers_compared']:.0f}, not {m['gservers_not_compared']:.0f}", style="yellow")
     lines = [Text.from_markup("  ".join(figures)), weights]
     if status.evaluation is not None:
         lines.append(_evaluation(status.evaluation))
@@ -321,7 +329,7 @@ def _processes(status: Status, rows: int) -> Panel:
         grid.add_row(
             f"{process.role}/{process.index}",
             Text(process.state, style=STATE_STYLE[process.state]),
-            _occupation(process),
+            _occupation(process, status.last_step),
         )
     if len(shown) < len(ranked):
         grid.add_row(f"and {len(ranked) - len(shown)} more", "", Text("live, waiting for nothing", style="dim"))
@@ -330,14 +338,16 @@ def _processes(status: Status, rows: int) -> Panel:
     return Panel(grid, title="processes")
 
 
-def _occupation(process: ProcessStatus) -> Text:
+def _occupation(process: ProcessStatus, last: StepReport | None) -> Text:
     if process.state in ("silent", "evicted"):
         return Text(f"silent for {process.silent_seconds:.0f} s", style="yellow")
     if process.waiting_for:
         return Text(f"waits for {process.waiting_for}", style="yellow")
     if process.role == "gserver":
         stats = process.stats
-        return Text(f"{stats.get('running', 0):.0f} running, {stats.get('queued', 0):.0f} queued", style="dim")
+        text = Text(f"{stats.get('running', 0):.0f} running, {stats.get('queued', 0):.0f} queued", style="dim")
+        difference = last.metrics.get(f"logprob_diff_mean/gserver_{process.index}") if last is not None else None
+        return text if difference is None else text.append(f", logprob diff {difference:.1e}")
     return Text("at work", style="dim")
 
 

@@ -16,7 +16,6 @@ import asyncio
 import fcntl
 import itertools
 import logging
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +24,10 @@ from typing import IO
 import msgspec
 
 from streamrl import config as configuration
-from streamrl import progress
+from streamrl import essential, progress
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.launch.children import Child, Children, describe_exit
+from streamrl.launch.children import Child, Children
 from streamrl.launch.display import Display
 from streamrl.launch.plan import (
     COMPONENTS,
@@ -44,7 +43,11 @@ from streamrl.launch.plan import (
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.restarts import Restarts
 from streamrl.launch.supervise import until_finished
+from streamrl.launch.upkeep import keep_in_order
+from streamrl.processor import avoid_broken_instructions
+from streamrl.trainer_config import SYNCHRONOUS
 from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.status import Status
 from streamrl.transport.keys import manager_key
 
 log = logging.getLogger(__name__)
@@ -53,7 +56,8 @@ CHECKPOINT_SECONDS = 600.0
 """How long the making of the first checkpoint may take."""
 STATUS_SECONDS = 5.0
 """How long the manager may take to tell its state."""
-RESTARTED: Mapping[PlanRole, str] = {
+WORK_GOES_ON: Mapping[PlanRole, str] = {
+    "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
     "evaluator": "its evaluation is made anew",
 }
@@ -109,6 +113,7 @@ def run_locally(
     0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
     no process of the run is left.
     """
+    avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
     launcher = LocalRun(config, display=display, components=components)
     return run_until_stopped(launcher.run, before_force=launcher.kill)
 
@@ -126,14 +131,25 @@ class LocalRun:
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
-        self._restarts = Restarts(most=config.rollout.restarts, window=math.inf, delay=0.0)
-        self._gserver_restarts = Restarts(
+        of_gservers = Restarts(
             most=config.gserver.max_restarts,
             window=config.gserver.restart_window_seconds,
             delay=config.gserver.restart_delay_seconds,
         )
+        of_others = Restarts(
+            most=config.rollout.restarts,
+            window=config.rollout.restart_window_seconds,
+            delay=config.rollout.restart_delay_seconds,
+        )
+        self._restarts: Mapping[PlanRole, Restarts] = {
+            "gserver": of_gservers,
+            "rollout": of_others,
+            "evaluator": of_others,
+        }
         self._came_up: set[str] = set()
-        """Names of gservers that have joined the run at least once."""
+        """Names of processes that have joined the run at least once."""
+        self._coming: set[str] = set()
+        """Names of those that are started again in a moment."""
         self._starting: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -192,13 +208,17 @@ class LocalRun:
         for process in others:
             await self._start(children, process)
         client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        upkeep = essential.begin(
+            keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"
+        )
         following = asyncio.create_task(self._display.follow(self._manager_url), name="display")
         try:
-            await until_finished(children, client=client, restart=self._restart)
+            await until_finished(children, client=client, goes_on=self._goes_on)
         finally:
             for task in self._starting:
                 task.cancel()
             await asyncio.gather(*self._starting, return_exceptions=True)
+            upkeep.cancel()
             following.cancel()
             (ended,) = await asyncio.gather(following, return_exceptions=True)
             if isinstance(ended, Exception):
@@ -215,46 +235,55 @@ class LocalRun:
         )
         await children.start(process, words)
 
-    async def _restart(self, child: Child, had_joined: bool) -> bool:
-        """Have a process started again that died, if its role and the number of its deaths allow it."""
+    async def _goes_on(self, child: Child, status: Status | None) -> bool:
+        """Have a process that died started again, if its role allows it; answers whether the run can go on.
+
+        One that never came up is not tried again. One that has died too often is left out for a while, unless it was
+        the last of its pool.
+        """
         assert child.process is not None
-        if child.process.role == "gserver":
-            return self._restart_gserver(child, child.process, had_joined)
-        work = RESTARTED.get(child.process.role)
-        delay = self._restarts.allow(child.name, now=time.monotonic()) if work is not None else None
-        if work is None or delay is None:
-            return False
-        self._announce(child, work, self._restarts, delay)
-        await self._start_again(child.process, delay)
-        return True
-
-    def _restart_gserver(self, child: Child, process: ProcessPlan, had_joined: bool) -> bool:
-        """In the background, with a pause that grows; one that never came up is not tried again."""
-        if had_joined:
+        work, restarts = WORK_GOES_ON.get(child.process.role), self._restarts.get(child.process.role)
+        if status is None or any(process.pid == child.pid for process in status.processes):
             self._came_up.add(child.name)
-        restarts = self._gserver_restarts
-        delay = restarts.allow(child.name, now=time.monotonic()) if child.name in self._came_up else None
-        if delay is None:
-            if child.name in self._came_up and restarts.most:
-                log.error(
-                    "%s died although it was started again %d times within %.0f s (gserver.max_restarts)",
-                    child.name,
-                    restarts.most,
-                    restarts.window,
-                )
+        if work is None or restarts is None or child.name not in self._came_up:
             return False
-        self._announce(child, "its requests go on at others", restarts, delay)
-        self._starting.append(asyncio.create_task(self._start_again(process, delay), name=f"restart of {child.name}"))
+        now = time.monotonic()
+        delay = restarts.allow(child.name, now=now)
+        if delay is not None:
+            soon = f"it is started again ({restarts.count(child.name)} of {restarts.most}, in {delay:g} s)"
+            self._coming.add(child.name)
+        else:
+            too_often = f"it was started again {restarts.most} times within {restarts.window:g} s already"
+            others = self._others(child, status)
+            if not others:
+                log.error("%s died, and %s", child.name, too_often)
+                return False
+            delay = restarts.rest(child.name, now=now)
+            soon = f"{too_often}: the run goes on with {', '.join(sorted(others))}"
+            soon += ", without it" if delay is None else f", and tries it again in {delay:.0f} s"
+            log.warning("%s died, and %s", child.name, soon)
+        self._display.note(f"{child.name} {child.how_it_ended}; {work}, and {soon}; see {child.log_file}")
+        if delay is not None:
+            again = self._start_again(child.process, delay)
+            self._starting.append(essential.begin(again, name=f"restart of {child.name}"))
         return True
 
-    def _announce(self, child: Child, work: str, restarts: Restarts, delay: float) -> None:
-        self._display.note(
-            f"{child.name} {describe_exit(child.exit_code)}; {work}, and it is started again "
-            f"({restarts.count(child.name)} of {restarts.most}{f', in {delay:g} s' if delay else ''}); "
-            f"see {child.log_file}"
-        )
+    def _others(self, child: Child, status: Status | None) -> set[str]:
+        """Names of the processes that do the work of `child` without it, or are about to."""
+        assert child.process is not None
+        role = child.process.role
+        if role == "rollout" and self._config.trainer.graph == SYNCHRONOUS:
+            return set()  # the master deals groups to all of them
+        told = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
+        assert self._children is not None
+        ours = {c.name for c in self._children.known if c.process is not None and c.process.role == role}
+        running = {c.name for c in self._children.running if c.name in ours}
+        of_other_launchers = told.keys() - ours
+        silent = {name for name, state in told.items() if state == "silent"}
+        return ((running | of_other_launchers) - silent | self._coming & ours) - {child.name}
 
     async def _start_again(self, process: ProcessPlan, delay: float) -> None:
         assert self._children is not None
         await asyncio.sleep(delay)
         await self._start(self._children, process)
+        self._coming.discard(process.name)

@@ -12,8 +12,11 @@ Owns the process's logging, its signal handlers and its end of the lifeline. Inv
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import io
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +26,7 @@ from typing import Any
 import uvloop
 
 from streamrl.errors import ConfigError, StreamRLError
+from streamrl.essential import ends_with_its_work
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ LIFELINE = "STREAMRL_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 LOG_LEVEL = "STREAMRL_LOG"
 """Environment variable: least level that is logged, for example `DEBUG`; `INFO` without it."""
+STDOUT, STDERR = 1, 2
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has a process of a run print what its threads are doing."""
+OPEN_FILES = 65536
 GRACE_SECONDS = 5.0
 """Between asking a process to stop and ending it by force."""
 EXIT_FAILED = 1
@@ -85,6 +93,53 @@ def end_at_once(code: int) -> None:
     os._exit(code)
 
 
+class _Output(io.RawIOBase):
+    """A descriptor to write to, which never fails: what a full disk, or a terminal that is gone, does not take is lost.
+
+    So neither a line of a log, nor a user's `print`, nor the flush at its end can end a process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, content: Any) -> int:
+        left = memoryview(content)
+        if self._lost:
+            left = memoryview(f"\n[{self._lost} bytes of output were lost here]\n".encode() + bytes(content))
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+            self._lost = 0
+        except OSError:
+            self._lost += len(content)
+        return len(content)
+
+
+def _never_fail() -> None:
+    """Let stdout and stderr be outputs that do not raise, unless somebody has put something else in their place."""
+    for name, descriptor in (("stdout", STDOUT), ("stderr", STDERR)):
+        if getattr(sys, name) is getattr(sys, f"__{name}__") and getattr(sys, name) is not None:
+            stream = getattr(sys, name)
+            output = io.TextIOWrapper(  # type: ignore[type-var]
+                _Output(descriptor),
+                encoding=stream.encoding,
+                errors="backslashreplace",
+                line_buffering=True,
+                write_through=True,
+            )
+            setattr(sys, name, output)
+
+
 class _StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at that moment: a live display puts itself in its place."""
 
@@ -112,11 +167,21 @@ def set_up_logging(name: str) -> None:
     level = os.environ.get(LOG_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"{LOG_LEVEL}={level}: not a log level; use DEBUG, INFO, WARNING or ERROR")
+    _never_fail()
     handler = _StderrHandler()
     handler.setFormatter(_Formatter(name, coloured=sys.stderr.isatty()))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("streamrl").setLevel(level)
     logging.captureWarnings(True)
+    faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
+
+
+def allow_many_connections() -> None:
+    """Each request in flight is a connection, and the usual limit of 1024 open files is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_component(
@@ -129,6 +194,7 @@ def run_component(
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
     cannot work; 128 + n: stopped by signal n.
     """
+    allow_many_connections()
     try:
         return run_until_stopped(prepare(), lifeline=lifeline, on_first_signal=on_first_signal)
     except ConfigError as error:
@@ -160,7 +226,7 @@ def run_until_stopped(
 
     `before_force` is called when a second signal demands the end at once. `on_first_signal` (at most one) is what
     the first signal starts instead of the end, which then comes by itself; if it fails, the end comes at once.
-    Raises what `component` raises.
+    Raises what `component` raises, and `EssentialFailed` when work fails that it cannot do without.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_until_stopped(component, lifeline, before_force, on_first_signal))
@@ -181,15 +247,20 @@ async def _until_stopped(
     on_first_signal: Sequence[Component],
 ) -> int:
     loop = asyncio.get_running_loop()
-    task = loop.create_task(component(), name="component")
+
+    async def until_essential_work_fails() -> None:
+        async with ends_with_its_work():
+            await component()
+
+    task = loop.create_task(until_essential_work_fails(), name="component")
     received: list[signal.Signals] = []
     leaving: list[asyncio.Task[None]] = []
 
     async def leave(first: Component) -> None:
         try:
             await first()
-        except StreamRLError as error:
-            log.warning("the run cannot be left in order (%s); stopping", error)
+        except Exception as error:  # tolerance point: whatever it is, the process was asked to end
+            log.warning("the run cannot be left in order (%s: %s); stopping", type(error).__name__, error)
             task.cancel()
 
     def stop(number: signal.Signals) -> None:

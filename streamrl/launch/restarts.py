@@ -1,7 +1,7 @@
 """How often, and how soon, a process that died is started again. Pure: times are passed in, in seconds.
 
 Invariant: at most `most` restarts of one process within `window` seconds; each waits twice as long as the one
-before it, until none is left in the window.
+before it, until none is left in the window. One that has died too often may rest until the window has moved on.
 """
 
 from __future__ import annotations
@@ -33,3 +33,11 @@ class Restarts:
             return None
         recent.append(now)
         return float(min(self._delay * 2 ** (len(recent) - 1), LONGEST_DELAY_SECONDS))
+
+    def rest(self, name: str, *, now: float) -> float | None:
+        """`name` has died too often: how long to wait until it may be started again; None: it never may."""
+        if not self.most:
+            return None
+        begin = self._times[name][-self.most] + self.window
+        self._times[name].append(begin)
+        return max(0.0, begin - now)

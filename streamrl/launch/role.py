@@ -6,7 +6,6 @@ whether a person or a launcher started the process.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,10 +15,12 @@ from typing import Any
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.importing import without_garbage_collection
+from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.elastic import ask_to_leave, free_place
 from streamrl.launch.plan import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
+from streamrl.processor import avoid_broken_instructions
+from streamrl.transport.collective import gloo_environment
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def run_checkpoint(
     lifeline = Lifeline.from_environment()
 
     def prepare() -> Component:
+        avoid_broken_instructions()
         folder = _make_checkpoint(configuration.load(config_file, overrides), component)
 
         async def tell() -> None:
@@ -131,6 +133,8 @@ def _run_role(
         if leave is not None and lifeline is None:
             on_first_signal.append(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
+        os.environ.update(gloo_environment(config.weights.host))
+        avoid_broken_instructions()
         serve = _load(component or COMPONENTS[role])
         keywords = arguments(config)
         return lambda: serve(config, **keywords)
@@ -146,7 +150,6 @@ def _make_checkpoint(config: Config, component: str | None = None) -> Path:
 
 def _load(name: str) -> Callable[..., Any]:
     """The function that `module:function` names; loads torch with most of them."""
-    module, _, function = name.partition(":")
     with without_garbage_collection():
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = load_object(name, key="--component")
     return found

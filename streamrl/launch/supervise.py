@@ -2,17 +2,21 @@
 
 Owns no process: `Children` does. Invariant: the death of any process ends the wait, either by a
 restart (of roles whose work the manager gives out again) or by an error that
-names the process and shows the last it said.
+names the process and shows the last it said. One of those roles that the manager hears nothing of is as good as
+dead, and is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Collection
 
+from streamrl import essential
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
+from streamrl.launch.plan import PlanRole
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.status import Status
 
@@ -20,24 +24,68 @@ log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
+REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
+"""Roles whose work others do when a process is lost, until another takes its place."""
+RETRY_SECONDS = 1.0
+"""Before a manager that did not answer is asked again."""
 CULPRIT_SECONDS = 3.0
 """How long a process that gave up may take to end, so that its log is complete."""
 
-Restart = Callable[[Child, bool], Awaitable[bool]]
-"""From a child that died, and whether it had joined the run as far as is known, to whether another takes its place."""
+GoOn = Callable[[Child, Status | None], Awaitable[bool]]
+"""From a child that died, and the run's state if the manager told it, to whether the run goes on."""
 
 
-async def never(child: Child, had_joined: bool) -> bool:
-    """Restart nothing."""
+async def never(child: Child, status: Status | None) -> bool:
+    """Nothing is started again."""
     return False
 
 
-async def until_finished(children: Children, *, client: ControlClient, restart: Restart = never) -> None:
+async def until_finished(children: Children, *, client: ControlClient, goes_on: GoOn = never) -> None:
     """Wait until the master has ended well and all others had time to leave.
 
-    `restart` is asked about each child that died while the run went on; it answers whether another
-    takes its place. Raises `ProcessDied` when the run cannot go on.
+    `goes_on` is asked about each child that died before the end of the run. Raises `ProcessDied` when the run cannot
+    go on.
     """
+    watching = essential.begin(_end_who_is_silent(children, client), name="the watch over silence")
+    try:
+        await _until_the_master_has_ended(children, client, goes_on)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    await _let_leave(children)
+
+
+async def _end_who_is_silent(children: Children, client: ControlClient) -> None:
+    """End those by force that hang, or were stopped: their work is done by others already, and they are replaced."""
+    changes = 0
+    ending: dict[Child, asyncio.Task[None]] = {}
+    try:
+        while True:
+            try:
+                silence = await client.silence(changes)
+            except StreamRLError as error:  # the manager's own end is told by its exit
+                log.debug("the manager does not tell who is silent: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if silence.over:
+                return
+            changes = silence.changes
+            silent = {(process.pid, process.host) for process in silence.processes}
+            for child in children.running:
+                if child.process is None or child.process.role not in REPLACED:
+                    continue
+                if (child.pid, socket.gethostname()) not in silent:
+                    if child in ending:
+                        ending.pop(child).cancel()  # it is heard of again
+                elif child not in ending:
+                    why = "the manager heard nothing of it"
+                    ending[child] = asyncio.create_task(child.end_by_force(why), name=f"end of {child.name}")
+    finally:
+        for task in ending.values():
+            task.cancel()
+
+
+async def _until_the_master_has_ended(children: Children, client: ControlClient, goes_on: GoOn) -> None:
     while True:
         child = await children.next_exit()
         assert child.process is not None
@@ -52,10 +100,9 @@ async def until_finished(children: Children, *, client: ControlClient, restart: 
                 break
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
-        elif not (child.exit_code != 0 and await restart(child, _had_joined(child, status))):
+        elif not (child.exit_code != 0 and await goes_on(child, status)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             raise ProcessDied(early + child.obituary())
-    await _let_leave(children)
 
 
 async def _let_leave(children: Children) -> None:
@@ -82,11 +129,6 @@ async def _status(client: ControlClient) -> Status | None:
     except StreamRLError as error:  # the manager may be the one that died
         log.debug("the manager does not tell its state: %s", error)
         return None
-
-
-def _had_joined(child: Child, status: Status | None) -> bool:
-    """Whether the manager has heard of `child`; True if it cannot be asked."""
-    return status is None or any(process.pid == child.pid for process in status.processes)
 
 
 def _is_no_member(child: Child, status: Status | None) -> bool:

@@ -21,6 +21,8 @@ class Tail:
         """Without a file: none. A last line without its end is left for the next call."""
         try:
             with self.file.open("rb") as stream:
+                if stream.seek(0, os.SEEK_END) < self._offset:  # it was cut (`upkeep`), and began anew
+                    self._offset = 0
                 stream.seek(self._offset)
                 data = stream.read()
         except FileNotFoundError:

@@ -60,6 +60,10 @@ class PromptSource:
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
 
+    def check(self, index: int) -> None:
+        """Raise `DataError` if row `index` has no prompt."""
+        self.messages(self._rows[index], where=f"{self._rows.name}, row {index}")
+
     def messages(self, row: Row, *, where: str) -> list[Message]:
         """The conversation of `row`; raises `DataError` that names `where`."""
         if self._prompt_key not in row:

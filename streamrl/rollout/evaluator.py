@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.errors import ConfigError, DeadlineExceeded, PeerError, StreamRLError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.evaluation import EvaluationReport, in_words
 from streamrl.evaluation_config import as_evaluated
 from streamrl.rollout.activity import Activity
@@ -29,13 +29,12 @@ from streamrl.transport.control.evaluations import (
     EvaluationRoute,
     EvaluationTask,
     NextEvaluation,
-    NextEvaluationReply,
 )
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
-"""Between calls of the manager while it cannot be reached; `Membership` decides when it is lost."""
+ASK_SECONDS = 1.0
+"""Between questions for a gserver while there is none."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
@@ -77,21 +76,13 @@ class Evaluator:
     async def run(self) -> None:
         """Until the manager says stop."""
         while True:
-            reply = await self._next()
+            reply = await self._control.next_evaluation(NextEvaluation(evaluator=self._membership.index))
             if reply.stop:
                 log.info("%s: the run is over", self._membership.name)
                 return
             if reply.task is not None:
                 report = await self._evaluate(reply.task)
                 await self._tell(reply.task, report)
-
-    async def _next(self) -> NextEvaluationReply:
-        while True:
-            try:
-                return await self._control.next_evaluation(NextEvaluation(evaluator=self._membership.index))
-            except (PeerError, DeadlineExceeded) as error:
-                log.warning("%s: no evaluation can be had, trying on: %s", self._membership.name, error)
-                await asyncio.sleep(RETRY_SECONDS)
 
     async def _evaluate(self, task: EvaluationTask) -> EvaluationReport:
         log.info("evaluation of version %d: %d prompts", task.policy_version, self._prompts)
@@ -124,15 +115,9 @@ class Evaluator:
                 desk.left(number)
 
     async def _tell(self, task: EvaluationTask, report: EvaluationReport) -> None:
-        """Until the manager has heard it; it counts a report that comes twice once."""
+        """The manager counts a report that comes twice once."""
         message = EvaluationResult(evaluator=self._membership.index, number=task.number, report=report)
-        while True:
-            try:
-                await self._control.evaluation_result(message)
-                return
-            except (PeerError, DeadlineExceeded) as error:
-                log.warning("%s: the report is not delivered, trying on: %s", self._membership.name, error)
-                await asyncio.sleep(RETRY_SECONDS)
+        await self._control.evaluation_result(message)
 
     def _show_wait(self, waiting_for: str) -> None:
         self._membership.waiting_for = waiting_for
@@ -150,7 +135,7 @@ class _Routes:
         """A route to a gserver, once there is one."""
         while not (found := await self.ask(prompt, failed="")):
             log.warning("prompt %d of the evaluation waits for a gserver", prompt)
-            await asyncio.sleep(RETRY_SECONDS)  # a manager whose run is over answers at once
+            await asyncio.sleep(ASK_SECONDS)  # a manager whose run is over answers at once
         return PromptRoute(self, prompt=prompt, gserver=found)
 
     def left(self, prompt: int) -> None:
@@ -161,12 +146,7 @@ class _Routes:
         """URL of a gserver; empty if there is none now."""
         done, self._done = self._done, []
         message = EvaluationRoute(evaluator=self._evaluator, prompt=prompt, failed=failed, done=done)
-        try:
-            return (await self._control.evaluation_route(message)).gserver
-        except (PeerError, DeadlineExceeded) as error:
-            self._done += done
-            log.warning("prompt %d of the evaluation: the manager names no gserver for now: %s", prompt, error)
-            return ""
+        return (await self._control.evaluation_route(message)).gserver
 
 
 class PromptRoute:

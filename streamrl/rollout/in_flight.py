@@ -7,19 +7,14 @@ so that a message that is lost or comes twice does no harm.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from streamrl.errors import DeadlineExceeded, PeerError
 from streamrl.transport.control.client import ControlClient
 from streamrl.transport.control.groups import GroupInFlight, InFlight
 
-log = logging.getLogger(__name__)
-
 BATCH_SECONDS = 0.02
 """Changes of so long go into one message."""
-RETRY_SECONDS = 1.0
 
 
 class InFlightReports:
@@ -49,13 +44,7 @@ class InFlightReports:
             changes, self._untold = self._untold, {}
             if not changes:
                 continue
-            try:
-                await self._control.in_flight(InFlight(worker=self._worker, groups=list(changes.values())))
-            except (PeerError, DeadlineExceeded) as error:
-                log.debug("what is in flight could not be told, trying on: %s", error)
-                self._untold = changes | self._untold
-                self._news.set()
-                await asyncio.sleep(RETRY_SECONDS)
+            await self._control.in_flight(InFlight(worker=self._worker, groups=list(changes.values())))
 
 
 class RequestCount:

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
@@ -24,7 +24,7 @@ from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.rollout.endings import Endings
 from streamrl.rollout.in_flight import RequestCount
-from streamrl.rollout.replies import check_reply, serves_mixed_weights, token_versions, unmixed
+from streamrl.rollout.replies import check_reply, dated, serves_mixed_weights, token_versions, unmixed
 from streamrl.rollout.siblings import SiblingRequests
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control.client import ControlClient
@@ -93,11 +93,7 @@ class GroupRoute:
         async with self._asking:
             if self.gserver != failed:
                 return  # a sibling has asked already
-            try:
-                reply = await self._control.route(RouteMessage(worker=self._worker, seq=self._seq, failed=failed))
-            except (PeerError, DeadlineExceeded) as error:
-                log.warning("seq %d: no other gserver than %s for now: %s", self._seq, failed, error)
-                return
+            reply = await self._control.route(RouteMessage(worker=self._worker, seq=self._seq, failed=failed))
             if reply.gserver:
                 self.gserver = reply.gserver
 
@@ -115,10 +111,11 @@ class Generator:
         tokens_per_request: int,
         decode: Decode,
         eos_token_ids: Collection[int],
+        policy_version: Callable[[], int],
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
-        longer responses come in parts. `decode`, `eos_token_ids`: of the model."""
-        self._client = client
+        longer responses come in parts. `decode`, `eos_token_ids`: of the model. `policy_version`: which one gservers
+        serve, or an older one."""
         self._most = tokens_per_request
         self._endings = Endings(
             tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
@@ -126,6 +123,7 @@ class Generator:
         self._siblings = SiblingRequests(client)
         self._sampling = sampling
         self._seed = seed
+        self._policy_version = policy_version
         self._patience = patience
 
     async def generate(
@@ -135,11 +133,10 @@ class Generator:
         max_new_tokens: int,
         rid: str,
         route: Route,
-        with_siblings: bool = False,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
 
-        `with_siblings`: travel together with the requests that siblings on the same `route` make now.
+        The request travels together with those that siblings on the same `route` make now.
 
         Raises `PeerError` when the gserver refuses the request, `WireError` when its answer makes
         no sense, `DeadlineExceeded` when there is no progress for long.
@@ -148,6 +145,7 @@ class Generator:
         fruitless = _Fruitless(rid, patience=self._patience)
         while True:
             gserver = route.gserver
+            began = self._policy_version()
             asked = min(max_new_tokens - len(output.ids), self._most)
             request = GenerateRequest(
                 input_ids=[*input_ids, *output.ids],
@@ -156,10 +154,7 @@ class Generator:
                 return_logprob=True,
             )
             try:
-                if with_siblings:
-                    reply = await self._siblings.generate(route, gserver, request)
-                else:
-                    reply = await self._client.generate(gserver, request)
+                reply = await self._siblings.generate(route, gserver, request)
             except (PeerError, DeadlineExceeded) as error:
                 if isinstance(error, PeerError) and 400 <= error.status < 500:
                     raise
@@ -168,7 +163,7 @@ class Generator:
                 output.interruptions += 1
                 continue
             mixed = serves_mixed_weights(reply)
-            reply = unmixed(reply)
+            reply = dated(unmixed(reply), began=began)
             finish = check_reply(reply, budget=asked, peer=gserver)
             before = len(output.ids)
             output.extend(reply)

@@ -7,7 +7,6 @@ opened; `open_group_maker` builds what turns sequence numbers into scored groups
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from streamrl.transport.membership import Membership
 
 PATIENCE_REQUESTS = 2
 """A response without a new token for so many request time limits is given up."""
-OPEN_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ async def serve_until_over(
 
     An error of the work is told to the manager, which stops the run, and raised.
     """
-    _allow_many_connections()
     async with AsyncExitStack() as owned:
         control = ControlClient(manager_url, key=manager_key(config))
         owned.push_async_callback(control.close)
@@ -101,6 +98,7 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
     chat, prompts = loading.result()
     client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=gserver_key(config))
     seat.owned.push_async_callback(client.close)
+    seat.membership.on_unanswering = client.give_up
     generator = Generator(
         client,
         sampling=config.rollout.sampling,
@@ -109,6 +107,7 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
         tokens_per_request=config.rollout.tokens_per_request,
         decode=chat.decode,
         eos_token_ids=eos_token_ids(model_dir),
+        policy_version=lambda: seat.membership.policy_version,
     )
     maker = GroupMaker(
         config,
@@ -132,11 +131,3 @@ def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSou
         except DataError as error:
             raise ConfigError(f"rollout.sampling.stop has {stop!r}, which the model cannot say: {error}") from error
     return chat, PromptSource.open(config, chat)
-
-
-def _allow_many_connections() -> None:
-    """Each request in flight is a connection, and the usual limit of 1024 open files is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

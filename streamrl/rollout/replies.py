@@ -16,6 +16,7 @@ from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,
     MetaInfo,
+    VersionSpan,
 )
 
 LOGPROB_TOLERANCE = 1e-3
@@ -80,12 +81,24 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
     )
 
 
+def dated(reply: GenerateReply, *, began: int) -> GenerateReply:
+    """`reply` with spans of versions, also of an engine that names only the version at the answer's end.
+
+    `began`: a policy version that was served when the request was made, or an older one. Where the engine does not
+    say more, all tokens count as sampled under it, so that they may be younger than they are said to be, never older.
+    """
+    meta = reply.meta_info
+    if meta.weight_versions or not reply.output_ids or meta.weight_version == MIXED_WEIGHTS:
+        return reply
+    oldest = min(began, _version(meta.weight_version))
+    spans = [VersionSpan(str(oldest), 0, len(reply.output_ids))]
+    return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(meta, weight_versions=spans))
+
+
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
     """Policy version of each of `tokens` output tokens; raises `WireError` when the spans do not cover them."""
-    if not meta.weight_versions:
-        return [_version(meta.weight_version)] * tokens if tokens else []
     versions: list[int] = []
-    for span in meta.weight_versions:
+    for span in meta.weight_versions or ():
         if span.start != len(versions) or not span.start <= span.end <= tokens:
             raise WireError(f"weight_versions {meta.weight_versions} do not cover {tokens} tokens one after another")
         if span.end > span.start:  # an update leaves an empty span of mixed weights

@@ -15,7 +15,7 @@ import numpy as np
 
 from streamrl.config import DataConfig
 from streamrl.errors import ConfigError, DataError
-from streamrl.rollout.loading import load_object
+from streamrl.importing import load_object
 
 Row = dict[str, Any]
 

@@ -56,14 +56,8 @@ class Session:
         self._before_scoring = before_scoring
         self._requests = 0
 
-    async def generate(
-        self, input_ids: Sequence[int], *, max_new_tokens: int | None = None, with_siblings: bool = False
-    ) -> Generation:
-        """Let the policy go on after `input_ids`, for `sampling.max_new_tokens` tokens unless told otherwise.
-
-        `with_siblings`: one HTTP request for all siblings that ask now, answered when the last is done.
-        It saves work where a sibling could do nothing but wait for the others anyway.
-        """
+    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Generation:
+        """Let the policy go on after `input_ids`, for `sampling.max_new_tokens` tokens unless told otherwise."""
         room = self.max_context - len(input_ids)
         if room < 1:
             raise DataError(
@@ -78,7 +72,6 @@ class Session:
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
                 rid=rid,
                 route=self._route,
-                with_siblings=with_siblings,
             )
         self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
         return generation

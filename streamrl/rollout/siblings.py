@@ -1,7 +1,7 @@
 """Requests of siblings that are made at the same moment travel as one.
 
-A group is done when its last sibling is, so for siblings that only wait for each other one HTTP
-request does for all: the gserver computes them together, and both sides handle one message.
+One HTTP request does for all, so a group of short responses costs both sides hardly more than one of them; each
+sibling is answered when it is done, so whoever counts what a gserver has to do sees it end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Waiting = tuple[GenerateRequest, "asyncio.Future[GenerateReply]"]
 class SiblingRequests:
     """Collects the requests of one turn of the event loop; answers each with its own reply.
 
-    All of a batch are answered when the last is; they fail together, too.
+    Those that are not answered yet fail together.
     """
 
     def __init__(self, client: GenerationClient) -> None:
@@ -40,17 +40,23 @@ class SiblingRequests:
         task = asyncio.get_running_loop().create_task(self._ask(key[1], batch), name=f"{len(batch)} siblings")
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+
+        def cancel_if_nobody_waits(ended: asyncio.Future[GenerateReply]) -> None:
+            if all(future.done() for _, future in batch) and any(future.cancelled() for _, future in batch):
+                task.cancel()  # else its end is on its way, and the connection serves the next batch
+
         for _, future in batch:
-            future.add_done_callback(lambda _: task.cancel() if all(f.done() for _, f in batch) else None)
+            future.add_done_callback(cancel_if_nobody_waits)
 
     async def _ask(self, url: str, batch: list[_Waiting]) -> None:
+        def answer(index: int, reply: GenerateReply) -> None:
+            future = batch[index][1]
+            if not future.done():
+                future.set_result(reply)
+
         try:
-            replies = await self._client.generate_batch(url, [request for request, _ in batch])
+            await self._client.generate_batch(url, [request for request, _ in batch], answer)
         except Exception as error:  # handed on to every sibling
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
-            return
-        for (_, future), reply in zip(batch, replies, strict=True):
-            if not future.done():
-                future.set_result(reply)

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, PeerError, RewardError, StreamRLError, first_error
+from streamrl.errors import RewardError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.directed import Director, GroupGate
 from streamrl.rollout.groups import GroupMaker
@@ -22,12 +22,11 @@ from streamrl.rollout.partial import GroupRoute
 from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
 from streamrl.trainer_config import SYNCHRONOUS
 from streamrl.transport.control.groups import Admission, Admit, Reject
+from streamrl.transport.control.members import FinishRun
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
-"""Between calls of the manager while it cannot be reached; `Membership` decides when it is lost."""
 UNIFORM_WARNING_GROUPS = 100
 """So many groups in a row without any contrast are worth a warning."""
 
@@ -63,7 +62,7 @@ async def _open_stream(config: Config, seat: Seat) -> GroupPusher:
     pusher = GroupPusher(
         worker=seat.membership.name,
         endpoints=[worker.address for worker in workers if worker.address],  # DP heads have one
-        max_group_bytes=int(config.stream.max_group_mb * 1e6),
+        max_group_bytes=config.stream.max_group_bytes,
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,
     )
@@ -170,14 +169,7 @@ class RolloutWorker:
 
     async def admit(self, count: int) -> list[Admission] | None:
         """Sequence numbers to start, perhaps none yet; None when the run is over."""
-        try:
-            reply = await self._control.admit(
-                Admit(worker=self._membership.index, count=count, data_rows=self._data_rows)
-            )
-        except (PeerError, DeadlineExceeded) as error:
-            log.warning("%s: not admitted, trying on: %s", self._membership.name, error)
-            await asyncio.sleep(RETRY_SECONDS)
-            return []
+        reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data_rows=self._data_rows))
         if reply.stop:
             return None
         # one that is held was given out again while this worker was silent: it still makes it
@@ -214,6 +206,8 @@ class RolloutWorker:
                 await self._pusher.push(group)
         except RewardError as error:
             if self._config.rollout.reward.on_error == "stop":
+                what = f"{self._membership.name}: {type(error).__name__}: {error}"
+                await self._control.finish_run(FinishRun(reason="", error=what))
                 raise
             await self._reject(seq, error)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run
@@ -251,14 +245,7 @@ class RolloutWorker:
             ) from reason
 
     async def _tell_rejection(self, seq: int, reason: str) -> None:
-        """Until the manager has heard it: a group that nobody rejects would keep its place for ever."""
-        while True:
-            try:
-                await self._control.reject(Reject(worker=self._membership.index, seq=seq, reason=reason))
-                return
-            except (PeerError, DeadlineExceeded) as error:
-                log.warning("%s: rejection of %d not delivered, trying on: %s", self._membership.name, seq, error)
-                await asyncio.sleep(RETRY_SECONDS)
+        await self._control.reject(Reject(worker=self._membership.index, seq=seq, reason=reason))
 
     def _show_wait(self, waiting_for: str) -> None:
         self._membership.waiting_for = waiting_for

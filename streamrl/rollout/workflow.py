@@ -19,7 +19,6 @@ Set `rollout.workflow.name = "my_module:MyWorkflow"`. One instance serves all gr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from streamrl.errors import WireError
 from streamrl.rollout.partial import Generation
-from streamrl.types import NO_VERSION, Prompt, Trajectory
+from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from streamrl.rollout.session import Session
@@ -99,8 +98,8 @@ def check_trajectory(trajectory: Trajectory) -> None:
         raise WireError("trajectory: the policy sampled none of its tokens")
     if mask[0]:
         raise WireError("trajectory: its first token is sampled; there must be a prompt before it")
-    if not math.isfinite(trajectory.reward):
-        raise WireError(f"trajectory: the reward is {trajectory.reward}")
+    if not -LARGEST_REWARD <= trajectory.reward <= LARGEST_REWARD:  # NaN fails, too
+        raise WireError(f"trajectory: the reward is {trajectory.reward}; at most {LARGEST_REWARD:g} in magnitude")
     if (trajectory.policy_versions[mask] < 0).any() or (trajectory.policy_versions[~mask] != NO_VERSION).any():
         raise WireError("trajectory: policy_versions must be NO_VERSION exactly where loss_mask is False")
 

@@ -13,7 +13,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from streamrl.errors import TransferError
-from streamrl.trainer.redistributor import Piece
 
 Array = NDArray[Any]
 
@@ -47,12 +46,6 @@ class ArrayStore:
     def has(self, seq: int, key: str) -> bool:
         with self._lock:
             return key in self._groups.get(seq, ())
-
-    def pieces(self, seq: int) -> list[Piece]:
-        """Descriptions of all that is held of group `seq`, by key."""
-        with self._lock:
-            held = sorted(self._groups.get(seq, {}).items())
-        return [Piece(seq, key, array.dtype.name, array.shape) for key, array in held]
 
     def discard(self, seqs: Iterable[int]) -> None:
         """Let go of all that is held of these groups, if anything is."""

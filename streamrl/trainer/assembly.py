@@ -114,6 +114,7 @@ class Assembly:
             kl=self._kl,
             longest=self._config.rollout.sampling.max_new_tokens,
             device=self._device,
+            temperature=self._config.rollout.sampling.temperature,
         )
 
     def _ranks(self, role: str) -> Ranks:

@@ -42,7 +42,6 @@ class AsyncIOSequenceBuffer:
     def __init__(self, graph: Graph, *, wait_warning_seconds: float) -> None:
         self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
-        self._stream_keys = graph.stream_keys
         self._needed = graph.arrival_keys
         self._stream_keys = graph.stream_keys
         self._metas: dict[int, SampleMeta] = {}

@@ -2,7 +2,7 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfig`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `SettleSave` | after what came before it | worker 0 |
@@ -19,6 +19,8 @@ from streamrl.progress import Progress
 from streamrl.trainer.hooks import Hook
 from streamrl.types import SampleMeta
 
+MOST_COMPARED = 256
+"""Sampled tokens of a response that are compared with the gservers'."""
 PUBLICATION_STEPS = 7
 """Waits of `weights.timeout_seconds` in one attempt of `Publish`."""
 
@@ -74,6 +76,21 @@ class MinibatchShare(msgspec.Struct, frozen=True):
     """Trajectories, over all ranks."""
 
 
+class Sibling(msgspec.Struct, frozen=True):
+    """One response of a group."""
+
+    seq: int
+    index: int
+    """Among its siblings."""
+
+
+class HaveScored(msgspec.Struct, frozen=True, tag=True):
+    """Have the gservers that serve `version` score a response; for the worker that received its group."""
+
+    version: int
+    response: Sibling
+
+
 class TrainStep(msgspec.Struct, frozen=True, tag=True):
     """Train a role on a batch; tokens older than allowed stay out of the loss."""
 
@@ -81,6 +98,8 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
     policy_version: int
     oldest_version: int
     minibatches: list[MinibatchShare]
+    compared: Sibling | None = None
+    """A response of the first minibatch whose log-probabilities under the weights of `policy_version` are wanted."""
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
 
@@ -122,6 +141,7 @@ Call = (
     | Initialize
     | Inference
     | Function
+    | HaveScored
     | TrainStep
     | ClearDataCache
     | Publish
@@ -177,6 +197,15 @@ class Trained(msgspec.Struct, frozen=True):
     maxima: dict[str, float]
     token_ages: dict[int, int]
     """Age in versions → tokens that entered the loss."""
+    compared: list[float] = []
+    """Log-probabilities, at temperature 1, of the first `MOST_COMPARED` sampled tokens of the response that was named;
+    empty if another rank computes it."""
+
+
+class BeingScored(msgspec.Struct, frozen=True):
+    sampled: list[int]
+    """Places of the response's first `MOST_COMPARED` sampled tokens, from the first of them on, which has 0; empty:
+    the worker does not hold it."""
 
 
 class Published(msgspec.Struct, frozen=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, TrainingError
+from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
+from streamrl.importing import load_object
 from streamrl.trainer.assembly import Assembly, give_weights
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import (
     Done,
     Function,
     Inference,
-    MinibatchShare,
     Save,
     Saved,
     SettleSave,
@@ -39,6 +39,8 @@ from streamrl.trainer.snapshot import roles_to_save, take_snapshot
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.types import TrajectoryGroup
 
+ACTOR = "actor"
+"""The role whose weights are published."""
 Computed = Inference | Function | TrainStep | Save | SettleSave
 
 
@@ -64,6 +66,8 @@ class Computation:
         self._weights_free = weights_free
         self._writer = CheckpointWriter(keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
         self._away: set[str] = set()
+        self._moving = threading.Lock()
+        """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
         self._blocked = 0.0
 
     def describe(self) -> dict[str, str]:
@@ -100,7 +104,7 @@ class Computation:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
         groups = [self._data.group(seq) for seq in call.seqs]
-        self._bring_back(mfc.role)
+        self.bring_back(mfc.role)
         arrays = self._assembly.roles[mfc.role].inference(groups)
         rewards: dict[int, list[float]] = {}
         if arrays is not None and self._is_head(mfc.role):
@@ -132,22 +136,42 @@ class Computation:
         role = self._assembly.roles[mfc.role]
         if not isinstance(role, Actor | Critic):
             raise TrainingError(f"{mfc.name} would train the role {mfc.role!r}, which only computes")
-        self._bring_back(mfc.role)
+        self.bring_back(mfc.role)
         self._seed(mfc.role, call.policy_version)
         self._blocked = 0.0
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
         ages: dict[int, int] = {}
+        batch = [seq for minibatch in call.minibatches for seq in minibatch.seqs]
+        found = role.begin_step(
+            [self._item(seq, call, mfc.inputs, updated=False) for seq in batch],
+            policy_version=call.policy_version,
+            given="advantages" in mfc.inputs,
+        )
+        credits = dict(zip(batch, found, strict=True))
+        compared: list[float] = []
         for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
-            items = [self._item(seq, call, updated=number > 0) for seq in minibatch.seqs]
+            items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
             if number < len(call.minibatches) and isinstance(role, Actor):  # the first epoch
                 for item in items:
                     _count_ages(ages, item)
-            statistics = role.train_step(items, _counts(minibatch), before_update=self._wait_for_publication)
+            statistics = role.train_step(
+                items,
+                [credits[seq] for seq in minibatch.seqs],
+                Minibatch(
+                    loss_tokens=minibatch.loss_tokens,
+                    sequences=minibatch.sequences,
+                    compared=call.compared if number == 0 else None,  # later the weights have changed
+                ),
+                before_update=self._wait_for_publication,
+            )
+            compared = compared or statistics.compared
             for name, value in statistics.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in statistics.maxima.items():
                 maxima[name] = max(maxima.get(name, value), value)
+        if isinstance(role, Actor):
+            role.end_step(sums)
         told = self._is_head(mfc.role)
         return Trained(
             compute_seconds=time.monotonic() - began - self._blocked,
@@ -155,6 +179,7 @@ class Computation:
             sums=sums if told else {},
             maxima=maxima,
             token_ages=ages if told else {},
+            compared=compared,
         )
 
     def _seed(self, role: str, policy_version: int) -> None:
@@ -170,20 +195,25 @@ class Computation:
             raise DeadlineExceeded(f"the publication of the last version took more than {limit:.0f} s")
         self._blocked += time.monotonic() - started
 
-    def _item(self, seq: int, call: TrainStep, *, updated: bool) -> TrainItem:
-        """`updated`: the policy is no longer the one at the start of the step."""
+    def _item(self, seq: int, call: TrainStep, inputs: frozenset[str], *, updated: bool) -> TrainItem:
+        """With those of `inputs` alone that the graph gives the call: what else is here is here by chance, and not on
+        every rank. `updated`: the policy is no longer the one at the start of the step."""
+
+        def given(key: str) -> NDArray[Any] | None:
+            return self._data.optional(seq, key) if key in inputs else None
+
         group = self._data.group(seq)
         versions = group.packed_policy_versions
-        proximal = self._data.optional(seq, "proximal_logprobs")
+        proximal = given("proximal_logprobs")
         return TrainItem(
             group=group,
             age=call.policy_version - versions,
             trainable=group.packed_loss_mask & (versions >= call.oldest_version),
             fresh=_comparable(group, call.policy_version) & (proximal is not None or not updated),
             proximal_logprobs=proximal,
-            ref_logprobs=self._data.optional(seq, "ref_logprobs"),
-            values=self._data.optional(seq, "values"),
-            advantages=self._data.optional(seq, "advantages"),
+            ref_logprobs=given("ref_logprobs"),
+            values=given("values"),
+            advantages=given("advantages"),
         )
 
     def _run_hook(self, hook: Hook) -> None:
@@ -191,19 +221,41 @@ class Computation:
             case DataTransfer(plan):
                 self._data.transfer(plan)
             case Offload(role):
-                self.model(role).offload()
-                self._away.add(role)
+                self._offload(role)
             case ParamRealloc(source, target, _, share):
                 self._wait_for_publication()
-                for role in (source, target):
-                    self._bring_back(role)
                 world = self._config.trainer.workers
-                give_weights(self.model(source), self.model(target), share=share, world=world)
+                with self._here(source, target):
+                    give_weights(self.model(source), self.model(target), share=share, world=world)
 
-    def _bring_back(self, role: str) -> None:
-        if role in self._away:
-            self.model(role).onload()
-            self._away.discard(role)
+    def bring_back(self, role: str) -> None:
+        """Have the model of `role` on its device. From any thread."""
+        with self._moving:
+            if role in self._away:
+                self.model(role).onload()
+                self._away.discard(role)
+
+    def _offload(self, role: str) -> None:
+        model = self.model(role)
+        while True:
+            if role == ACTOR:
+                self._wait_for_publication()
+            with self._moving:
+                # one that began meanwhile has brought the weights back, or will
+                if role != ACTOR or self._weights_free.is_set():
+                    model.offload()
+                    self._away.add(role)
+                    return
+
+    @contextmanager
+    def _here(self, *roles: str) -> Iterator[None]:
+        """Models of `roles` are on their devices; those that were away go there again."""
+        away = [role for role in roles if role in self._away]
+        for role in away:
+            self.bring_back(role)
+        yield
+        for role in away:
+            self._offload(role)
 
     def _is_head(self, role: str) -> bool:
         return self._rank in self._assembly.layout(role).heads
@@ -212,10 +264,9 @@ class Computation:
         limit = self._config.trainer.step_timeout_seconds
         self._wait_for_publication()
         unwritten = self._writer.settle(limit=limit)
-        for role in roles_to_save(self._assembly, self._config):
-            self._bring_back(role)
         writes = self._rank == 0
-        snapshot = take_snapshot(self._assembly, self._config, call.progress, keep=writes)
+        with self._here(*roles_to_save(self._assembly, self._config)):
+            snapshot = take_snapshot(self._assembly, self._config, call.progress, keep=writes)
         if writes:
             self._writer.begin(Path(call.folder), snapshot.write)
         if call.final and (failure := self._writer.settle(limit=limit)):
@@ -227,11 +278,10 @@ def call_users_function(
     mfc: MFC, groups: Sequence[TrajectoryGroup], inputs: dict[str, list[NDArray[Any]]]
 ) -> dict[str, list[NDArray[np.float32]]]:
     """What the user's function answers, checked; raises `TrainingError` when it is not what was promised."""
-    module, _, name = mfc.function.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise TrainingError(f"{mfc.name}: {mfc.function} cannot be imported: {error}") from error
+        function = load_object(mfc.function, key=f"the function of {mfc.name}")
+    except ConfigError as error:
+        raise TrainingError(str(error)) from error
     found = function(groups, inputs)
     if not isinstance(found, dict) or found.keys() != mfc.outputs:
         raise TrainingError(f"{mfc.name}: {mfc.function} has to answer a dict with {', '.join(sorted(mfc.outputs))}")
@@ -242,10 +292,6 @@ def call_users_function(
         if [array.shape for array in checked[key]] != [(size,) for size in sizes]:
             raise TrainingError(f"{mfc.name}: {mfc.function} has to give one float for each token of a group in {key}")
     return checked
-
-
-def _counts(minibatch: MinibatchShare) -> Minibatch:
-    return Minibatch(loss_tokens=minibatch.loss_tokens, sequences=minibatch.sequences)
 
 
 def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ import msgspec
 from streamrl.config import Config, TrainerConfig
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
-from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Trained, TrainStep
+from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Sibling, Trained, TrainStep
 from streamrl.trainer.generation import Generation
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.holdings import Holdings, Shares
@@ -25,7 +25,7 @@ from streamrl.trainer.hooks import DataTransfer, Hook, MasterHook, ParamRealloc
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.redistributor import Plan, concerning
 from streamrl.trainer.span import Span
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import Requests
 from streamrl.types import SampleMeta
 
 
@@ -44,34 +44,43 @@ class ModelFunctionCall:
         self,
         mfc: MFC,
         *,
-        channel: RequestChannel[object],
+        channel: Requests,
         holdings: Holdings,
         former: BatchFormer,
         trainer: TrainerConfig,
+        policy_version: int,
     ) -> None:
+        """`policy_version`: from which the run begins."""
         self.mfc = mfc
         self._channel = channel
         self._holdings = holdings
         self._former = former
         self._layout = layout_of(trainer, mfc.role)
         self._timeout = trainer.step_timeout_seconds
+        trains = mfc.interface == "train_step"
+        self._pre_hooks = _Hooks(mfc.pre_hooks, reached=max(policy_version - 1, 0))
+        # a checkpoint comes after the step that made its version, and before any other call at that version
+        self._post_hooks = _Hooks(mfc.post_hooks, reached=policy_version if trains else max(policy_version - 1, 0))
 
-    async def infer(self, metas: Sequence[SampleMeta]) -> tuple[float, dict[int, list[float]]]:
+    async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> tuple[float, dict[int, list[float]]]:
         """Compute the MFC's key for `metas`; answers compute seconds and, of a reward model, rewards."""
         shares = self._holdings.deal([meta.seq for meta in metas], self._layout)
         plan = self._holdings.bring(shares, self.mfc.inputs, self._layout)
         kind = Function if self.mfc.interface == "function" else Inference
+        pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version)
         calls = {}
         for worker in range(self._layout.world):
-            pre, post = self._hooks(plan, worker, policy_version=None)
-            calls[worker] = kind(self.mfc.name, shares[self._layout.coordinates(worker).data], pre, post)
+            mine = shares[self._layout.coordinates(worker).data]
+            calls[worker] = kind(self.mfc.name, mine, [*_transfer(plan, worker), *pre], post)
         replies = await self._channel.request(calls, Done, timeout=self._timeout)
         for key in self.mfc.outputs:
             self._holdings.given(key, shares, self._layout)
         rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
         return max(done.compute_seconds for done in replies.values()), rewards
 
-    async def train(self, metas: Sequence[SampleMeta], *, policy_version: int) -> list[Trained]:
+    async def train(
+        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None
+    ) -> list[Trained]:
         """Train on the batch `metas`, minibatch by minibatch."""
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
@@ -82,26 +91,27 @@ class ModelFunctionCall:
             [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
         ]
         plan = self._holdings.bring(everything, self.mfc.inputs, self._layout)
+        pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version + 1)
         calls = {}
         for worker in range(self._layout.world):
             data = self._layout.coordinates(worker).data
-            pre, post = self._hooks(plan, worker, policy_version=policy_version)
             calls[worker] = TrainStep(
                 mfc=self.mfc.name,
                 policy_version=policy_version,
                 oldest_version=policy_version - self._former.max_staleness,
                 minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
-                pre_hooks=pre,
+                compared=compared,
+                pre_hooks=[*_transfer(plan, worker), *pre],
                 post_hooks=post,
             )
         replies = await self._channel.request(calls, Trained, timeout=self._timeout)
         return list(replies.values())
 
-    def _hooks(self, plan: Plan, worker: int, *, policy_version: int | None) -> tuple[list[Hook], list[Hook]]:
-        """Of `worker`'s request: transfers that concern it, and what is due of the MFC's own."""
-        mine = concerning(plan, worker)
-        transfer: list[Hook] = [DataTransfer(mine)] if mine else []
-        return [*transfer, *_due(self.mfc.pre_hooks, policy_version)], _due(self.mfc.post_hooks, policy_version)
+
+def _transfer(plan: Plan, worker: int) -> list[Hook]:
+    """What of `plan` concerns `worker`."""
+    mine = concerning(plan, worker)
+    return [DataTransfer(mine)] if mine else []
 
 
 class FunctionExecutor:
@@ -112,18 +122,28 @@ class FunctionExecutor:
         *,
         graph: Graph,
         buffer: AsyncIOSequenceBuffer,
-        channel: RequestChannel[object],
+        channel: Requests,
         holdings: Holdings,
         former: BatchFormer,
         config: Config,
+        policy_version: int,
     ) -> None:
+        """`policy_version`: from which the run begins."""
         trainer = config.trainer
+        self._policy_version = policy_version
         self._graph = graph
         self._buffer = buffer
         self._holdings = holdings
         self._limit = trainer.batch_groups
         self._calls = {
-            mfc.name: ModelFunctionCall(mfc, channel=channel, holdings=holdings, former=former, trainer=trainer)
+            mfc.name: ModelFunctionCall(
+                mfc,
+                channel=channel,
+                holdings=holdings,
+                former=former,
+                trainer=trainer,
+                policy_version=policy_version,
+            )
             for source in ("arrivals", "batch")
             for mfc in graph.reading(source)
         }
@@ -153,8 +173,13 @@ class FunctionExecutor:
         if self._generation is not None:
             self._spans += await self._generation.make(groups, formed=formed)
 
-    async def execute_step(self, batch: Sequence[SampleMeta], *, policy_version: int) -> StepResult:
-        """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given."""
+    async def execute_step(
+        self, batch: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None = None
+    ) -> StepResult:
+        """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given.
+
+        `compared`: see `TrainStep`.
+        """
         mfcs = self._graph.reading("batch")
         given = {key: asyncio.Event() for mfc in mfcs for key in mfc.outputs}
         trained: list[Trained] = []
@@ -165,27 +190,30 @@ class FunctionExecutor:
             begin = time.time()
             call = self._calls[mfc.name]
             if mfc.interface == "train_step":
-                results = await call.train(batch, policy_version=policy_version)
+                results = await call.train(batch, policy_version=policy_version, compared=compared)
                 trained.extend(results)
                 compute = max(result.compute_seconds for result in results)
             else:
-                compute = await self._infer_in_parts(call, batch)
+                compute = await self._infer_in_parts(call, batch, policy_version=policy_version)
             for key in mfc.outputs:
                 given[key].set()
             return Span(mfc.name, begin, time.time(), compute)
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in mfcs]
+        self._policy_version = policy_version + 1
         spans = [task.result() for task in running]
         self._spans += spans
         return StepResult(spans, trained)
 
-    async def _infer_in_parts(self, call: ModelFunctionCall, batch: Sequence[SampleMeta]) -> float:
+    async def _infer_in_parts(
+        self, call: ModelFunctionCall, batch: Sequence[SampleMeta], *, policy_version: int
+    ) -> float:
         """In calls of at most the MFC's own batch size."""
         size = call.mfc.groups or len(batch)
         seconds = 0.0
         for start in range(0, len(batch), size):
-            compute, _ = await call.infer(batch[start : start + size])
+            compute, _ = await call.infer(batch[start : start + size], policy_version=policy_version)
             seconds += compute
         return seconds
 
@@ -194,16 +222,24 @@ class FunctionExecutor:
         while True:
             metas = await self._buffer.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
             begin = time.time()
-            compute, rewards = await call.infer(metas)
+            compute, rewards = await call.infer(metas, policy_version=self._policy_version)
             self._spans.append(Span(mfc.name, begin, time.time(), compute))
             await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
 
 
-def _due(hooks: Iterable[Hook | MasterHook], policy_version: int | None) -> list[Hook]:
-    """The workers' hooks that are due after the step from `policy_version` on; None: after any call."""
-    return [
-        hook
-        for hook in hooks
-        if not isinstance(hook, MasterHook)
-        and (not isinstance(hook, ParamRealloc) or policy_version is None or (policy_version + 1) % hook.every == 0)
-    ]
+class _Hooks:
+    """The workers' hooks before or after an MFC's calls."""
+
+    def __init__(self, hooks: Iterable[Hook | MasterHook], *, reached: int) -> None:
+        """`reached`: the policy version up to which they have been carried out."""
+        self._hooks = [hook for hook in hooks if not isinstance(hook, MasterHook)]
+        self._reached = reached
+
+    def due(self, policy_version: int) -> list[Hook]:
+        """Those of a call at which `policy_version` is reached; it will carry them out."""
+        before, self._reached = self._reached, policy_version
+        return [
+            hook
+            for hook in self._hooks
+            if not isinstance(hook, ParamRealloc) or policy_version // hook.every > before // hook.every
+        ]

@@ -18,7 +18,7 @@ from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.span import Span
 from streamrl.transport.directing import FIRST_ROLLOUT_WORKER, Direction, Generate, Generated, Score, Scored
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import Requests
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,7 @@ NEWS_SECONDS = 1.0
 class Generation:
     """`actor_gen`, and `rew_inf` by verifiers: the MFCs that rollout workers carry out for the master."""
 
-    def __init__(
-        self, graph: Graph, *, channel: RequestChannel[object], buffer: AsyncIOSequenceBuffer, config: Config
-    ) -> None:
+    def __init__(self, graph: Graph, *, channel: Requests, buffer: AsyncIOSequenceBuffer, config: Config) -> None:
         self._channel = channel
         self._buffer = buffer
         self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]

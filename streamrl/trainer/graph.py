@@ -12,7 +12,6 @@ docs/trainer.md has an example of the last.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,6 +20,7 @@ import msgspec
 from streamrl import trainer_config
 from streamrl.config import AlgorithmConfig, Config
 from streamrl.errors import ConfigError
+from streamrl.importing import load_object
 from streamrl.trainer.hooks import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
 
 Interface = Literal["generate", "inference", "train_step", "function"]
@@ -150,7 +150,7 @@ def downstream(config: Config) -> list[MFC]:
     needs = set(STREAM_KEYS)
 
     def inference(name: str, role: str, key: str, reads: Literal["arrivals", "batch"]) -> None:
-        post = (Offload(role),) if role in config.trainer.offload else ()
+        post = (Offload(role),) if role in config.trainer.offload and role != "critic" else ()
         # what arrives together is chance, and how a pass rounds depends on all that is in it
         groups = 1 if reads == "arrivals" and config.gserver.deterministic else None
         mfcs.append(MFC(name, role, "inference", SEQUENCE_KEYS, frozenset({key}), reads, groups, post_hooks=post))
@@ -164,7 +164,8 @@ def downstream(config: Config) -> list[MFC]:
         inference("actor_inf", "actor", "proximal_logprobs", "batch")
     if algorithm.advantage == "gae":
         inference("critic_inf", "critic", "values", "batch")
-        mfcs.append(MFC("critic_train", "critic", "train_step", frozenset(needs), frozenset()))
+        idle = (Offload("critic"),) if "critic" in config.trainer.offload else ()
+        mfcs.append(MFC("critic_train", "critic", "train_step", frozenset(needs), frozenset(), post_hooks=idle))
     post: tuple[Hook | MasterHook, ...] = ()
     if algorithm.kl_coef > 0 and algorithm.ref_update_every:
         post = (ParamRealloc("actor", "ref", every=algorithm.ref_update_every, share=algorithm.ref_update_share),)
@@ -210,16 +211,9 @@ def _in_order(mfcs: Sequence[MFC], known: set[str]) -> list[MFC]:
 
 def _users(name: str, config: Config) -> list[MFC]:
     """The list that the user's function answers."""
-    module, colon, function = name.partition(":")
-    try:
-        if not colon:
-            raise ImportError("give it as module:function")
-        found = getattr(importlib.import_module(module), function)(config)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f'trainer.graph = "{name}" is neither "asynchronous" nor "synchronous" nor a function that can be '
-            f"imported: {error}"
-        ) from error
+    if ":" not in name:
+        raise ConfigError(f'trainer.graph = "{name}" is neither "asynchronous" nor "synchronous" nor module:function')
+    found = load_object(name, key="trainer.graph")(config)
     if not isinstance(found, list) or not all(isinstance(mfc, MFC) for mfc in found):
         raise ConfigError(f"{name} answered {type(found).__name__}; it has to answer a list of MFC")
     for mfc in found:

@@ -21,8 +21,8 @@ class History:
         self.tokens_dropped = 0
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
-        self.rejected: list[int] = []
-        """Sequence numbers given up for good, in the manager's order."""
+        self.rejected: set[int] = set()
+        """Sequence numbers given up for good."""
         self._trained = SeqSet()
         self._began = time.time()
         self._seconds_before = 0.0
@@ -59,7 +59,7 @@ class History:
 
     def add_rejected(self, seqs: Iterable[int]) -> None:
         """These will never be trained on."""
-        self.rejected.extend(seqs)
+        self.rejected.update(seqs)
 
     def reached(self, *, data_rows: int) -> progress.Progress:
         """For a checkpoint."""
@@ -79,7 +79,7 @@ class History:
         self.groups_trained = begun.groups_trained
         self.tokens_dropped = begun.tokens_dropped
         self.rewards = list(begun.recent_rewards)
-        self.rejected = list(begun.rejected_seqs())
+        self.rejected = set(begun.rejected_seqs())
         self._seconds_before = begun.train_seconds
         for seq in begun.trained_seqs():
             self._trained.add(seq)

@@ -23,13 +23,17 @@ class ParamRealloc(msgspec.Struct, frozen=True, tag=True):
     source: str
     target: str
     every: int = 1
-    """Only after each so many policy versions."""
+    """Once for each so many policy versions: after the training step that completes them, or, as a hook of another
+    call, at the first of its calls since."""
     share: float = 1.0
     """How much of the source is taken: `target ← (1 - share) · target + share · source`."""
 
 
 class Offload(msgspec.Struct, frozen=True, tag=True):
-    """Move an idle role to the CPU; it comes back by itself when it is called."""
+    """Move an idle role to the CPU; it comes back by itself when it is called, saved or published.
+
+    The actor stays where it is while its weights are being published: the call then waits for the publication.
+    """
 
     role: str
 

@@ -24,14 +24,14 @@ from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter, StepReport
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
-from streamrl.trainer.calls import Stored, WorkerSpec
+from streamrl.trainer.calls import Stored, Trained, WorkerSpec
 from streamrl.trainer.evaluations import EvaluationDesk
 from streamrl.trainer.executor import FunctionExecutor, StepResult
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.history import History
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.hooks import EvaluateHook, SaveHook
-from streamrl.trainer.mismatch import MismatchWatch
+from streamrl.trainer.mismatch import Comparison, MismatchWatch, response_to_compare
 from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.save_desk import SaveDesk
@@ -43,7 +43,7 @@ from streamrl.transport.control.members import FinishRun
 from streamrl.transport.directing import name_on_channel
 from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import RequestChannel, Requests
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,21 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
-        master = Master(config, client=client)
+        stored: asyncio.Queue[Stored] = asyncio.Queue()
+        channel = RequestChannel(
+            host=config.stream.host,
+            notice_type=Stored,
+            on_notice=lambda worker, notice: stored.put_nowait(_own(worker, notice)),
+            name_of=name_on_channel,
+        )
+        stack.push_async_callback(channel.close)
+        master = Master(config, client=client, channel=channel, stored=stored)
         stack.push_async_callback(master.close)
         membership = Membership(
             client,
             role="master",
             index=index,
-            address=master.endpoint,
+            address=channel.endpoint,
             config_digest=config.digest(),
             stats=master.stats,
         )
@@ -89,56 +97,65 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
 
 
+def _own(worker: int, notice: Stored) -> Stored:
+    """What `worker` tells of groups that it holds itself."""
+    foreign = [meta.seq for meta in notice.metas if meta.head != worker]
+    if not foreign:
+        return notice
+    log.warning("%s tells of groups that others hold, such as %d: ignored", name_on_channel(worker), foreign[0])
+    return Stored([meta for meta in notice.metas if meta.head == worker])
+
+
 class Master:
     """Drives the model workers through the steps of a run."""
 
     membership: Membership
     _control: RunControl
 
-    def __init__(self, config: Config, *, client: ControlClient) -> None:
+    def __init__(
+        self, config: Config, *, client: ControlClient, channel: Requests, stored: asyncio.Queue[Stored]
+    ) -> None:
+        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: what model
+        workers tell of groups that came."""
         self._config = config
         self._client = client
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
         self._buffer = AsyncIOSequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
         self._holdings = Holdings(stream_keys=self._graph.stream_keys)
-        self._settlement = Settlement(client)
-        self._channel: RequestChannel[Stored] = RequestChannel(
-            host=config.stream.host, notice_type=Stored, on_notice=self._on_stored, name_of=name_on_channel
-        )
+        self._history = History(config)
         self._executor = FunctionExecutor(
             graph=self._graph,
             buffer=self._buffer,
-            channel=self._channel,  # type: ignore[arg-type]
+            channel=channel,
             holdings=self._holdings,
             former=self._former,
             config=config,
+            policy_version=self._history.policy_version,
         )
         if config.run.resume_from is not None:
             progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
-        self._workforce = Workforce(config, channel=self._channel)
-        self._saves = SaveDesk(config, channel=self._channel)
-        self._inbox: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
+        self._workforce = Workforce(config, channel=channel)
+        self._saves = SaveDesk(config, channel=channel)
+        self._stored = stored
         self._publication: asyncio.Task[None] | None = None
         self._weights_at_rest = asyncio.Lock()
         """Held while a step may change the weights, and while their publication is being set up."""
         self._counted: list[WorkerSpec] = []
-        self._history = History(config)
         self._mismatch = MismatchWatch(config.trainer)
+        self._comparison: Comparison | None = None
+        """The latest; those before it belong to the publication."""
+        trained = [seq for first, end in self._history.trained for seq in range(first, end)]
+        self._settlement = Settlement(client, trained=trained)
         self._former.reject(self._history.rejected)
-        self._former.trained(seq for first, end in self._history.trained for seq in range(first, end))
+        self._former.trained(trained)
 
     @property
     def policy_version(self) -> int:
         """Completed training steps."""
         return self._history.policy_version
-
-    @property
-    def endpoint(self) -> str:
-        """Where model workers connect."""
-        return self._channel.endpoint
 
     def stats(self) -> dict[str, float]:
         return {
@@ -202,14 +219,18 @@ class Master:
             "tokens_dropped": self._history.tokens_dropped,
         }
         folder = self._config.run_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "final.json").write_bytes(msgspec.json.format(msgspec.json.encode(final)))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "final.json").write_bytes(msgspec.json.format(msgspec.json.encode(final)))
+        except OSError as error:  # the run was done, and what it made is elsewhere
+            log.error("final.json cannot be written: %s", error)
 
     async def close(self) -> None:
         if self._publication is not None:
             self._publication.cancel()
             await asyncio.gather(self._publication, return_exceptions=True)
-        await self._channel.close()
+        if self._comparison is not None:
+            await self._comparison.close()
         self._metrics.close()
 
     async def _initialize(self) -> None:
@@ -241,13 +262,11 @@ class Master:
     async def _steps(self) -> str:
         await self._begin_counting()
         await self._evaluations.begin(self.policy_version)
-        try:
-            while (reason := self._end()) is None:
-                await self._step()
-            return reason
-        finally:
-            if self._publication is not None:
-                await self._publication
+        while (reason := self._end()) is None:
+            await self._step()
+        if self._publication is not None:
+            await self._publication
+        return reason
 
     async def _step(self) -> None:
         version = self.policy_version
@@ -272,7 +291,10 @@ class Master:
     async def _train(self, batch: Sequence[SampleMeta], *, version: int, begin: float) -> bool:
         """Train on `batch` and begin to publish the new weights; answers whether a checkpoint is due."""
         formed = time.time()
-        result = await self._executor.execute_step(batch, policy_version=version)
+        comparison = self._comparison = self._compare(batch, version=version)
+        result = await self._executor.execute_step(
+            batch, policy_version=version, compared=comparison.response if comparison is not None else None
+        )
         seqs = [meta.seq for meta in batch]
         await self._clear(seqs, come_again=False)
         self._former.trained(seqs)
@@ -280,14 +302,28 @@ class Master:
         if self._publication is not None:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
-        self._mismatch.look(figures, policy_version=version)
         self._history.add_step(batch, reward=figures["reward_mean"])
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
         self._publication = asyncio.create_task(
-            self._publish(report, evaluate=evaluate), name=f"publication of v{version + 1}"
+            self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
         return save
+
+    def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
+        """Begin to compare the gservers with the trainer under `version`, on a response that is trained on first; not
+        if they only simulate."""
+        if self._config.gserver.engine == "simulated":
+            return None
+        first = self._former.minibatches(batch)[0]
+        young = [m for m in first if self._former.young_tokens(m, policy_version=version) == m.sampled_tokens]
+        heads = {meta.seq: meta.head for meta in young}
+        return Comparison(
+            version,
+            response_to_compare(young),
+            client=self._client,
+            have_scored=lambda chosen: self._workforce.have_scored(chosen, version=version, worker=heads[chosen.seq]),
+        )
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
         """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
@@ -327,8 +363,8 @@ class Master:
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]
         self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
-        await self._clear(seqs, come_again=True)
-        self._settlement.dropped(seqs)
+        with self._settlement.dropping(seqs):
+            await self._clear(seqs, come_again=True)
 
     async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
         """Let go of groups, here and on all workers."""
@@ -367,8 +403,11 @@ class Master:
             seqs=[meta.seq for meta in batch],
         )
 
-    async def _publish(self, report: StepReport, *, evaluate: bool) -> None:
-        """Bring the step's weights to the gservers, then report the step, and have it evaluated if that is due."""
+    async def _publish(
+        self, report: StepReport, comparison: Comparison | None, trained: Sequence[Trained], *, evaluate: bool
+    ) -> None:
+        """Bring the step's weights to the gservers, then report the step with what was found about the weights that it
+        was trained from, and have it evaluated if that is due."""
         begin = time.time()
         try:
             published = await self._workforce.publish(report.step)
@@ -377,19 +416,23 @@ class Master:
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
         report.spans.append(("publish", begin, time.time()))
+        if comparison is not None:
+            report.metrics.update(await comparison.figures(trained))
         self._metrics.write(report)
         await self._client.report(report)
+        self._mismatch.look(report.metrics, policy_version=report.step - 1)
         if evaluate:
             await self._evaluations.ask(report.step)
 
-    def _on_stored(self, worker: int, notice: Stored) -> None:
-        self._inbox.put_nowait(notice.metas)
-
     async def _take_in(self) -> None:
         while True:
-            metas = await self._inbox.get()
+            arrived = (await self._stored.get()).metas
+            metas = [meta for meta in arrived if meta.seq not in self._history.rejected]
             self._settlement.stored(meta.seq for meta in metas)
             await self._executor.load_data(metas)
+            for meta in arrived:
+                if meta.seq in self._history.rejected:  # whoever had it next gave it up before this one was through
+                    await self._workforce.clear({meta.head: [meta.seq]}, come_again=False)
 
     async def _follow_late_gservers(self) -> None:
         """Send the weights that are served already to gservers that came too late for them, between two steps."""
@@ -414,8 +457,12 @@ class Master:
             await self._buffer.wake()
 
     async def _follow_rejections(self) -> None:
+        """Count groups that the manager calls rejected, unless they had come to the trainer before it could know."""
+        heard = len(self._history.rejected)
         while True:
-            rejected = await self._client.rejections(len(self._history.rejected))
+            rejections = await self._client.rejections(heard)
+            heard += len(rejections)
+            rejected = [fate.seq for fate in rejections if fate.changes == self._settlement.changes(fate.seq)]
             if rejected:
                 self._history.add_rejected(rejected)
                 self._former.reject(rejected)

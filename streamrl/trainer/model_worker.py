@@ -24,18 +24,21 @@ from typing import Any
 import msgspec
 import torch
 
-from streamrl import progress
+from streamrl import essential, progress
 from streamrl.config import Config
 from streamrl.device import compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
+from streamrl.models import vocab_size
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.assembly import Assembly, resume
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
+    BeingScored,
     Call,
     ClearDataCache,
     Done,
     Function,
+    HaveScored,
     Inference,
     Initialize,
     ModelConfig,
@@ -51,7 +54,7 @@ from streamrl.trainer.calls import (
     TrainStep,
     WorkerSpec,
 )
-from streamrl.trainer.computation import Computation
+from streamrl.trainer.computation import ACTOR, Computation
 from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
@@ -59,14 +62,19 @@ from streamrl.trainer.publisher import Publisher, carrier_for
 from streamrl.trainer.weight_source import WeightSource
 from streamrl.trainer.worker_data import WorkerData
 from streamrl.transport.broadcaster import backend_for
+from streamrl.transport.codec import Limits
 from streamrl.transport.collective import join_world, open_store
 from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.comparison import Compare
 from streamrl.transport.keys import manager_key
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
+
+GIVEN_UP = 1000
+"""Prompts that a run may give up for each group that it keeps."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
@@ -82,16 +90,12 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         if begun is not None:
             dataset.restore(begun.trained)
         address = ""
+        door = None
         if index in layout_of(config.trainer, "actor").heads:
-            ingress = StreamIngress(
-                dataset,
-                host=config.stream.host,
-                max_group_bytes=int(config.stream.max_group_mb * 2**20),
-                resend_seconds=config.stream.resend_seconds,
-            )
-            ingress.start()
-            stack.callback(ingress.close)
-            address = ingress.endpoint
+            door = Door(config, dataset, model_dir=model_dir, policy_version=begun.policy_version if begun else 0)
+            stack.callback(door.ingress.close)
+            door.ingress.start()
+            address = door.ingress.endpoint
         membership = Membership(
             client,
             role="model_worker",
@@ -105,7 +109,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
         channel: ReplyChannel[Call] = ReplyChannel(endpoint=masters[0].address, worker=index, call_type=Call)
         stack.push_async_callback(channel.close)
-        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, client=client)
+        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client)
         stack.push_async_callback(worker.close)
         tasks = [
             asyncio.create_task(worker.work(channel), name="calls"),
@@ -122,6 +126,36 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             await asyncio.gather(*tasks, return_exceptions=True)
         if membership.lost:
             raise membership.lost
+
+
+class Door:
+    """Where groups come in at a data-parallel head. What cannot have been admitted is refused.
+
+    Policy version v + 1 is known here before anybody can sample from it, since all heads take part in the training
+    step that makes it. Which sequence numbers were handed out only the manager knows; but admission bounds those that
+    were accepted or run, and a run that gives up more than `GIVEN_UP` prompts for each of those gets nowhere.
+    """
+
+    def __init__(self, config: Config, dataset: StreamDataset, *, model_dir: Path, policy_version: int) -> None:
+        self._ahead = config.staleness.max_staleness + 1
+        self._groups_per_batch = config.trainer.batch_groups
+        self.ingress = StreamIngress(
+            dataset,
+            host=config.stream.host,
+            limits=Limits(
+                max_group_bytes=config.stream.max_group_bytes,
+                group_size=config.rollout.group_size,
+                max_context=config.gserver.max_context,
+                vocab_size=vocab_size(model_dir),
+            ),
+            resend_seconds=config.stream.resend_seconds,
+        )
+        self.open_for(policy_version)
+
+    def open_for(self, policy_version: int) -> None:
+        """Take what policies up to `policy_version` have sampled."""
+        seqs = (1 + GIVEN_UP) * (policy_version + self._ahead) * self._groups_per_batch
+        self.ingress.expect(newest_version=policy_version, seqs=seqs)
 
 
 class _Arrivals:
@@ -153,12 +187,21 @@ class ModelWorker:
     """Carries out the master's calls."""
 
     def __init__(
-        self, config: Config, *, index: int, model_dir: Path, dataset: StreamDataset, client: ControlClient
+        self,
+        config: Config,
+        *,
+        index: int,
+        model_dir: Path,
+        dataset: StreamDataset,
+        door: Door | None,
+        client: ControlClient,
     ) -> None:
+        """`door`: of the data set, if this worker is a data-parallel head."""
         self._config = config
         self._index = index
         self._model_dir = model_dir
         self._dataset = dataset
+        self._door = door
         self._client = client
         self._device = resolve_device(config.run.device, index=index)
         compute_with(1)  # in this thread; `config.trainer.threads` are those of the one that computes
@@ -183,14 +226,16 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | ModelConfig() | ClearDataCache():
+                    case Spec() | ModelConfig() | HaveScored() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
-                        task = asyncio.create_task(self._answer_beside(channel, call_id, call))
+                        task = essential.begin(self._answer_beside(channel, call_id, call), name="publication")
                         self._side_tasks.add(task)
                         task.add_done_callback(self._side_tasks.discard)
                     case _:
+                        if isinstance(call, TrainStep) and self._door is not None:
+                            self._door.open_for(call.policy_version + 1)
                         ordered.put_nowait((call_id, call))
 
     async def close(self) -> None:
@@ -234,6 +279,8 @@ class ModelWorker:
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
                 return Done(compute_seconds=0.0)
+            case HaveScored():
+                return await self._have_scored(call)
             case OpenStore():
                 host = self._config.weights.host
                 self._store = open_store(host)
@@ -311,13 +358,22 @@ class ModelWorker:
     async def _publish(self, call: Publish) -> Published:
         if self._source is None:
             raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
+        loop = asyncio.get_running_loop()
+        # not in the compute thread, where the next step may already wait for this publication
+        await loop.run_in_executor(self._publishing, self._ready.bring_back, ACTOR)
         if self._publisher is not None:
             return await self._publisher.publish(
                 call.version, self._source, again=call.again, on_read=self._weights_free.set
             )
-        loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._publishing, self._source.serve)
         return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
+
+    async def _have_scored(self, call: HaveScored) -> BeingScored:
+        """The master sees no tokens: they go to the manager from here."""
+        tokens, sampled = self._data.response(call.response)
+        if sampled:
+            await self._client.compare(Compare(version=call.version, tokens=tokens, start=sampled[0]))
+        return BeingScored([position - sampled[0] for position in sampled])
 
     def _spec(self) -> WorkerSpec:
         stats = self._dataset.stats()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from streamrl.trainer.batches import BatchFormer
@@ -31,8 +31,8 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     """What `actor_train` found, over all ranks; means are over the tokens that were computed.
 
-    `logprob_diff` compares engine and trainer on responses of age 0, and is missing where there are
-    none; `policy_shift` is the same difference over all tokens, so it grows with their age.
+    `sampling_diff` compares what tokens were sampled with to the trainer's, on responses of age 0, and is missing
+    where there are none; `policy_shift` is the same difference over all tokens, so it grows with their age.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -49,7 +49,7 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "behavior_weight_limited_share": sums.get("weight_limited", 0.0) / tokens,
         "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
         "importance_ratio_max": maxima.get("ratio", 0.0),
-        "effective_sample_size": sums.get("ess", 0.0) / tokens,
+        "effective_sample_size": _effective_sample_size(sums),
         "policy_shift_mean": sums.get("policy_shift", 0.0) / tokens,
         "entropy": sums.get("entropy", 0.0) / tokens,
         "grad_norm": maxima.get("grad_norm", 0.0),
@@ -58,12 +58,18 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
     }
     if fresh := sums.get("fresh_tokens"):
-        metrics["logprob_diff_mean"] = sums["logprob_diff"] / fresh
-        metrics["logprob_diff_max"] = maxima["logprob_diff"]
+        metrics["sampling_diff_mean"] = sums["sampling_diff"] / fresh
+        metrics["sampling_diff_max"] = maxima["sampling_diff"]
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
         metrics["kl_coef"] = maxima["kl_coef"]
     return metrics | _of_critic(sums, maxima) | _by_age(sums)
+
+
+def _effective_sample_size(sums: Mapping[str, float]) -> float:
+    """Share of the step's tokens that count after weighting by `w = π / π_b`: `(Σw)² / (n · Σw²)`, from 1/n to 1."""
+    squares = sums.get("ratio_squares", 0.0)
+    return sums["ratio"] ** 2 / (sums["tokens"] * squares) if squares else 0.0
 
 
 def token_ages(trained: Sequence[Trained]) -> dict[int, int]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.progress import Progress
-from streamrl.trainer.calls import Call, Save, Saved, SettleSave, Stored
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.trainer.calls import Call, Save, Saved, SettleSave
+from streamrl.transport.request_reply import Requests
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ FINAL = "final"
 class SaveDesk:
     """Between the master and the model workers, of which worker 0 writes."""
 
-    def __init__(self, config: Config, *, channel: RequestChannel[Stored]) -> None:
+    def __init__(self, config: Config, *, channel: Requests) -> None:
         self._folder = config.run_dir.absolute() / "checkpoints"
         self._workers = range(config.trainer.workers)
         self._limit = config.trainer.step_timeout_seconds

@@ -15,6 +15,8 @@ import os
 import shutil
 import signal
 import socket
+import stat
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import IO
@@ -35,6 +37,8 @@ PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
 FILE = "model.safetensors"
+PRIVATE, SHARED = 0o600, 0o666
+"""Modes of files in memory, and on a disk, where the umask says who else may read them."""
 
 
 class WeightFiles:
@@ -64,10 +68,13 @@ class WeightFiles:
 
     @classmethod
     def in_memory(cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, root: Path = SHARED_MEMORY) -> WeightFiles:
-        """In this host's memory; removes what dead runs left there."""
+        """In this host's memory, under a name that nobody can guess or take before; nobody else can read what is there.
+
+        Removes what dead runs of the same user left there.
+        """
         for folder in root.glob(f"{PREFIX}*"):
             _remove_if_abandoned(folder)
-        folder = root / f"{PREFIX}{run_dir.name}-{os.getpid()}"
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=root))
         return cls(folder, durable=False, host=socket.gethostname(), dtype=dtype, checksum=checksum)
 
     def prepare(self, version: int, source: WeightSource) -> None:
@@ -170,7 +177,9 @@ class _Held:
 
     def __init__(self, file: Path, size: int, *, populate: bool) -> None:
         """`populate`: all of it is memory that is there. Raises `OSError` when there is no room."""
-        self._file = file.open("r+b" if file.exists() else "w+b")
+        flags = os.O_RDWR if file.exists() else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        mode = PRIVATE if populate else SHARED
+        self._file = os.fdopen(os.open(file, flags | os.O_NOFOLLOW, mode), "r+b")
         try:
             os.truncate(self._file.fileno(), size)
             os.posix_fallocate(self._file.fileno(), 0, size)
@@ -230,7 +239,10 @@ def _claim(folder: Path) -> IO[bytes]:
 
 def _remove_if_abandoned(folder: Path) -> None:
     try:
-        with (folder / OWNER).open("ab") as lock:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return  # nothing that a run of this user made
+        with (folder / OWNER).open("r+b") as lock:  # one that has none yet is being made
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             log.info("removed the weights that a dead run left in %s", folder)

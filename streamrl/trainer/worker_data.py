@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.array_store import ArrayStore
+from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.redistributor import Plan, concerning, transfers
 from streamrl.types import NO_VERSION, TrajectoryGroup
@@ -56,6 +57,16 @@ class WorkerData:
             ),
             finish_reasons=[""] * size,
         )
+
+    def response(self, which: Sibling) -> tuple[list[int], list[int]]:
+        """Prompt and response of a group that this worker received, and the positions of the first `MOST_COMPARED`
+        sampled tokens, of which the last one ends it; both empty if the group is gone."""
+        group = self._dataset.find(which.seq)
+        if group is None:
+            return [], []
+        first, end = group.bounds(which.index)
+        sampled = np.flatnonzero(group.packed_loss_mask[first:end])[:MOST_COMPARED].tolist()
+        return group.packed_input_ids[first : first + sampled[-1] + 1].tolist(), sampled
 
     def put(self, seq: int, key: str, array: NDArray[Any]) -> None:
         """A model function call gave this."""

@@ -9,34 +9,36 @@ from collections.abc import Mapping
 from streamrl.config import Config
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
+    BeingScored,
     Call,
     ClearDataCache,
     Done,
+    HaveScored,
     Initialize,
     ModelConfig,
     ModelFacts,
     OpenStore,
     Publish,
     Published,
+    Sibling,
     Spec,
-    Stored,
     StoreOpened,
     WorkerSpec,
 )
 from streamrl.trainer.layout import ROLES
 from streamrl.trainer_config import role_config
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import Requests
 
 log = logging.getLogger(__name__)
 
 SPEC_SECONDS = 30.0
-"""For an answer to what a worker is."""
+"""For an answer to what a worker is, or has."""
 
 
 class Workforce:
     """Calls to all workers."""
 
-    def __init__(self, config: Config, *, channel: RequestChannel[Stored]) -> None:
+    def __init__(self, config: Config, *, channel: Requests) -> None:
         self._config = config
         self._channel = channel
         self._workers = range(config.trainer.workers)
@@ -66,6 +68,11 @@ class Workforce:
         """Have each worker let go of the groups that it holds."""
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
         await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
+
+    async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
+        """Have `worker`, who received its group, ask those who serve `version`; answers `BeingScored.sampled`."""
+        call = HaveScored(version, response)
+        return (await self._channel.call(worker, call, BeingScored, timeout=SPEC_SECONDS)).sampled
 
     async def publish(self, version: int, *, again: bool = False) -> Published:
         """Have the policy's weights brought to the gservers as `version`; `again`: to those that lack it."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.types import NO_VERSION, TrajectoryGroup
+from streamrl.types import LARGEST_REWARD, NO_VERSION, TrajectoryGroup
 
 Frame = bytes | memoryview
 """Contiguous bytes."""
@@ -33,11 +33,15 @@ ARRAYS: dict[str, str] = {
 }
 """Array field → dtype, in the order in which they travel (the one of single bytes last: all stay aligned)."""
 
+MOST_FRAMES = 1 + len(ARRAYS)
+"""Of one message: the header, and the arrays if each has a frame of its own."""
 COPIED_BELOW = 1 << 18
 """Below so many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
 
 MAX_HEADER_BYTES = 1 << 18
 """Of any message's first frame."""
+LONGEST_NAME = 255
+"""Characters of a worker's name."""
 LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may bring a log-probability, in nats."""
 UNALIGNED_BELOW = 16384
@@ -70,12 +74,27 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a group may not exceed."""
+    """What a group may not exceed. Those that are left out forbid only what no run has."""
 
     max_group_bytes: int
-    """Header and arrays together."""
-    vocab_size: int | None = None
-    """Token ids are below this; None: any that is not negative."""
+    """Arrays together."""
+    seqs: int = 2**62
+    """Sequence numbers are below this."""
+    newest_version: int = 2**31 - 1
+    """No policy that sampled is newer."""
+    group_size: int | None = None
+    """Siblings of every group."""
+    max_context: int = 2**31 - 1
+    """Tokens of a sibling."""
+    vocab_size: int = 2**31
+    """Token ids are below this."""
+
+    def check_seq(self, seq: int, *, where: str) -> None:
+        """Raise `WireError`, which begins with `where`, for a sequence number that was not handed out."""
+        if seq < 0:
+            raise WireError(f"{where}: a sequence number cannot be negative")
+        if seq >= self.seqs:
+            raise WireError(f"{where}: no sequence number from {self.seqs} on can have been handed out yet")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -123,8 +142,9 @@ class Packer:
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
     """The group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
     where = f"group {header.seq} from {sender}"
-    if header.seq < 0:
-        raise WireError(f"{where}: a sequence number cannot be negative")
+    limits.check_seq(header.seq, where=where)
+    if len(header.worker) > LONGEST_NAME:
+        raise WireError(f"{where}: a worker's name of {len(header.worker)} characters, more than {LONGEST_NAME}")
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
@@ -142,7 +162,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         finish_reasons=header.finish_reasons,
         generation_seconds=header.generation_seconds,
     )
-    check(group, vocab_size=limits.vocab_size, where=where)
+    check(group, limits, where=where)
     return group
 
 
@@ -168,10 +188,10 @@ def _readable(frame: Frame) -> Frame:
     return bytes(frame) if len(frame) < UNALIGNED_BELOW else memoryview(frame).toreadonly()
 
 
-def check(group: TrajectoryGroup, *, vocab_size: int | None, where: str) -> None:
-    """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type."""
-    _check_siblings(group, where)
-    _check_tokens(group, vocab_size, where)
+def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
+    """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type, and `limits`."""
+    _check_siblings(group, limits, where)
+    _check_tokens(group, limits, where)
     _check_prompts(group, where)
 
 
@@ -201,7 +221,7 @@ def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) ->
     return total
 
 
-def _check_siblings(group: TrajectoryGroup, where: str) -> None:
+def _check_siblings(group: TrajectoryGroup, limits: Limits, where: str) -> None:
     seqlens, rewards = group.seqlens.tolist(), group.rewards.tolist()
     if not seqlens:
         raise WireError(f"{where}: no siblings")
@@ -210,9 +230,15 @@ def _check_siblings(group: TrajectoryGroup, where: str) -> None:
             f"{where}: {len(seqlens)} seqlens, {len(rewards)} rewards and "
             f"{len(group.finish_reasons)} finish reasons; there must be one of each for every sibling"
         )
+    if limits.group_size not in (None, len(seqlens)):
+        raise WireError(f"{where}: {len(seqlens)} siblings, not the {limits.group_size} of rollout.group_size")
     shortest, tokens = min(seqlens), sum(seqlens)
     if shortest < 1:
         raise WireError(f"{where}: a sibling of {shortest} tokens")
+    if max(seqlens) > limits.max_context:
+        raise WireError(
+            f"{where}: a sibling of {max(seqlens)} tokens, more than gserver.max_context = {limits.max_context}"
+        )
     for name in _NAMES[_SIBLING_ARRAYS:]:
         if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
@@ -220,17 +246,17 @@ def _check_siblings(group: TrajectoryGroup, where: str) -> None:
         raise WireError(
             f"{where}: prompt_length {group.prompt_length} is not between 0 and {shortest}, the shortest sibling"
         )
-    if not all(map(math.isfinite, rewards)):
-        raise WireError(f"{where}: rewards {rewards[:16]} must be finite")
+    if not all(-LARGEST_REWARD <= reward <= LARGEST_REWARD for reward in rewards):  # NaN fails, too
+        raise WireError(f"{where}: rewards {rewards[:16]} must be finite, and at most {LARGEST_REWARD:g} in magnitude")
     if not 0 <= group.generation_seconds < math.inf:
         raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")
 
 
-def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) -> None:
+def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
     """Few passes over each array, for this is the hot part of the stream's receiving end; versions come
     last because `SampleMeta` is about to read them again."""
     ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
-    bound = 2**31 if vocab_size is None else vocab_size
+    bound = limits.vocab_size
     if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
         raise WireError(f"{where}: token ids from {ids.min()} to {ids.max()}, not all in 0 to {bound - 1}")
     mask_bytes = group.packed_loss_mask.tobytes()
@@ -248,6 +274,9 @@ def _check_tokens(group: TrajectoryGroup, vocab_size: int | None, where: str) ->
         raise WireError(
             f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
         )
+    newest = int(np.maximum.reduce(versions))
+    if newest > limits.newest_version:
+        raise WireError(f"{where}: policy version {newest}, but the newest there can be is {limits.newest_version}")
 
 
 def _check_mask(group: TrajectoryGroup, where: str) -> None:
@@ -257,7 +286,8 @@ def _check_mask(group: TrajectoryGroup, where: str) -> None:
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:
-    """Siblings share their first `prompt_length` tokens, none of which the policy sampled."""
+    """Siblings share their first `prompt_length` tokens, none of which the policy sampled. In each it sampled a later
+    one, and never the first, which nothing precedes."""
     length = group.prompt_length
     ids = group.packed_input_ids.view(np.uint8).data
     mask = group.packed_loss_mask.tobytes()
@@ -266,6 +296,10 @@ def _check_prompts(group: TrajectoryGroup, where: str) -> None:
     for seqlen in group.seqlens.tolist():
         if mask.find(1, start, start + length) >= 0:
             raise WireError(f"{where}: packed_loss_mask is not False over the {length} tokens of the prompt")
+        if mask[start]:
+            raise WireError(f"{where}: the first token of a sibling is sampled; there must be a prompt before it")
+        if mask.find(1, start + length, start + seqlen) < 0:
+            raise WireError(f"{where}: a sibling without a token that the policy sampled")
         if ids[4 * start : 4 * (start + length)].tobytes() != prompt:
             raise WireError(f"{where}: siblings do not share the {length} tokens of the prompt")
         start += seqlen

@@ -6,11 +6,16 @@ group's name), so that either side may be SGLang.
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from streamrl.errors import DeadlineExceeded, PublicationError
 
@@ -19,13 +24,43 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4
 """Broadcasts."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""gloo's environment variable: the network interface at which it listens."""
 
 
 def open_store(host: str) -> Any:
-    """The store at which the ranks of all later groups meet, on a free port (`.port`); rank 0 opens it."""
+    """The store at which the ranks of all later groups meet, on a free port of `host` (`.port`); rank 0 opens it.
+
+    Torch's own socket would listen at every address of the machine, and it asks nobody for a key.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address[:2], family=family)
+    port = listening.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def gloo_environment(host: str) -> dict[str, str]:
+    """The variable that has gloo listen at the interface of `host`, where this machine has it and nobody chose another.
+
+    Else gloo listens at what the machine's own name stands for, which others may reach.
+    """
+    if GLOO_INTERFACE in os.environ:
+        return {}
+    wanted = {address[0] for *_, address in socket.getaddrinfo(host, None)}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(_covers(entry, wanted) for entry in addresses):
+            return {GLOO_INTERFACE: name}
+    return {}
+
+
+def _covers(entry: Any, wanted: set[Any]) -> bool:
+    """Whether an interface's address is one of `wanted`; a loopback interface has all addresses of its network."""
+    if entry.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    own = ipaddress.ip_address(entry.address.partition("%")[0])
+    return any(own == other or (own.is_loopback and other.is_loopback) for other in map(ipaddress.ip_address, wanted))
 
 
 def form_group(

@@ -6,13 +6,15 @@ apart. Field names are SGLang's (https://docs.sglang.ai, native API).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 
-from streamrl.errors import WireError
+from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
 from streamrl.transport.keys import bearer
 
@@ -39,6 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     n: int = 1
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
+    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Of a streamed answer: tokens from one event to the next."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -103,6 +107,26 @@ class GenerateReply(msgspec.Struct, frozen=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
+
+
+class StreamError(msgspec.Struct, frozen=True):
+    message: str
+    code: int | None = None
+    """As an HTTP status."""
+
+
+class StreamPart(msgspec.Struct, frozen=True):
+    """One event of a streamed answer: a response so far, or why there will be no more."""
+
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: MetaInfo | msgspec.UnsetType = msgspec.UNSET
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    """Tells the responses of a batch apart."""
+    error: StreamError | msgspec.UnsetType = msgspec.UNSET
+
+
+_part_decoder = msgspec.json.Decoder(StreamPart)
 
 
 class PauseGeneration(msgspec.Struct, frozen=True):
@@ -238,32 +262,72 @@ class GenerationClient:
         self._timeout = timeout
         self._headers = bearer(key)
         self._session: aiohttp.ClientSession | None = None
+        self._given_up: Collection[str] = ()
+        self._calls: dict[str, set[asyncio.Timeout]] = {}
+        """Under way, by URL."""
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
+    def give_up(self, urls: Collection[str]) -> None:
+        """Expect no answer from `urls`: calls of them that are under way raise `PeerLost` now, and new ones at once,
+        until this is called without them."""
+        self._given_up = urls
+        now = asyncio.get_running_loop().time()
+        for url in urls:
+            for call in self._calls.get(url, ()):
+                if not call.expired():
+                    call.reschedule(now)
+
     async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
         """One prompt, one response."""
         return await self.post(url, "/generate", request, GenerateReply)
 
-    async def generate_batch(self, url: str, requests: Sequence[GenerateRequest]) -> list[GenerateReply]:
+    async def generate_batch(
+        self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
+    ) -> None:
         """One response to each of `requests`, which ask for log-probabilities alike and differ in the rest.
 
-        They travel as one HTTP request, and are answered when the last is done.
+        They travel as one HTTP request; `on_reply` is given each answer, with its request's place, once it is finished.
         """
         if len(requests) == 1:
-            return [await self.generate(url, requests[0])]
+            on_reply(0, await self.generate(url, requests[0]))
+            return
         batch = GenerateRequest(
             input_ids=[request.input_ids for request in requests],  # type: ignore[misc]
-            sampling_params=[request.sampling_params for request in requests],  # type: ignore[misc]
+            sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]
             rid=[request.rid for request in requests],  # type: ignore[misc]
             return_logprob=requests[0].return_logprob,
+            stream=True,
         )
-        replies = await self.post(url, "/generate", batch, list[GenerateReply])
-        if len(replies) != len(requests):
-            raise WireError(f"gserver {url} answered {len(requests)} prompts with {len(replies)} responses")
-        return replies
+        unanswered = set(range(len(requests)))
+
+        def take(data: bytes) -> None:
+            try:
+                part = _part_decoder.decode(data)
+            except UNDECODABLE as error:
+                raise WireError(f"gserver {url} answered with something else than responses: {error}") from error
+            if part.error:
+                refusal = PeerError(f"gserver {url} failed: {part.error.message}")
+                refusal.status = part.error.code or 500
+                raise refusal
+            if not part.meta_info or part.meta_info.finish_reason is None:
+                return  # SGLang tells of the first token, too
+            if part.index not in unanswered:
+                raise WireError(
+                    f"gserver {url} answered prompt {part.index} of {len(requests)} twice, or there is none"
+                )
+            unanswered.remove(part.index)
+            on_reply(part.index, GenerateReply(text=part.text, output_ids=part.output_ids, meta_info=part.meta_info))
+
+        async with self._unless_given_up(url):
+            await http.follow(
+                self._opened(), url + "/generate", batch, take, timeout=self._timeout, peer=f"gserver {url}"
+            )
+        if unanswered:
+            answered = len(requests) - len(unanswered)
+            raise WireError(f"gserver {url} answered {len(requests)} prompts with {answered} responses")
 
     async def update(
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
@@ -300,18 +364,44 @@ class GenerationClient:
         *,
         if_empty: Reply | None = None,
     ) -> Reply:
+        async with self._unless_given_up(url):
+            return await http.call(
+                self._opened(),
+                method,
+                url + path,
+                body,
+                reply,
+                timeout=timeout or self._timeout,
+                peer=f"gserver {url}",
+                if_empty=if_empty,
+            )
+
+    @asynccontextmanager
+    async def _unless_given_up(self, url: str) -> AsyncIterator[None]:
+        """Around a call of `url`."""
+        if url in self._given_up:
+            raise PeerLost(f"gserver {url} is silent: it is not asked")
+        calls = self._calls.setdefault(url, set())
+        cut = asyncio.timeout(None)
+        calls.add(cut)
+        try:
+            async with cut:
+                yield
+        except TimeoutError as error:
+            raise PeerLost(f"gserver {url} fell silent before it answered") from error
+        finally:
+            calls.discard(cut)
+            if not calls:
+                self._calls.pop(url, None)
+
+    def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
             )
-        return await http.call(
-            self._session,
-            method,
-            url + path,
-            body,
-            reply,
-            timeout=timeout or self._timeout,
-            peer=f"gserver {url}",
-            if_empty=if_empty,
-        )
+        return self._session
+
+
+def _told_at_its_end(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, stream_interval=max(1, params.max_new_tokens))

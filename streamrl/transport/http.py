@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
 
 Reply = TypeVar("Reply")
 
 _encoder = msgspec.json.Encoder()
+_END_OF_EVENT = b"\n\n"
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -42,34 +45,67 @@ async def call(
     `PeerLost` when the peer cannot be reached, `DeadlineExceeded` after `timeout` seconds,
     `WireError` when the answer is not a `reply`.
     """
-    data = _encoder.encode(body) if body is not None else None
-    headers = {"Content-Type": "application/json"} if data is not None else None
-    try:
-        async with asyncio.timeout(timeout):
-            async with session.request(method, url, data=data, headers=headers) as response:
-                content = await response.read()
-                status = response.status
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
-    if status >= 400:
-        refusal = PeerError(f"{peer} answered {status} to {method} {url}: {_error_text(content)}")
-        refusal.status = status
-        raise refusal
+    async with _answered(session, method, url, body, timeout=timeout, peer=peer) as response:
+        content = await response.read()
     if not content and if_empty is not None:
         return if_empty
     try:
         return msgspec.json.decode(content, type=reply)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(
             f"{peer} answered {method} {url} with something else than a {reply.__name__}: "
             f"{error}; it said {content[:200]!r}"
         ) from error
 
 
+async def follow(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: msgspec.Struct,
+    on_event: Callable[[bytes], None],
+    *,
+    timeout: float,
+    peer: str,
+) -> None:
+    """Post `body` as JSON, and hand the data of each server-sent event of the answer to `on_event` as it comes.
+
+    Raises as `call` does, and `PeerLost` when the answer breaks off before its `[DONE]`.
+    """
+    async with _answered(session, "POST", url, body, timeout=timeout, peer=peer) as response:
+        rest = b""
+        async for content in response.content.iter_any():
+            *events, rest = (rest + content).split(_END_OF_EVENT)
+            for event in events:
+                data = event.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                on_event(data)
+    raise PeerLost(f"{peer} broke its answer to POST {url} off")
+
+
+@asynccontextmanager
+async def _answered(
+    session: aiohttp.ClientSession, method: str, url: str, body: msgspec.Struct | None, *, timeout: float, peer: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer, if it is none of 400 or above; `timeout` covers what is done with it, too."""
+    data = _encoder.encode(body) if body is not None else None
+    headers = {"Content-Type": "application/json"} if data is not None else None
+    try:
+        async with asyncio.timeout(timeout), session.request(method, url, data=data, headers=headers) as response:
+            if response.status >= 400:
+                text = _error_text(await response.read())
+                refusal = PeerError(f"{peer} answered {response.status} to {method} {url}: {text}")
+                refusal.status = response.status
+                raise refusal
+            yield response
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
+
+
 def _error_text(content: bytes) -> str:
     try:
         return msgspec.json.decode(content, type=ErrorReply).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return content[:500].decode(errors="replace")

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from streamrl import essential
 from streamrl.errors import PeerLost, StreamRLError, first_error
 from streamrl.metrics import finite
-from streamrl.transport.control.client import ControlClient
+from streamrl.transport.control.client import PATIENCE_SECONDS, ControlClient
 from streamrl.transport.control.members import Heartbeat, Leave, Register, Role
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Membership:
 
     `stopping` is set when the run is over; `leaving` when the run goes on without this process, which then
     finishes what it has and leaves; `lost` holds the error when the manager stayed
-    silent for `patience` seconds (then `stopping` is set too).
+    silent for more than `patience` seconds (then `stopping` is set too).
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Membership:
         address: str,
         config_digest: str,
         stats: Callable[[], dict[str, float]] = dict,
-        patience: float = 30.0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.client = client
         self.role: Role = role
@@ -44,6 +44,8 @@ class Membership:
         self.lost: StreamRLError | None = None
         self.policy_version = 0
         self.waiting_for = ""
+        self.on_unanswering: Callable[[Collection[str]], None] | None = None
+        """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
         self._address = address
         self._digest = config_digest
         self._stats = stats
@@ -57,8 +59,7 @@ class Membership:
     async def join(self, *, patience: float) -> None:
         """Register, waiting up to `patience` seconds for the manager, and start to beat."""
         interval = await self._register(patience)
-        self._beating = asyncio.create_task(self._beat(interval), name=f"heartbeat of {self.name}")
-        self._beating.add_done_callback(self._beat_ended)
+        self._beating = essential.begin(self._beat(interval), name=f"heartbeat of {self.name}")
 
     async def fail(self, error: BaseException) -> None:
         """Tell the manager that this process has to give up, which stops the run.
@@ -72,10 +73,13 @@ class Membership:
             log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
 
     async def leave(self) -> None:
-        """Stop beating; one that was asked to leave a run that goes on says that it has gone."""
+        """Stop beating. One that ends because essential work failed tells so; one that was asked to leave a run that
+        goes on says that it has gone."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
+        if (failed := essential.failure()) is not None:
+            await self.fail(failed)
         if self.leaving.is_set() and not self.stopping.is_set():
             try:
                 await self.client.leave(Leave(role=self.role, index=self.index, pid=os.getpid()))
@@ -98,40 +102,29 @@ class Membership:
         return reply.heartbeat_seconds
 
     async def _beat(self, interval: float) -> None:
-        heard = time.monotonic()
-        while not self.stopping.is_set():
-            await asyncio.sleep(interval)
-            try:
-                await self._send()
-                heard = time.monotonic()
-            except StreamRLError as error:
-                silent = time.monotonic() - heard
-                if silent > self._patience:
-                    self.lost = PeerLost(f"{self.name}: the manager has been silent for {silent:.0f} s: {error}")
-                    log.error("%s; leaving", self.lost)
-                    self.stopping.set()
-                else:
-                    log.warning("%s: heartbeat failed, trying on: %s", self.name, error)
-
-    def _beat_ended(self, beating: asyncio.Task[None]) -> None:
-        """A heartbeat that dies of a bug must not leave a process that nobody knows is there."""
-        error = None if beating.cancelled() else beating.exception()
-        if error is not None:
-            self.lost = StreamRLError(f"{self.name}: the heartbeat failed: {type(error).__name__}: {error}")
-            log.error("%s; leaving", self.lost, exc_info=error)
+        try:
+            while not self.stopping.is_set():
+                await asyncio.sleep(interval)
+                await self._send(patience=self._patience)
+        except StreamRLError as error:
+            self.lost = PeerLost(f"{self.name} has lost the manager: {error}")
+            log.error("%s; leaving", self.lost)
             self.stopping.set()
 
-    async def _send(self, *, error: str = "") -> None:
+    async def _send(self, *, error: str = "", patience: float = 0.0) -> None:
         reply = await self.client.heartbeat(
             Heartbeat(
                 role=self.role,
                 index=self.index,
-                stats=finite(self._stats()),
+                stats={} if error else finite(self._stats()),
                 waiting_for=self.waiting_for,
                 error=error,
-            )
+            ),
+            patience=patience,
         )
         self.policy_version = reply.policy_version
+        if self.on_unanswering is not None:
+            self.on_unanswering(reply.unanswering)
         if reply.leave:
             self.leaving.set()
         if reply.stop:

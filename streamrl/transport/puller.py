@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
 from typing import Protocol
@@ -20,6 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
 from streamrl.transport.credit import CreditBook
@@ -31,6 +30,10 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
 """How much a head takes in, and for how long, before it sends acknowledgements and grants."""
+
+
+LONGEST_REASON = 1000
+"""Characters of what is said of a message that was refused."""
 
 
 class Offer(Enum):
@@ -68,13 +71,12 @@ class GroupPuller:
     """Takes groups in for `sink`, from `start` to `close`."""
 
     def __init__(self, sink: GroupSink, *, host: str, port: int, limits: codec.Limits, silence_seconds: float) -> None:
+        self.limits = limits
+        """May be replaced at any time, from any thread."""
         self._sink = sink
-        self._limits = limits
         self._book = CreditBook(capacity=sink.capacity_groups, silence_seconds=silence_seconds)
         self._replies: dict[bytes, Reply] = {}
         self._closing = False
-        self.finished: Future[None] = Future()
-        """Done when the thread has ended: with its error, if it failed."""
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -85,7 +87,12 @@ class GroupPuller:
         keep_alive(self._socket)
         self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._thread = threading.Thread(target=self._run, name=f"ingress {self.endpoint}", daemon=True)
+        self._thread = essential.thread(self._run, name=f"the ingress at {self.endpoint}")
+
+    @property
+    def running(self) -> bool:
+        """Whether groups are taken in."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
         self._thread.start()
@@ -100,7 +107,6 @@ class GroupPuller:
         self._closing = True
         if self._thread.ident is None:
             self._release()
-            self.finished.set_result(None)
             return
         self.wake()
         self._thread.join()
@@ -108,11 +114,6 @@ class GroupPuller:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # whoever awaits `finished` gets it
-            log.exception("the ingress at %s failed", self.endpoint)
-            self.finished.set_exception(error)
-        else:
-            self.finished.set_result(None)
         finally:
             self._release()
 
@@ -147,28 +148,46 @@ class GroupPuller:
                 sender = self._socket.recv(_NOW)  # always followed by at least one frame
             except zmq.Again:
                 return
-            frames: list[memoryview] = []
-            more = True
-            while more:
-                frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
-                frames.append(frame.buffer)
-                more = frame.more
+            frames, excess = self._receive_frames()
             now = time.monotonic()
-            self._handle(sender, frames, now)
+            self._handle(sender, frames, excess, now)
             if now > end:
                 return
 
-    def _handle(self, sender: bytes, frames: list[memoryview], now: float) -> None:
+    def _receive_frames(self) -> tuple[list[memoryview], str]:
+        """The frames of one message after its sender's, and what is too much in it: then the first frame alone, for
+        ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read."""
+        frames: list[memoryview] = []
+        count = size = 0
+        largest = codec.MAX_HEADER_BYTES + self.limits.max_group_bytes
+        more = True
+        while more:
+            frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
+            count, size, more = count + 1, size + len(frame), frame.more
+            if count <= codec.MOST_FRAMES and size <= largest:
+                frames.append(frame.buffer)
+            else:
+                del frames[1:]
+        if count <= codec.MOST_FRAMES and size <= largest:
+            return frames, ""
+        return frames, f"a message of {count} frames with {size} bytes, more than {codec.MOST_FRAMES} or {largest}"
+
+    def _handle(self, sender: bytes, frames: list[memoryview], excess: str, now: float) -> None:
         if not frames or len(frames[0]) > codec.MAX_HEADER_BYTES:
             self._refuse(sender, UNREADABLE, f"a first frame of more than {codec.MAX_HEADER_BYTES} bytes, or none")
             return
         try:
             message = _decoder.decode(frames[0])
-        except msgspec.DecodeError as error:
-            self._refuse(sender, UNREADABLE, f"a first frame that is neither an Ask nor a GroupHeader: {error}")
+        except Exception as error:  # tolerance point: no message may end the stream, whatever it makes a decoder raise
+            reason = f"a first frame that is neither an Ask nor a GroupHeader: {error or type(error).__name__}"
+            self._refuse(sender, UNREADABLE, reason)
             return
         self._book.hear(sender, now=now)
-        if isinstance(message, Ask):
+        if excess:
+            seq = UNREADABLE if isinstance(message, Ask) else message.seq
+            self._book.withdraw(sender, seq)
+            self._refuse(sender, seq, excess)
+        elif isinstance(message, Ask):
             self._handle_ask(sender, message)
         else:
             self._handle_group(sender, message, frames[1:])
@@ -178,17 +197,19 @@ class GroupPuller:
         for seq in ask.withdrawn:
             self._book.withdraw(sender, seq)
         for seq in ask.offered:
-            if self._sink.knows(seq):
+            if seq >= self.limits.seqs:
+                self._refuse_seq(sender, seq)
+            elif self._sink.knows(seq):
                 reply.stored.append(seq)
             elif self._book.offer(sender, seq):
                 reply.send.append(seq)  # the grant, or the group, was lost on the way
 
     def _handle_group(self, sender: bytes, header: codec.GroupHeader, frames: list[memoryview]) -> None:
         try:
-            group = codec.decode(header, frames, limits=self._limits, sender=_name(sender))
-        except WireError as error:  # one bad message must not end the stream
+            group = codec.decode(header, frames, limits=self.limits, sender=_name(sender))
+        except Exception as error:  # tolerance point: see above
             self._book.withdraw(sender, header.seq)
-            self._refuse(sender, header.seq, str(error))
+            self._refuse(sender, header.seq, str(error) or type(error).__name__)
             return
         full = not self._book.admits(group.seq, held=len(self._sink)) and not self._sink.knows(group.seq)
         if full or self._sink.offer(group) is Offer.FULL:
@@ -198,8 +219,15 @@ class GroupPuller:
         for other in (sender, *self._book.settle(group.seq)):
             self._reply(other).stored.append(group.seq)
 
+    def _refuse_seq(self, sender: bytes, seq: int) -> None:
+        try:
+            self.limits.check_seq(seq, where=f"group {seq} from {_name(sender)}")
+        except WireError as error:
+            self._refuse(sender, seq, str(error))
+
     def _refuse(self, sender: bytes, seq: int, reason: str) -> None:
         self._sink.count_refused()
+        reason = reason[:LONGEST_REASON]  # it may quote what was sent
         log.warning("refused a message from %s: %s", _name(sender), reason)
         self._reply(sender).refused.append(Refusal(seq, reason))
 

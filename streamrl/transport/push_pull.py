@@ -34,7 +34,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from streamrl.errors import PeerLost, WireError
+from streamrl.errors import UNDECODABLE, PeerLost, WireError
 from streamrl.transport import codec
 from streamrl.types import TrajectoryGroup
 
@@ -121,14 +121,6 @@ class GroupPusher:
         frames = codec.encode(group, max_group_bytes=self._max_group_bytes)
         await self._links[group.seq % len(self._links)].push(group.seq, frames)
 
-    def stats(self) -> dict[str, float]:
-        return {
-            "groups_pushed_total": sum(link.pushed for link in self._links),
-            "bytes_total": sum(link.bytes_sent for link in self._links),
-            "waiting_credit": sum(link.waiting_credit for link in self._links),
-            "resent_total": sum(link.resent for link in self._links),
-        }
-
     async def close(self) -> None:
         """Give up whatever is not acknowledged, and tell the heads so."""
         self._closed = True
@@ -157,9 +149,6 @@ class _Link:
         self._worker = worker
         self._resend_seconds = resend_seconds
         self._warn_seconds = warn_seconds
-        self.pushed = 0
-        self.bytes_sent = 0
-        self.resent = 0
         self._pending: OrderedDict[int, _Pending] = OrderedDict()  # longest untouched first
         self._offered: list[int] = []
         self._withdrawn: list[int] = []
@@ -179,11 +168,6 @@ class _Link:
         keep_alive(self._socket)
         self._socket.connect(endpoint)
         self._loop.add_reader(self._socket.fileno(), self._receive)
-
-    @property
-    def waiting_credit(self) -> int:
-        """Groups that were offered and not sent yet."""
-        return len(self._pending) - self._under_way
 
     async def push(self, seq: int, frames: list[codec.Frame]) -> None:
         while (twin := self._pending.get(seq)) is not None:
@@ -254,7 +238,7 @@ class _Link:
                 return
             try:
                 reply = _decoder.decode(message)
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 log.error("%s: %s sent something else than a Reply: %s", self._worker, self._name, error)
                 continue
             self._handle(reply)
@@ -265,7 +249,6 @@ class _Link:
         for seq in reply.stored:
             item = self._take(seq)
             if item is not None:
-                self.pushed += 1
                 _resolve(item.done, None)
         for refusal in reply.refused:
             item = self._take(refusal.seq)
@@ -289,12 +272,10 @@ class _Link:
         return item
 
     def _send(self, seq: int, item: _Pending) -> None:
-        self.resent += item.sends > 0
         self._under_way += item.sends == 0
         item.sends += 1
         item.acted = time.monotonic()
         self._pending.move_to_end(seq)
-        self.bytes_sent += sum(map(len, item.frames))
         *first, last = self._packer.pack(item.frames)
         for frame in first:
             self._socket.send(frame, _NOW_MORE, copy=False)

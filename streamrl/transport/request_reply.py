@@ -7,14 +7,16 @@ circle. A request to several workers begins only when each of them has acknowled
 none starts to communicate with a worker that is gone; the master's `syn` then sets all off. One that the master gives
 up before that is withdrawn, or its workers would wait for ever.
 
-Besides replies a worker sends *notices* (something happened there) and beats. A worker whose
+Besides replies a worker sends *notices* (something happened there) and beats. Notices are numbered, and said again
+until the master has heard them: each is taken once, in order, whatever connections break meanwhile. A worker whose
 connection ends, that stays silent, or that was started anew fails every request that waits for it,
 with its name; the master's probes find out within a beat that a connection has ended.
 
 Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
-`S` syn or its withdrawal `W`, `B` probe. From a worker: `A` ack, `R` reply, `E` error (body:
-traceback text), `N` notice, `H` heartbeat (body: what tells this start of the worker from others),
-which is also a worker's first word.
+`S` syn or its withdrawal `W`, `B` probe, `K` notices up to this number are heard (body: the worker's
+start). From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice (number; body:
+the worker's start, then the notice), `H` heartbeat (body: what tells this start of the worker from
+others), which is also a worker's first word.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl import essential
+from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,17 @@ SILENCE_SECONDS = 20.0
 """A worker not heard of for so long is lost."""
 BEGIN_WARNING_SECONDS = 30.0
 """A worker that waits so long for the others to have a call says so."""
+LARGEST_FRAME = 1 << 28
+"""Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
+UNHEARD_SECONDS = 2.0
+"""A notice that the master has not confirmed for so long is said again."""
+NUMBER_BYTES = 8
+"""Of a request id."""
+START_BYTES = 16
+"""Of what tells one start of a worker from another."""
+LONGEST_NUMBER = 18
+"""Digits of a worker's number."""
+_FRAMES = ("kind", "request id", "body")
 
 
 class _Request:
@@ -65,6 +79,18 @@ class _Request:
                 future.exception()  # one failure is told; the others of the same request are known
 
 
+class Requests(Protocol):
+    """What a master asks its workers through; see `RequestChannel`, which does it over ZMQ."""
+
+    async def wait_for(self, workers: set[int], *, patience: float) -> None: ...
+
+    async def living(self, workers: Sequence[int], *, patience: float) -> list[int]: ...
+
+    async def call(self, worker: int, call: Any, reply: type[Reply], *, timeout: float) -> Reply: ...
+
+    async def request(self, calls: Mapping[int, Any], reply: type[Reply], *, timeout: float) -> dict[int, Reply]: ...
+
+
 class RequestChannel(Generic[Notice]):
     """The master's end."""
 
@@ -81,6 +107,7 @@ class RequestChannel(Generic[Notice]):
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started anew takes its name over
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
         port = self._socket.bind_to_random_port(f"tcp://{host}")
@@ -97,8 +124,14 @@ class RequestChannel(Generic[Notice]):
         """When each worker was heard last; -inf: its connection has ended since."""
         self._starts: dict[int, bytes] = {}
         """Which start of each worker was heard last."""
+        self._told: dict[int, int] = {}
+        """Notices that were taken of that start."""
         self._joined = asyncio.Condition()
-        self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch, self._flush)]
+        self._tasks = [
+            essential.begin(self._receive(), name="the master's receiving of messages"),
+            essential.begin(self._watch(), name="the master's watch over workers"),
+            essential.begin(self._flush(), name="the master's sending of calls"),
+        ]
 
     async def wait_for(self, workers: set[int], *, patience: float) -> None:
         """Until all of `workers` have spoken."""
@@ -153,7 +186,7 @@ class RequestChannel(Generic[Notice]):
                 self._some.set()
         try:
             return {worker: msgspec.msgpack.decode(body, type=reply) for worker, body in bodies.items()}
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise WireError(f"{what} was answered with something else: {error}") from error
 
     async def close(self) -> None:
@@ -181,26 +214,31 @@ class RequestChannel(Generic[Notice]):
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            identity, *frames = await self._socket.recv_multipart()
             try:
-                identity, kind, number, body = frames
-                await self._handle(int(identity), kind, int.from_bytes(number, "big"), body)
-            except (ValueError, msgspec.DecodeError) as error:
-                log.warning("the master received a message that is none: %s", error)
+                worker = _worker(identity)
+                kind, number, body = _parts(frames)
+                notice = self._notices.decode(body[START_BYTES:]) if kind == b"N" else None
+            except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
+                log.warning("the master received a message from %r that is none: %s", identity, _brief(error))
+                continue
+            await self._handle(worker, kind, number, body, notice)
 
-    async def _handle(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
+    async def _handle(self, worker: int, kind: bytes, number: int, body: bytes, notice: Notice | None) -> None:
         lived = self._lives(worker)
         self._heard[worker] = time.monotonic()
         if not lived:
             async with self._joined:
                 self._joined.notify_all()
         if kind == b"H":
-            if self._starts.setdefault(worker, body) != body:
+            if self._starts.get(worker) != body:
+                if worker in self._starts:
+                    self._lose(worker, "was started anew")
                 self._starts[worker] = body
-                self._lose(worker, "was started anew")
+                self._told[worker] = 0
             return
-        if kind == b"N":
-            self._on_notice(worker, self._notices.decode(body))
+        if notice is not None:
+            await self._take(worker, number, body[:START_BYTES], notice)
             return
         request = self._pending.get(number)
         if request is None or worker not in request.answers:
@@ -216,6 +254,17 @@ class RequestChannel(Generic[Notice]):
         elif kind == b"E" and not future.done():
             text = body.decode(errors="replace")
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}:\n{text}"))
+
+    async def _take(self, worker: int, number: int, start: bytes, notice: Notice) -> None:
+        """Hear `notice` if it is the next one, and confirm all that were heard. Others come again in their order, also
+        those of a start that took another's place and has not beaten yet."""
+        if self._starts.setdefault(worker, start) != start:
+            return
+        self._told.setdefault(worker, 0)
+        if number == self._told[worker] + 1:
+            self._told[worker] = number
+            self._on_notice(worker, notice)
+        await self._send(worker, b"K", self._told[worker], start)
 
     async def _watch(self) -> None:
         """Fail the requests of workers that went away or fell silent."""
@@ -239,7 +288,7 @@ class RequestChannel(Generic[Notice]):
 
     async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
         try:
-            await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(8, "big"), body])
+            await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(NUMBER_BYTES, "big"), body])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -262,23 +311,30 @@ class ReplyChannel(Generic[Call]):
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         """Of calls that wait for the other workers: whether it is to be carried out."""
         self._start = uuid.uuid4().bytes
-        self._beating = asyncio.create_task(self._beat())
+        self._notified = 0
+        self._unheard: dict[int, bytes] = {}
+        """Notices by number that the master has not confirmed, oldest first."""
+        self._confirmed = -math.inf
+        """When the oldest of them became the oldest, or was said again."""
+        self._beating = essential.begin(self._beat(), name=f"beats of worker {worker} for the master")
 
     async def receive(self) -> tuple[int, Call]:
         """The next call and its id, in the order that all workers share. Before it is carried out, `begin` it."""
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                kind, number, body = frames
-                call_id = int.from_bytes(number, "big")
+                kind, call_id, body = _parts(frames)
                 if kind == b"B":
                     continue
                 if kind in (b"S", b"W"):
                     self._waiting[call_id].set_result(kind == b"S")
                     continue
+                if kind == b"K":
+                    self._confirm(call_id, body)
+                    continue
                 call: Call = self._calls.decode(body)
-            except (ValueError, KeyError, msgspec.DecodeError) as error:
-                log.warning("a worker received a call that is none: %s", error)
+            except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
+                log.warning("a worker received a call that is none: %s", _brief(error))
                 continue
             if kind == b"P":
                 self._waiting[call_id] = asyncio.get_running_loop().create_future()
@@ -309,7 +365,12 @@ class ReplyChannel(Generic[Call]):
         await self._send(b"E", call_id, traceback.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
-        await self._send(b"N", 0, self._encoder.encode(notice))
+        """Tell the master, which hears it once and after all that it was told before, while `receive` goes on."""
+        self._notified += 1
+        if not self._unheard:
+            self._confirmed = time.monotonic()
+        body = self._unheard[self._notified] = self._start + self._encoder.encode(notice)
+        await self._send(b"N", self._notified, body)
 
     async def close(self) -> None:
         self._beating.cancel()
@@ -320,14 +381,46 @@ class ReplyChannel(Generic[Call]):
     async def _beat(self) -> None:
         while True:
             await self._send(b"H", 0, self._start)
+            if self._unheard and time.monotonic() - self._confirmed >= UNHEARD_SECONDS:
+                self._confirmed = time.monotonic()
+                log.warning("the master has not confirmed %d notices; they are said again", len(self._unheard))
+                for number, body in list(self._unheard.items()):
+                    await self._send(b"N", number, body)
             await asyncio.sleep(BEAT_SECONDS)
 
+    def _confirm(self, number: int, start: bytes) -> None:
+        """The master has heard all notices up to `number`."""
+        heard = [told for told in self._unheard if told <= number] if start == self._start else []
+        for told in heard:
+            del self._unheard[told]
+        if heard:
+            self._confirmed = time.monotonic()
+
     async def _send(self, kind: bytes, call_id: int, body: bytes) -> None:
-        await self._socket.send_multipart([kind, call_id.to_bytes(8, "big"), body])
+        await self._socket.send_multipart([kind, call_id.to_bytes(NUMBER_BYTES, "big"), body])
 
 
 def _identity(worker: int) -> bytes:
     return str(worker).encode()
+
+
+def _worker(identity: bytes) -> int:
+    """The inverse of `_identity`; raises `WireError` for what is none."""
+    if not identity.isdigit() or len(identity) > LONGEST_NUMBER or _identity(int(identity)) != identity:
+        raise WireError("no worker is called so")
+    return int(identity)
+
+
+def _parts(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
+    """Kind, request id and body; raises `WireError` when the message has other frames."""
+    if len(frames) != len(_FRAMES) or len(frames[1]) != NUMBER_BYTES:
+        raise WireError(f"frames of {[len(frame) for frame in frames[:10]]} bytes are not {', '.join(_FRAMES)}")
+    kind, number, body = frames
+    return kind, int.from_bytes(number, "big"), body
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _answered(future: asyncio.Future[bytes]) -> bool:

@@ -65,23 +65,6 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path):
     wait_until_gone(run_dir, seconds=10)
 
 
-def test_an_epoch_whose_last_groups_are_given_up_ends(tmp_path):
-    settings = overrides(
-        tmp_path,
-        "given-up",
-        **SMALL,
-        data__path="tests.e2e.rows:long_ones_last",
-        data__size=12,
-        data__shuffle="false",
-        run__total_train_epochs=1,
-        trainer__save_at_end="false",
-    )
-    said = run(COPY_SCRATCH, settings, timeout=150)
-    assert "1 epochs are done after 1 steps" in said
-    assert_exactly_once(tmp_path / "given-up")
-    assert summary(tmp_path / "given-up")["groups_rejected"] == 4
-
-
 def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp_path):
     run_dir = tmp_path / "resumed"
     settings = overrides(

@@ -10,12 +10,23 @@ from transformers import AutoModelForSequenceClassification
 from streamrl import config as configuration
 from streamrl.models import initial_checkpoint
 from streamrl.trainer.backends.files import export
-from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    assert_exactly_once,
+    largest_difference,
+    overrides,
+    run,
+    start,
+    steps,
+    summary,
+    trained_seqs,
+)
+from tests.e2e.test_failures import collected, exit_code, process_of, wait_for_steps
 
 SMALL = {"run__total_train_steps": 3, "trainer__batch_groups": 8, "rollout__group_size": 4}
 
 
-def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
+def test_synchronous_ppo_is_the_masters_from_generation_on_though_a_rollout_worker_is_killed(tmp_path):
     settings = overrides(
         tmp_path,
         "ppo",
@@ -25,7 +36,7 @@ def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
         rollout__workers=2,
         trainer__data_parallel=2,
         trainer__shard="true",
-        trainer__offload='["ref"]',
+        trainer__offload='["ref", "critic"]',
         algorithm__advantage="gae",
         algorithm__kl_coef=0.05,
         algorithm__kl_in="reward",
@@ -33,9 +44,16 @@ def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
         algorithm__ref_update_every=2,
         algorithm__minibatches=2,
         critic__lr=1e-3,
+        manager__lease_seconds=2,
     )
-    run(COPY_SCRATCH, settings)
+    process = start(COPY_SCRATCH, settings)
+    reader, output = collected(process)
+    wait_for_steps(tmp_path / "ppo", 1)
+    process_of(tmp_path / "ppo", "rollout").kill()  # what it was told to generate is made up for
+    assert exit_code(process, output) == 0, "".join(output)[-4000:]
+    reader.join(10)
     assert_exactly_once(tmp_path / "ppo")
+    assert sorted(trained_seqs(tmp_path / "ppo")) == list(range(3 * 8))
     assert summary(tmp_path / "ppo")["oldest_token_age"] == 0
     made = steps(tmp_path / "ppo")
     assert len(made) == 3
@@ -45,7 +63,8 @@ def test_synchronous_ppo_is_the_masters_from_generation_on(tmp_path):
         assert began.keys() >= set(calls)
         assert began["actor_gen"] < began["rew_inf"] < began["actor_inf"] < began["actor_train"]
         assert step["metrics"]["critic/loss"] > 0
-        assert step["metrics"]["logprob_diff_max"] < 1e-3
+        assert step["metrics"]["sampling_diff_max"] < 1e-3
+    assert largest_difference(tmp_path / "ppo") < 1e-3
     kept = tmp_path / "ppo" / "checkpoints" / "final"
     for folder in (kept, kept / "critic", kept / "ref"):
         assert (folder / "model.safetensors").is_file()
@@ -74,11 +93,12 @@ def test_four_workers_share_models_in_three_ways(tmp_path):
         algorithm__kl_coef=0.05,
         algorithm__ref_update_every=1,
         critic__lr=1e-3,
+        rollout__sampling__temperature=0.8,  # gservers score at 1
     )
     run(COPY_SCRATCH, settings)
     assert_exactly_once(tmp_path / "four")
     made = steps(tmp_path / "four")
-    assert made[0]["metrics"]["logprob_diff_max"] < 1e-3
+    assert largest_difference(tmp_path / "four") < 1e-3
     assert all(step["metrics"]["critic/loss"] > 0 for step in made)
     kept = tmp_path / "four" / "checkpoints" / "final"
     # the reference took over the policy's weights after the last step

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps, summary
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, largest_difference, overrides, run, steps, summary
 from tests.gserver.installed import sglang_python
 
 SEEDS = (0, 1, 2)
@@ -19,7 +19,11 @@ PATIENCE = {"embedded": 400.0, "sglang": 900.0}
 SOONER = {"trainer__batch_groups": 16, "algorithm__minibatches": 2, "algorithm__entropy_coef": 0.01}
 """Learned from half the responses; but from old ones policies of some seeds lose again what they have learned."""
 
-CASES = [*product(("mask", "wait", "drop"), (0, 4), ("torch",), ("embedded",)), ("mask", 4, "megatron", "embedded")]
+CASES = [
+    ("mask", 0, "torch", "embedded"),  # where nothing is ever too old, the others do the same
+    *product(("mask", "wait", "drop"), (4,), ("torch",), ("embedded",)),
+    ("mask", 4, "megatron", "embedded"),
+]
 ON_SGLANG = pytest.param(
     *("mask", 0, "torch", "sglang"),
     marks=pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
@@ -67,6 +71,7 @@ def check_bounds(run_dir, max_staleness, over_age):
     assert_exactly_once(run_dir)
     if max_staleness == 0:
         assert figures["oldest_token_age"] == 0
-        assert max(s["metrics"]["logprob_diff_max"] for s in steps(run_dir)) < 1e-3
+        assert max(s["metrics"]["sampling_diff_max"] for s in steps(run_dir)) < 1e-3
+    assert largest_difference(run_dir) < 1e-3
     if over_age != "mask":
         assert figures["masked_share"] == 0

@@ -13,8 +13,9 @@ import msgspec
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver import manager as manager_module
+from streamrl.ledger import Fate
 from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.groups import Admission, Admit
+from streamrl.transport.control.groups import Admission, Admit, Settle
 from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply, Role
 from streamrl.transport.control.publication import (
     Broadcast,
@@ -40,6 +41,16 @@ def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
     return configuration.from_dict(tree)
+
+
+def taken(*seqs: int) -> Settle:
+    """The trainer has these groups for the first time."""
+    return Settle([Fate(seq, 1) for seq in seqs])
+
+
+def dropped(*seqs: int) -> Settle:
+    """The trainer had these groups once, and has let go of them."""
+    return Settle([Fate(seq, 2) for seq in seqs])
 
 
 class Run:

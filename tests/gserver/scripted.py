@@ -12,7 +12,18 @@ import msgspec
 from aiohttp import web
 
 from streamrl.transport.control.publication import Broadcast, TensorSpec
-from streamrl.transport.generation import ModelInfo, Outcome, RankSums, ReceivedSums, ServerInfo, StagedSums
+from streamrl.transport.generation import (
+    FinishReason,
+    GenerateReply,
+    MetaInfo,
+    ModelInfo,
+    Outcome,
+    RankSums,
+    ReceivedSums,
+    ServerInfo,
+    StagedSums,
+    TokenLogprob,
+)
 
 Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "nonsense_after"]
 """`..._after`: the call takes effect, but its answer is late or nonsense."""
@@ -21,7 +32,16 @@ Fault = Literal["refuse", "nonsense", "error", "stall", "die", "stall_after", "n
 class ScriptedGserver:
     """`faults[path]` says how the next calls of `path` go wrong, one entry for each call."""
 
-    def __init__(self, *, staged: bool = True, sends: bool = False, version: str = "default", ranks: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        staged: bool = True,
+        sends: bool = False,
+        version: str = "default",
+        ranks: int = 1,
+        engine: str = "scripted",
+    ) -> None:
+        self.engine = engine
         self.staged = staged
         self.ranks = ranks
         self.sends = sends
@@ -105,7 +125,7 @@ class ScriptedGserver:
         match path:
             case "/server_info":
                 return ServerInfo(
-                    engine="scripted",
+                    engine=self.engine,
                     staged_weight_update=self.staged,
                     sends_weights=self.sends,
                     tp_size=self.ranks,
@@ -125,6 +145,8 @@ class ScriptedGserver:
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
                 self.weight_version = self.bodies[path][-1]["new_version"]
+            case "/generate":
+                return self._score(self.bodies[path][-1])
             case "/offer_weights":
                 spec = TensorSpec(name="a", dtype="float32", shape=[1])
                 return Broadcast([[spec]], master_address="127.0.0.1", master_port=1, backend="gloo", group_name="")
@@ -138,6 +160,19 @@ class ScriptedGserver:
                 self.began = False
                 self.weight_version = self.pending_version
         return Outcome(True)
+
+    def _score(self, body: Any) -> GenerateReply:
+        """Prompts are all that it can score: each token has the log-probability -1."""
+        start = body["logprob_start_len"]
+        scores: list[TokenLogprob] = [(-1.0, token, None) for token in body["input_ids"][start:]]
+        meta = MetaInfo(
+            id="",
+            finish_reason=FinishReason(type="length", length=0),
+            prompt_tokens=len(body["input_ids"]),
+            weight_version=self.weight_version,
+            input_token_logprobs=scores,
+        )
+        return GenerateReply(text="", output_ids=[], meta_info=meta)
 
     def let_go(self) -> None:
         """Answer what was stalled."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.transport.control.groups import GroupInFlight, InFlight, Route, Settle
+from streamrl.transport.control.groups import GroupInFlight, InFlight, Route
 from streamrl.transport.control.members import AskPlace, Drain, Leave
-from tests.gserver.harness import Run, managed, publish, small_config
+from tests.gserver.harness import Run, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 
@@ -85,7 +85,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
         assert "/pause_generation" not in first.calls[first.calls.index("/continue_generation") :]
         assert (await publish(run, 2)).done
         assert first.weight_version == "1"
-        await run.client.settle(Settle(finished=[0], dropped=[]))
+        await run.client.settle(taken(0))
         assert (await run.client.status()).ledger.accepted == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from streamrl.errors import ModelError
+from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.process import serve
 from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply
@@ -97,6 +98,31 @@ async def test_cancellation_leaves_nothing_behind(manager: Manager, folder: Path
     for task in asyncio.all_tasks() - before:  # the test manager's own connections
         assert "membership" not in repr(task), task
         assert "gserver" not in repr(task), task
+
+
+async def test_a_hung_engine_is_told_and_ends_the_gserver(
+    manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go = threading.Event()
+    serving = asyncio.create_task(serve(config_of(stuck_seconds=0.5), manager_url=manager.url, model_dir=folder))
+    member = await asyncio.wait_for(manager.registered.get(), 20)
+    client = GenerationClient(timeout=20)
+    try:
+        await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        await asyncio.sleep(1.0)
+        assert not serving.done(), "one that waits for work does not hang"
+        monkeypatch.setattr(Scheduler, "step", lambda self: let_go.wait())
+        with pytest.raises(PeerError, match=r"no step for 0\.5 s"):
+            await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        with pytest.raises(ModelError, match=r"no step for 0.5 s \(gserver.stuck_seconds\)"):
+            await asyncio.wait_for(serving, 20)
+    finally:
+        let_go.set()
+        await client.close()
+    assert "let_go.wait()" in caplog.text
+    beats = [manager.heartbeats.get_nowait() for _ in range(manager.heartbeats.qsize())]
+    assert any("no step for 0.5 s" in beat.error for beat in beats)
+    assert max(beat.stats.get("step_seconds", 0.0) for beat in beats) > 0.25
 
 
 async def test_a_dead_engine_is_told_and_ends_the_gserver(

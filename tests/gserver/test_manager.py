@@ -15,10 +15,11 @@ import pytest
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager_core import Manager
 from streamrl.gserver.timeline import Timeline
+from streamrl.ledger import Fate
 from streamrl.metrics import StepReport
 from streamrl.transport.control.groups import Admit, Reject, Route, Settle
 from streamrl.transport.generation import GenerationClient
-from tests.gserver.harness import Run, keep_beating, live_gservers, managed, publish, small_config
+from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 QUIET = 0.1
@@ -120,8 +121,8 @@ async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> No
         rejections = await waiting(run.client.rejections(0))
         await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
         assert await result_of(admission) == [4]
-        assert await result_of(rejections) == [2]
-        assert await run.client.rejections(0) == [2]
+        assert await result_of(rejections) == [Fate(2, 0)]
+        assert await run.client.rejections(0) == [Fate(2, 0)]
 
 
 async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
         await join(run, gserver)
         await run.admit()
         admission = await waiting(run.admit_seqs())
-        await run.client.settle(Settle(finished=[1], dropped=[1]))
+        await run.client.settle(dropped(1))
         assert await result_of(admission) == [1]
 
 
@@ -137,7 +138,7 @@ async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.admit()
-        await run.client.settle(Settle(finished=[0, 1, 2, 3], dropped=[]))
+        await run.client.settle(taken(0, 1, 2, 3))
         admission = await waiting(run.client.admit(Admit(worker=0, count=9)))
         assert (await publish(run, 1)).done
         reply = await result_of(admission)
@@ -174,7 +175,7 @@ async def test_groups_go_to_the_gserver_with_the_fewest_in_flight(tmp_path: Path
     async with managed(config) as run, scripted(2) as (first, second):
         await join(run, first, second)
         assert [a.gserver for a in await run.admit()] == [first.url, second.url] * 2
-        await run.client.settle(Settle(finished=[1, 3], dropped=[]))
+        await run.client.settle(taken(1, 3))
         await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
         assert (await run.process("gserver", 0)).stats["groups_in_flight"] == 1
         assert [a.gserver for a in await run.admit()] == [second.url]
@@ -287,7 +288,13 @@ async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> No
         await run.until(lambda s: live_gservers(s) == {0})
         assert (await run.process("gserver", 1)).state == "silent"
         assert {a.gserver for a in await run.admit(2)} == {first.url}
+        assert (await run.beat("rollout")).unanswering == [second.url], "what it was asked for goes on elsewhere"
+        silence = await run.client.silence(0)
+        assert [(p.role, p.index) for p in silence.processes] == [("gserver", 1)], "the launcher replaces it"
+        heard = asyncio.create_task(run.client.silence(silence.changes))
         await run.beat("gserver", 1)
+        assert (await asyncio.wait_for(heard, 5)).processes == []
+        assert (await run.beat("rollout")).unanswering == []
         await run.until_live(0, 1)
         assert {a.gserver for a in await run.admit(2)} == {second.url}
         beating.cancel()
@@ -301,8 +308,8 @@ async def test_a_prompt_that_kills_its_workers_is_given_up(tmp_path: Path, caplo
             assert await run.admit_seqs() == [0]
             await run.register("rollout", 0, pid=pid)
         assert await run.admit_seqs() == [1]
-        assert await run.client.rejections(0) == [0]
-    assert "seq 0 is given up: 3 workers in a row were lost while they had it" in caplog.text
+        assert await run.client.rejections(0) == [Fate(0, 0)]
+    assert "seq 0 is given up: 3 of the last 3 workers that died had it" in caplog.text
 
 
 async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: Path) -> None:
@@ -318,11 +325,11 @@ async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:
         await join(run, gserver)
         await run.admit(2)
         for _ in range(2):
-            await run.client.settle(Settle(finished=[0, 1], dropped=[]))
+            await run.client.settle(taken(0, 1))
         assert (await run.client.status()).ledger.accepted == 2
-        await run.client.settle(Settle(finished=[], dropped=[1]))
+        await run.client.settle(dropped(1))
         await run.admit(1)
-        await run.client.settle(Settle(finished=[], dropped=[1]))
+        await run.client.settle(dropped(1))
         ledger = (await run.client.status()).ledger
         assert (ledger.accepted, ledger.running, ledger.dropped) == (1, 1, 1)
 
@@ -405,7 +412,7 @@ async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), aiohttp.ClientSession() as session:
         await join(run, gserver)
         await run.admit()
-        await run.client.settle(Settle(finished=[0, 1, 2], dropped=[2]))
+        await run.client.settle(Settle([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))
         await run.beat("gserver", stats={"running": 3.0, "tokens_total": 70.0}, waiting_for="requests")
         assert (await publish(run, 1)).done
         await run.client.report(
@@ -438,7 +445,7 @@ async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
         await run.beat("rollout", stats={"groups": 2.0}, waiting_for="room")
         await run.beat("master")
         await publish(run, 1)
-        lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
     beat, publication = lines
     assert (beat["kind"], beat["role"], beat["stats"], beat["waiting_for"]) == (
         "heartbeat",
@@ -459,7 +466,7 @@ async def test_a_full_disk_does_not_stop_the_manager(tmp_path: Path, caplog: pyt
         await run.register("rollout")
         for _ in range(3):
             assert (await run.beat("rollout")).known
-    assert caplog.text.count("the run goes on without a timeline") == 1
+    assert caplog.text.count("timeline.jsonl cannot be written") == 1
 
 
 async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
@@ -481,7 +488,7 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
         assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
         assert await result_of(asked) == 5
         assert (await run.client.status()).data_rows == 5
-        await run.client.settle(Settle(finished=[0, 1, 2, 3], dropped=[]))
+        await run.client.settle(taken(0, 1, 2, 3))
         await waiting(run.admit())
         await run.client.reject(Reject(worker=0, seq=4, reason="no"))
         assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch

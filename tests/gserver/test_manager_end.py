@@ -85,6 +85,34 @@ async def test_a_process_that_gives_up_ends_the_run_for_all(tmp_path: Path) -> N
         await ended(run)
 
 
+async def test_a_rollout_worker_that_gives_up_ends_the_run_only_if_no_other_makes_groups(tmp_path: Path) -> None:
+    config = small_config(tmp_path, rollout={"workers": 3})
+    async with managed(config) as run:
+        await everyone(run)
+        for index in (1, 2):
+            await run.register("rollout", index)
+        await run.beat("rollout", 1, stats={"groups_done_total": 1.0})
+        assert not (await run.beat("rollout", 0, error="rollout/0: OSError: no more files")).stop
+        assert (await run.process("rollout", 0)).state == "silent"
+        assert not (await run.beat("rollout", 0)).stop, "it closes what it has"
+        assert (await run.process("rollout", 0)).state == "silent"
+        assert not (await run.beat("rollout", 2, stats={"groups_done_total": 0.0})).stop
+        assert (await run.beat("rollout", 1, error="rollout/1: KeyError: 'answer'")).stop
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "rollout/1: KeyError: 'answer'")
+
+
+async def test_in_a_synchronous_graph_every_rollout_worker_is_needed(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, rollout={"workers": 2}, trainer={"graph": "synchronous"}, staleness={"max_staleness": 0}
+    )
+    async with managed(config) as run:
+        await everyone(run)
+        await run.register("rollout", 1)
+        await run.beat("rollout", 1, stats={"groups_done_total": 1.0})
+        assert (await run.beat("rollout", 0, error="rollout/0: OSError: no more files")).stop
+
+
 async def test_the_first_reason_stands(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
         await run.client.finish_run(FinishRun(reason="", error="the loss is not a number"))

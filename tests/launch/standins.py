@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -46,8 +47,10 @@ async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[s
             run=config.run.name,
             state=state["state"],  # type: ignore[arg-type]
             message=state["message"],
-            ledger=LedgerStatus(3, 4, 10, 6, 2, 0, 0, 0, 0, 5),
-            processes=[ProcessStatus("gserver", 0, "", pid, "here", 0.1, {}, "", "live") for pid in joined(config)],
+            ledger=LedgerStatus(3, 4, 10, 6, 3, 2, 0, 0, 0, 0, 5),
+            processes=[
+                ProcessStatus(role, index, "", pid, "here", 0.1, {}, "", "live") for role, index, pid in joined(config)
+            ],
             last_step=StepReport(step=3, time=began, metrics={"reward_mean": 0.5}, token_ages={0: 10}),
             publication={},
         )
@@ -132,10 +135,15 @@ async def _member(config: Config, role: str, manager_url: str, index: int) -> No
         raise ModelError("out of memory")
 
 
-def joined(config: Config) -> list[int]:
-    """Ids of the gservers that have joined, as the manager knows them."""
-    file = config.run_dir / "gserver0.pid"
-    return [int(file.read_text() or 0)] if config.data.args.get("gserver") != "die-first" and file.exists() else [1]
+def joined(config: Config) -> list[tuple[Any, int, int]]:
+    """Role, number and id of the processes that have joined, as the manager knows them."""
+    found = [
+        (role, int(file.stem.removeprefix(role)), int(file.read_text() or 0))
+        for role in ("gserver", "rollout", "evaluator")
+        for file in config.run_dir.glob(f"{role}*.pid")
+        if config.data.args.get(role) != "die-first"
+    ]
+    return found or [("gserver", 0, 1)]
 
 
 async def _act(config: Config, role: str, index: int) -> None:

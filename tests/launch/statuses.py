@@ -30,6 +30,9 @@ def step_report(step: int, *, seconds: float = 2.0, limit: int = 4) -> StepRepor
             "entropy": 0.83,
             "logprob_diff_mean": 2.1e-5,
             "logprob_diff_max": 3.4e-4,
+            "logprob_diff_mean/gserver_0": 2.1e-5,
+            "gservers_compared": 1.0,
+            "gservers_not_compared": 0.0,
             "effective_sample_size": 0.97,
             "step_seconds": seconds,
             "wait_seconds": 0.2 * seconds,
@@ -79,7 +82,7 @@ def status(
         run="addition",
         state=state,  # type: ignore[arg-type]
         message=message,
-        ledger=LedgerStatus(step, 4, 330, 305, 12, 1, 2, 0, 1, 19),
+        ledger=LedgerStatus(step, 4, 330, 305, 8 * step, 12, 1, 2, 0, 1, 19),
         processes=processes,
         last_step=step_report(step) if step else None,
         publication={"version": step},

@@ -68,6 +68,39 @@ def test_first_signal_cleans_up(number: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
+def test_every_component_may_have_many_connections() -> None:
+    script = """
+import resource
+async def component():
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+go(component)
+"""
+    low = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(7)[1]))\n"
+    said = subprocess.run(
+        [sys.executable, "-c", low + PRELUDE + script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    soft, hard = map(int, said.stdout.split())
+    assert soft == min(hard, 65536)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_log_on_a_full_disk_ends_nothing(raised: bool) -> None:
+    script = f"""
+import logging
+async def component():
+    for number in range(2000):
+        logging.getLogger("streamrl").info("line %d, which is long enough to fill a buffer soon", number)
+        print("a line of the user's", number)
+    print("an error of the user's", file=sys.stderr)
+    if {raised}:
+        raise ValueError("what")
+go(component)
+"""
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run([sys.executable, "-c", PRELUDE + script], cwd=ROOT, stdout=full, stderr=full)
+    assert process.returncode == raised
+
+
 def test_second_signal_ends_at_once() -> None:
     process = start(
         """
@@ -124,3 +157,46 @@ def test_exit_codes_of_errors(raised: str, code: int, said: str, traceback: bool
     assert process.returncode == code
     assert said in errors
     assert ("Traceback" in errors) == traceback
+
+
+def test_the_failure_of_a_thread_that_nobody_awaits_ends_the_process_with_its_traceback() -> None:
+    process = start(
+        """
+from streamrl import essential
+def receive():
+    raise RecursionError("a message was too deep")
+async def component():
+    essential.thread(receive, name="the ingress").start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+go(component)
+"""
+    )
+    output, errors = process.communicate(timeout=10)
+    assert output == "cleaned up\n"
+    assert process.returncode == 1
+    assert "in receive" in errors
+    assert "EssentialFailed: the ingress failed: RecursionError: a message was too deep" in errors
+
+
+def test_a_way_out_that_fails_is_no_way_to_stay() -> None:
+    process = start(
+        """
+async def component():
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+async def leave():
+    raise LookupError("a bug")
+sys.exit(run_component(lambda: component, on_first_signal=[leave]))
+"""
+    )
+    until_ready(process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=10)
+    assert output == "cleaned up\n"
+    assert "the run cannot be left in order (LookupError: a bug)" in errors

@@ -51,8 +51,11 @@ class Engine:
                 assert request.transport is not None
                 request.transport.abort()
                 return web.Response()
-        body = answers if isinstance(message.rid, list) else answers[0]
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+        if not message.stream:
+            return web.Response(body=msgspec.json.encode(answers[0]), content_type="application/json")
+        events = [msgspec.to_builtins(answer) | {"index": index} for index, answer in enumerate(answers)]
+        body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+        return web.Response(body=body + b"data: [DONE]\n\n", content_type="text/event-stream")
 
     async def server_info(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(ServerInfo(engine="scripted")), content_type="application/json")
@@ -113,7 +116,10 @@ def answer(
     matched: int | str | None = None,
     status_code: int | None = None,
 ) -> GenerateReply:
-    """What an engine says; the log-probability of token t is -t / 100 unless told otherwise."""
+    """What an engine says; the log-probability of token t is -t / 100 unless told otherwise, and `version` sampled all
+    tokens unless `spans` do. No `spans` at all, as of an engine that tells only the version at the end: []."""
+    if spans is None:
+        spans = [(version, 0, len(tokens))]
     if logprobs is None:
         logprobs = [(-token / 100, token, None) for token in tokens]
     return GenerateReply(
@@ -125,7 +131,7 @@ def answer(
             prompt_tokens=0,
             completion_tokens=len(tokens),
             weight_version=version,
-            weight_versions=[VersionSpan(*span) for span in spans] if spans is not None else None,
+            weight_versions=[VersionSpan(*span) for span in spans] or None,
             output_token_logprobs=logprobs,
         ),
     )

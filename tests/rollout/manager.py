@@ -10,7 +10,16 @@ import msgspec
 from aiohttp import web
 
 from streamrl.transport.control.groups import Admission, Admit, AdmitReply, InFlight, Reject, Route, RouteReply
-from streamrl.transport.control.members import Done, Heartbeat, HeartbeatReply, Peer, Register, RegisterReply, Topology
+from streamrl.transport.control.members import (
+    Done,
+    FinishRun,
+    Heartbeat,
+    HeartbeatReply,
+    Peer,
+    Register,
+    RegisterReply,
+    Topology,
+)
 
 
 class Manager:
@@ -23,6 +32,7 @@ class Manager:
         """`count` of each call of /admit."""
         self.rejected: dict[int, str] = {}
         self.heartbeats: list[Heartbeat] = []
+        self.finished: list[FinishRun] = []
         self.registered: list[Register] = []
         self.in_flight_told: list[tuple[int, int, int]] = []
         self.reroute: Callable[[Route], str] = lambda message: self.gserver
@@ -80,6 +90,10 @@ class Manager:
             self.in_flight_told.append((group.seq, group.requests, group.tokens))
         return Done()
 
+    async def finish_run(self, message: FinishRun) -> msgspec.Struct:
+        self.finished.append(message)
+        return Done()
+
     async def reject(self, message: Reject) -> msgspec.Struct:
         self._maybe_fail()
         async with self._changed:
@@ -115,6 +129,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
     add("/route", Route, manager.route)
     add("/in_flight", InFlight, manager.in_flight)
     add("/reject", Reject, manager.reject)
+    add("/finish_run", FinishRun, manager.finish_run)
     app.router.add_get("/topology", topology)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-import pytest
-
-from streamrl.errors import PeerLost
-from streamrl.rollout import in_flight
 from streamrl.rollout.in_flight import InFlightReports, RequestCount
 from streamrl.transport.control.groups import InFlight
 
 
 class Control:
-    """Hears messages, but for the first `deaf` of them."""
+    """Hears messages, and answers while `answers` is set."""
 
-    def __init__(self, *, deaf: int = 0) -> None:
+    def __init__(self) -> None:
         self.heard: list[InFlight] = []
-        self.deaf = deaf
         self.more = asyncio.Event()
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def in_flight(self, message: InFlight) -> None:
-        if self.deaf:
-            self.deaf -= 1
-            raise PeerLost("gone")
         self.heard.append(message)
         self.more.set()
+        await self.answers.wait()
 
     async def next(self) -> dict[int, tuple[int, int]]:
         await asyncio.wait_for(self.more.wait(), 10)
@@ -53,17 +48,16 @@ async def test_counts_go_up_and_down_with_the_requests() -> None:
     running.cancel()
 
 
-async def test_what_was_not_heard_is_told_again_with_what_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "RETRY_SECONDS", 0.05)
-    control = Control(deaf=2)
+async def test_what_changes_while_the_manager_is_told_is_told_next_and_what_has_ended_is_not() -> None:
+    control = Control()
+    control.answers.clear()
     reports = InFlightReports(control, worker=0)  # type: ignore[arg-type]
     running = asyncio.create_task(reports.run())
     counts = [RequestCount(seq, siblings=2, reports=reports) for seq in range(3)]
     with counts[0].request(5), counts[1].request(6):
-        await asyncio.sleep(0.03)
-        with counts[0].request(5):
+        assert await control.next() == {0: (2, 5), 1: (2, 6)}
+        with counts[0].request(5), counts[1].request(6):
             reports.forget(1)
-            told = await control.next()
-    assert told[0] == (2, 10)
-    assert 2 not in told
+            control.answers.set()
+            assert await control.next() == {0: (2, 10)}
     running.cancel()

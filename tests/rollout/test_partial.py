@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -36,7 +37,14 @@ async def client() -> AsyncIterator[GenerationClient]:
     await made.close()
 
 
-def make_generator(client: GenerationClient, *, patience: float, part: int, **sampling: Any) -> Generator:
+def make_generator(
+    client: GenerationClient,
+    *,
+    patience: float,
+    part: int,
+    policy_version: Callable[[], int] = lambda: 0,
+    **sampling: Any,
+) -> Generator:
     """For a model whose tokens are characters, and whose token 0 ends a response."""
     return Generator(
         client,
@@ -46,6 +54,7 @@ def make_generator(client: GenerationClient, *, patience: float, part: int, **sa
         tokens_per_request=part,
         decode=lambda tokens: "".join(map(chr, tokens)),
         eos_token_ids={0},
+        policy_version=policy_version,
     )
 
 
@@ -124,8 +133,8 @@ async def test_a_cut_response_is_continued_from_its_own_tokens(client: Generatio
         ([10, 11, 12], [("3", 0, 2), (MIXED_WEIGHTS, 2, 3)], [10, 11]),
         ([10, 11, 12], [("3", 0, 1), (MIXED_WEIGHTS, 1, 2), ("4", 2, 3)], [10]),
         ([10, 2], [(MIXED_WEIGHTS, 0, 2)], []),
-        ([10, 2], None, []),
-        ([], None, []),
+        ([10, 2], [], []),
+        ([], [], []),
     ],
 )
 async def test_no_token_of_mixed_weights_is_taken_and_another_gserver_goes_on(
@@ -154,6 +163,26 @@ async def test_a_response_goes_through_an_update_during_which_weights_were_mixed
     async with serving(script(answer([10, 2], version="4", spans=spans))) as engine:
         generation = await generate(client, engine.url)
     assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 4], 0)
+
+
+@pytest.mark.parametrize(
+    ("at_the_beginning", "at_the_end", "version"),
+    [(3, "5", 3), (5, "5", 5), (6, "5", 5), (0, "default", 0)],
+    ids=["updated meanwhile", "not updated", "a gserver that is behind", "before the first update"],
+)
+async def test_tokens_of_a_server_that_tells_no_spans_are_never_said_to_be_younger_than_they_are(
+    client: GenerationClient, at_the_beginning: int, at_the_end: str, version: int
+) -> None:
+    now = at_the_beginning
+
+    async def update_meanwhile(request: GenerateRequest, number: int) -> GenerateReply:
+        nonlocal now
+        now += 2
+        return answer([10, 11, 2], version=at_the_end, spans=[])
+
+    async with serving(update_meanwhile) as engine:
+        generation = await generate(client, engine.url, policy_version=lambda: now)
+    assert generation.versions == [version] * 3
 
 
 async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:
@@ -236,6 +265,7 @@ async def test_pauses_between_fruitless_attempts_grow(
         (answer([]), WireError, "without a single token"),
         (answer([10] * 9), WireError, "9 tokens where at most 8"),
         (answer([10], version="main"), WireError, "'main' is not a policy version"),
+        (answer([10], version="main", spans=[]), WireError, "'main' is not a policy version"),
         (answer([10], version="-1"), WireError, "not a policy version"),
         (answer([10, 11], spans=[("1", 0, 1)]), WireError, "cover 1 of 2 tokens"),
         (answer([10, 11], spans=[("1", 1, 2)]), WireError, "do not cover"),
@@ -322,6 +352,28 @@ async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> 
     assert prompts(other) == [([*PROMPT, 10, 11, 12], 3)]
     assert generation.output_ids == [10, 11, 12, 13, 14]
     assert (generation.versions, generation.interruptions) == ([4, 4, 4, 5, 5], 1)
+
+
+async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_it_had(
+    client: GenerationClient,
+) -> None:
+    async def then_hang(request: GenerateRequest, number: int) -> GenerateReply:
+        if number == 0:
+            return answer([10, 11, 12], finish="length")
+        client.give_up([hanging.url])  # as the manager tells the worker with a heartbeat
+        client.give_up([hanging.url])
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(then_hang) as hanging, serving(script(answer([13, 14]), answer([2]))) as other:
+        routes = FixedRoutes(hanging.url, other.url)  # the manager may not know better yet
+        began = time.monotonic()
+        generation = await generate(client, hanging.url, budget=8, part=3, routes=routes)
+        assert time.monotonic() - began < 1.0, "it did not wait for the time limit of the request"
+        assert generation.output_ids == [10, 11, 12, 13, 14]
+        assert len(hanging.requests) == 2, "nothing is asked of one that is known to be silent"
+        client.give_up([])
+        await generate(client, other.url)
 
 
 async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:

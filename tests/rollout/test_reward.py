@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -179,6 +180,54 @@ asyncio.run(main())
         child = psutil.Process(int(worker.stdout.readline()))
         worker.kill()
     child.wait(timeout=10)
+
+
+def test_what_the_function_started_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    script = f"""
+import asyncio
+from tests.rollout.test_reward import *
+async def main():
+    async with pool(timeout=600) as rewards:
+        await rewards.score(response("spawn {told}"), prompt())
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as worker:
+        deadline = time.monotonic() + 30
+        while not (told.exists() and told.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert lives(int(told.read_text()))
+        worker.kill()
+    deadline = time.monotonic() + 10
+    while lives(int(told.read_text())):
+        assert time.monotonic() < deadline, "it outlives its worker"
+        time.sleep(0.02)
+
+
+async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {
+        "RUN_DOOR": "the run's own",
+        "JUDGE_API_KEY": "passed",
+        "HF_TOKEN": "a secret",
+        "TOKENIZERS_PARALLELISM": "x",
+    }
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    reward = {"function": USER_REWARD, "environment": ["JUDGE_API_KEY", "RUN_DOOR"]}
+    made = RewardPool.of(from_dict({"rollout": {"reward": reward}, "manager": {"api_key_env": "RUN_DOOR"}}))
+    await made.start()
+    try:
+        for name, passed in (
+            ("RUN_DOOR", False),
+            ("HF_TOKEN", False),
+            ("JUDGE_API_KEY", True),
+            ("TOKENIZERS_PARALLELISM", True),
+            ("PATH", True),
+        ):
+            assert await made.score(response(f"variable {name}"), prompt()) == passed, name
+    finally:
+        await made.close()
 
 
 async def test_reasoning_gym_scores_right_and_wrong_answers() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 
 import pytest
 from aiohttp import web
 
-from streamrl.errors import PeerError, WireError
+from streamrl.errors import PeerError, PeerLost, WireError
 from streamrl.rollout.siblings import SiblingRequests
 from streamrl.transport.generation import GenerateRequest, GenerationClient
 
@@ -28,7 +29,14 @@ async def gserver(handler):
 
     async def generate(request):
         bodies.append(await request.json())
-        return await handler(bodies[-1])
+        answered = handler(bodies[-1])
+        if not inspect.isasyncgen(answered):
+            return await answered
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        async for content in answered:
+            await response.write(content)
+        return response
 
     app = web.Application()
     app.router.add_post("/generate", generate)
@@ -44,9 +52,21 @@ async def gserver(handler):
         await runner.cleanup()
 
 
+def event(content):
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+def batch_events(body):
+    """One for each prompt of a batch."""
+    assert body["stream"]
+    assert all(params["stream_interval"] == params["max_new_tokens"] for params in body["sampling_params"])
+    prompts = enumerate(zip(body["input_ids"], body["rid"], strict=True))
+    return [event({**answer(prompt, rid), "index": index}) for index, (prompt, rid) in prompts]
+
+
 async def echo(body):
     if isinstance(body["rid"], list):
-        return web.json_response([answer(p, r) for p, r in zip(body["input_ids"], body["rid"], strict=True)])
+        return web.Response(body=b"".join([*batch_events(body), b"data: [DONE]\n\n"]), content_type="text/event-stream")
     return web.json_response(answer(body["input_ids"], body["rid"]))
 
 
@@ -77,15 +97,74 @@ async def test_all_hear_of_a_failure():
             assert "no room" in str(error)
 
 
-async def test_too_few_answers_are_refused():
-    async def lose_one(body):
-        return web.json_response([answer(p, "r") for p in body["input_ids"][1:]])
+async def test_a_sibling_that_is_done_does_not_wait_for_the_others():
+    goes_on = asyncio.Event()
 
-    async with gserver(lose_one) as (url, _, client):
+    async def one_by_one(body):
+        for index, content in enumerate(batch_events(body)):
+            if index == 1:  # as SGLang does with the first token, and cut where it may be cut
+                yield event(
+                    {"text": "", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": None}, "index": 1}
+                )
+                yield content[:9]
+                await goes_on.wait()
+                content = content[9:]
+            yield content
+        yield b"data: [DONE]\n\n"
+
+    async with gserver(one_by_one) as (url, _, client):
         siblings = SiblingRequests(client)
-        calls = [siblings.generate(1, url, request(i)) for i in range(3)]
-        with pytest.raises(WireError, match="answered 3 prompts with 2 responses"):
-            await asyncio.gather(*calls)
+        calls = [asyncio.create_task(siblings.generate(1, url, request(i))) for i in range(3)]
+        assert (await asyncio.wait_for(calls[0], 5)).output_ids == [0, 0]
+        assert not calls[1].done()
+        goes_on.set()
+        assert [(await call).output_ids for call in calls[1:]] == [[1, 1], [2, 2]]
+
+
+async def test_a_connection_serves_one_batch_after_another():
+    """The end of an answer is awaited also when all siblings have theirs."""
+
+    async def end_late(body):
+        for content in batch_events(body):
+            yield content
+        await asyncio.sleep(0.05)
+        yield b"data: [DONE]\n\n"
+
+    async with gserver(end_late) as (url, _, client):
+        siblings = SiblingRequests(client)
+        for _ in range(2):
+            await asyncio.gather(*(siblings.generate(1, url, request(i)) for i in range(2)))
+            (asking,) = siblings._asking
+            await asyncio.wait([asking], timeout=5)
+            assert not asking.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("after", "raised", "text"),
+    [
+        ([], PeerLost, "broke its answer"),
+        ([b"data: [DONE]\n\n"], WireError, "answered 3 prompts with 1 responses"),
+        ([event({"error": {"message": "out of memory"}})], PeerError, "out of memory"),
+        ([event({**answer([7], "r"), "index": 3})], WireError, "prompt 3 of 3"),
+        ([event({**answer([7], "r"), "index": 0})], WireError, "prompt 0 of 3"),
+        ([b"data: nonsense\n\n"], WireError, "something else than responses"),
+        ([b"data: " + b"[" * 100_000 + b"\n\n"], WireError, "something else than responses"),
+    ],
+)
+async def test_what_comes_before_a_failure_counts(after, raised, text):
+    async def fail(body):
+        for content in [batch_events(body)[0], *after]:
+            yield content
+
+    async with gserver(fail) as (url, _, client):
+        siblings = SiblingRequests(client)
+        first, *others = await asyncio.gather(
+            *(siblings.generate(1, url, request(i)) for i in range(3)), return_exceptions=True
+        )
+        assert first.output_ids == [0, 0]
+        for error in others:
+            assert isinstance(error, raised)
+            assert text in str(error)
 
 
 async def test_when_the_last_sibling_is_cancelled_so_is_the_request():

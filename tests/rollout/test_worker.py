@@ -18,8 +18,10 @@ from streamrl.errors import DataError, RewardError, StreamRLError
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.worker import serve
 from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.transport.codec import Limits
 from streamrl.transport.generation import GenerateReply, GenerateRequest
 from streamrl.types import NO_VERSION, SampleMeta
+from tests.groups import held
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 from tests.rollout.manager import Manager, managing
@@ -45,30 +47,33 @@ class Trainer:
     def __init__(self, capacity: int = 100) -> None:
         loop = asyncio.get_running_loop()
         self._stored = asyncio.Condition()
+        self._told: list[SampleMeta] = []
         self.datasets = [
             StreamDataset(
                 rank=rank,
                 capacity_groups=capacity,
-                on_stored=lambda _: asyncio.run_coroutine_threadsafe(self._tell(), loop),
+                on_stored=lambda meta: asyncio.run_coroutine_threadsafe(self._take(meta), loop),
             )
             for rank in range(2)
         ]
         self.ingresses = [
-            StreamIngress(dataset, host="127.0.0.1", max_group_bytes=1 << 20) for dataset in self.datasets
+            StreamIngress(dataset, host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20))
+            for dataset in self.datasets
         ]
         for ingress in self.ingresses:
             ingress.start()
 
     @property
     def held(self) -> dict[int, SampleMeta]:
-        return {seq: meta for dataset in self.datasets for seq, meta in dataset.held().items()}
+        return {meta.seq: meta for meta in self._told if self.datasets[meta.head].find(meta.seq) is not None}
 
     async def until(self, groups: int) -> None:
         async with asyncio.timeout(30), self._stored:
             await self._stored.wait_for(lambda: len(self.held) >= groups)
 
-    async def _tell(self) -> None:
+    async def _take(self, meta: SampleMeta) -> None:
         async with self._stored:
+            self._told.append(meta)
             self._stored.notify_all()
 
     def close(self) -> None:
@@ -130,14 +135,14 @@ async def test_groups_flow_to_the_heads(model_dir: Path) -> None:
     async with stage(say, model_dir) as on:
         await on.manager.give(range(30))
         await on.trainer.until(30)
-        groups = [group for dataset in on.trainer.datasets for group in dataset.get(dataset.held())]
+        groups = [on.trainer.datasets[seq % 2].find(seq) for seq in range(30)]
         await on.finish()
         (registered,) = on.manager.registered
         assert (registered.role, registered.index, registered.config_digest) == ("rollout", 1, configure().digest())
     source = PromptSource.open(configure(), CHAT)
-    assert sorted(group.seq for group in groups) == list(range(30))
-    assert {group.seq for group in on.trainer.datasets[1].get(on.trainer.datasets[1].held())} == set(range(1, 30, 2))
+    assert len(on.trainer.held) == 30
     for group in groups:
+        assert group is not None
         prompt = source.prompt(group.seq).input_ids
         assert (group.worker, group.size, group.prompt_length) == ("rollout/1", 3, len(prompt))
         assert group.generation_seconds > 0
@@ -184,7 +189,7 @@ async def test_waiting_for_credit_is_shown_and_ends(model_dir: Path) -> None:
         )
         for dataset in on.trainer.datasets:
             await on.trainer.until(2)
-            dataset.discard(list(dataset.held()), forget=False)
+            dataset.discard(held(dataset), forget=False)
         await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_done_total"] == 4)
         await on.finish()
 
@@ -232,6 +237,8 @@ async def test_failures_in_a_row_stop_the_run(
         assert "rollout/1" in told
         assert "LookupError" in told
         assert bool(on.manager.rejected) == (on_error == "reject")
+        assert bool(on.manager.finished) == (on_error == "stop")  # by all groups that failed at once
+        assert all("LookupError" in message.error for message in on.manager.finished)
 
 
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
@@ -291,8 +298,7 @@ async def test_data_that_cannot_be_read_stops_the_run_with_the_reason(model_dir:
         assert "nowhere.jsonl" in told
 
 
-async def test_a_manager_that_stumbles_is_asked_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.rollout.worker.RETRY_SECONDS", 0.01)
+async def test_a_manager_that_stumbles_is_asked_again(model_dir: Path) -> None:
     async with stage(lambda request, number: failure(400), model_dir) as on:
         on.manager.failures = 3
         await on.manager.give([0])

@@ -75,6 +75,7 @@ async def session(
                     tokens_per_request=4096,
                     decode=CHAT.decode,
                     eos_token_ids=(),
+                    policy_version=lambda: 0,
                 ),
                 route=GroupRoute(None, worker=0, seq=0, gserver=engine.url),  # type: ignore[arg-type]
                 rewards=rewards,

@@ -68,6 +68,8 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
             return float(len(input_text))
         case ["pid"]:
             return os.getpid()
+        case ["variable", name]:
+            return float(name in os.environ)
         case ["spawn", path]:
             process = subprocess.Popen(["sleep", "600"])
             Path(path).write_text(str(process.pid))

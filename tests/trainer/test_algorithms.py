@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages, moments, whiten
 from streamrl.trainer.algorithms.kl import KLCoefficient, kl_estimate
-from streamrl.trainer.algorithms.losses import behavior_weight, cispo, effective_sample_size, gspo, ppo
+from streamrl.trainer.algorithms.losses import behavior_weight, cispo, gspo, ppo
 
 reward = st.floats(-3, 3, width=32)
 rewards_of_group = st.lists(reward, min_size=2, max_size=16)
@@ -192,18 +192,20 @@ def test_gradient_of_k2_as_a_loss_is_that_of_the_kl_on_average():
 
 def test_kl_coefficient_follows_its_target():
     fixed = KLCoefficient(0.1, target=None, horizon=10)
+    fixed.begin_step(0)
     fixed.update(5.0)
+    fixed.begin_step(1)
     assert fixed.value == 0.1
     assert not fixed.adapts
     steered = KLCoefficient(0.1, target=0.02, horizon=10)
-    steered.update(0.021)
-    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10))
-    steered.update(1.0)
-    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10) * 1.02)
-    steered.update(0.0)
-    assert steered.value == pytest.approx(0.1 * (1 + 0.05 / 10) * 1.02 * 0.98)
-
-
-def test_effective_sample_size():
-    assert float(effective_sample_size(torch.ones(10))) == pytest.approx(1.0)
-    assert float(effective_sample_size(torch.tensor([1.0, 0, 0, 0]))) == pytest.approx(0.25)
+    expected = 0.1
+    for step, (kl, change) in enumerate([(0.021, 0.05), (1.0, 0.2), (0.0, -0.2)]):
+        for _ in range(2):  # each role begins the step; one of them ends it before the other begins
+            steered.begin_step(step)
+            steered.update(kl)
+            assert steered.value == pytest.approx(expected)
+        expected *= 1 + change / 10
+        assert steered.next_value == pytest.approx(expected)
+    steered.resume(0.3)
+    steered.begin_step(9)
+    assert steered.value == 0.3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,11 +21,14 @@ from streamrl.errors import DeadlineExceeded, TrainingError
 from streamrl.progress import Progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.assembly import Assembly, resume
-from streamrl.trainer.calls import Save, Saved, SettleSave
+from streamrl.trainer.calls import Done, Function, Inference, MinibatchShare, Save, Saved, SettleSave, TrainStep
 from streamrl.trainer.computation import Computation, _comparable, call_users_function
 from streamrl.trainer.graph import MFC, graph_of
+from streamrl.trainer.hooks import Offload
+from streamrl.trainer.report import train_metrics
 from streamrl.trainer.snapshot import Snapshot
 from streamrl.trainer.worker_data import WorkerData
+from tests.trainer.backends.world import run_world
 from tests.trainer.models import random_group, save_model
 
 
@@ -72,7 +78,7 @@ def test_a_users_function_gives_its_keys():
     [
         ("too_short", "mine: .*too_short has to give one float for each token"),
         ("another_key", "mine: .*another_key has to answer a dict with advantages"),
-        ("missing", "mine: .*missing cannot be imported"),
+        ("missing", "the function of mine = .*has no missing; it has .*penalise_length"),
     ],
 )
 def test_a_users_function_that_breaks_its_promise_is_named(function, message):
@@ -82,18 +88,40 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, message):
 
 
 class Worker:
-    """The computation of a run's only model worker, on a tiny model."""
+    """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, **trainer):
-        config = from_dict({"trainer": {"dtype": "float32", **trainer}, "run": {"device": "cpu"}})
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, **trainer):
+        config = from_dict(
+            {
+                "trainer": {"dtype": "float32", **trainer},
+                "algorithm": algorithm or {},
+                "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
+                "run": {"device": "cpu"},
+            }
+        )
         graph = graph_of(config)
-        folder = save_model(tmp_path / "model")
-        self.assembly = Assembly(config, roles=graph.roles, model_dir=folder, rank=0, device=torch.device("cpu"))
+        folder = tmp_path / "model"
+        if not folder.exists():
+            save_model(folder)
+        self.assembly = Assembly(config, roles=graph.roles, model_dir=folder, rank=rank, device=torch.device("cpu"))
         self.free = threading.Event()
         self.free.set()
-        data = WorkerData(StreamDataset(rank=0, capacity_groups=1), rank=0)
+        dataset = StreamDataset(rank=rank, capacity_groups=8)
+        for group in groups:
+            dataset.offer(group)
         self.computation = Computation(
-            config, rank=0, graph=graph, assembly=self.assembly, data=data, weights_free=self.free
+            config,
+            rank=rank,
+            graph=graph,
+            assembly=self.assembly,
+            data=WorkerData(dataset, rank=rank),
+            weights_free=self.free,
+        )
+
+    def train(self, minibatches):
+        """One step on `minibatches`, each this rank's groups and the counts over all ranks."""
+        return self.computation.carry_out(
+            TrainStep("actor_train", 1, 0, [MinibatchShare(*part) for part in minibatches])
         )
 
     def save(self, folder, *, version=1, final=False):
@@ -129,6 +157,70 @@ def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):
         worker.save(tmp_path / "checkpoints" / "step-000001")
 
 
+def test_weights_change_only_once_their_publication_has_read_them_and_inference_does_not_wait(tmp_path, monkeypatch):
+    groups = [random_group(seq, np.random.default_rng(seq), versions=(1, 2)) for seq in range(2)]
+    worker = Worker(tmp_path, groups=groups, algorithm={"minibatches": 2}, lr=1e-2)
+    before = {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}
+
+    def moved():
+        return any(not torch.equal(before[name], now) for name, now in worker.assembly.actor.model.gather_weights())
+
+    arrived, wait = threading.Event(), worker.free.wait
+    monkeypatch.setattr(worker.free, "wait", lambda limit: (arrived.set(), wait(limit))[1])
+    worker.free.clear()
+    assert isinstance(worker.computation.carry_out(Inference("actor_inf", [0, 1])), Done)
+    parts = [([seq], int(group.packed_loss_mask.sum()), group.size) for seq, group in enumerate(groups)]
+    with ThreadPoolExecutor(1) as compute:
+        training = compute.submit(worker.train, parts)
+        assert arrived.wait(60)
+        assert not training.done()
+        assert not moved()
+        worker.free.set()
+        assert training.result(60).blocked_seconds > 0
+    assert moved()
+
+
+def test_the_actor_goes_away_between_publications_only(tmp_path):
+    (group,) = some_groups(1)
+    settings = {"graph": "tests.trainer.test_graph:users_graph"}
+    hasty = Worker(tmp_path, groups=[group], step_timeout_seconds=0.05, **settings)
+    call = Function("length_penalty", [0], post_hooks=[Offload("actor")])
+    hasty.free.clear()
+    with pytest.raises(DeadlineExceeded, match="publication"):
+        hasty.computation.carry_out(call)
+    hasty.free.set()
+    worker = Worker(tmp_path, groups=[group], **settings)
+    model = worker.assembly.actor.model
+    before = {name: weight.clone() for name, weight in model.gather_weights()}
+    over = threading.Event()
+
+    def compute():
+        while not over.is_set():
+            worker.computation.carry_out(call)
+
+    with ThreadPoolExecutor(1) as computing:
+        ended = computing.submit(compute)
+        for _ in range(30):  # publications, as `ModelWorker` makes them
+            worker.free.clear()
+            worker.computation.bring_back("actor")
+            for name, weight in model.gather_weights():
+                assert torch.equal(weight, before[name]), name
+            worker.free.set()
+            time.sleep(0.002)
+        over.set()
+        ended.result(60)
+    worker.computation.carry_out(call)
+    with pytest.raises(TrainingError, match="offloaded"):
+        model.gather_weights()
+    away = tmp_path / "checkpoints" / "step-000001"
+    assert worker.save(away) == Saved()
+    assert worker.computation.carry_out(SettleSave()) == Saved()
+    saved = load_file(away / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in before.items())
+    with pytest.raises(TrainingError, match="offloaded"):  # it came back for as long as it was gathered
+        model.gather_weights()
+
+
 def test_only_the_last_checkpoint_has_to_succeed(tmp_path):
     worker = Worker(tmp_path)
     (tmp_path / "file").write_text("no folder")
@@ -139,3 +231,61 @@ def test_only_the_last_checkpoint_has_to_succeed(tmp_path):
     assert progress.read(tmp_path / "checkpoints" / "final").policy_version == 2
     with pytest.raises(TrainingError, match=r"final cannot be written \(.*--resume"):
         worker.save(tmp_path / "file" / "final", version=3, final=True)
+
+
+def some_groups(count):
+    rng = np.random.default_rng(0)
+    return [random_group(seq, rng) for seq in range(count)]
+
+
+def sampled(groups):
+    return sum(int(group.packed_loss_mask.sum()) for group in groups)
+
+
+def _own_advantages(rank, tmp_path):
+    """Advantages of the user's for one group; the second of two ranks has none, and nothing to whiten."""
+    (group,) = some_groups(1)
+    worker = Worker(
+        tmp_path,
+        rank=rank,
+        groups=[group] if rank == 0 else [],
+        algorithm={"advantage": "reinforce++-baseline"},
+        data_parallel=2,
+        graph="tests.trainer.test_graph:users_graph",
+    )
+    seqs = [0] if rank == 0 else []
+    worker.computation.carry_out(Function("length_penalty", seqs))
+    trained = worker.train([(seqs, sampled([group]), group.size)])
+    (tmp_path / f"norm-{rank}").write_text(str(trained.maxima["grad_norm"]))
+
+
+def test_a_rank_without_groups_takes_part_in_a_step_on_the_users_advantages(tmp_path):
+    save_model(tmp_path / "model")
+    run_world(2, _own_advantages, tmp_path, deadline=60)
+    (group,) = some_groups(1)
+    alone = Worker(tmp_path, groups=[group], graph="tests.trainer.test_graph:users_graph")
+    alone.computation.carry_out(Function("length_penalty", [0]))
+    norm = alone.train([([0], sampled([group]), group.size)]).maxima["grad_norm"]
+    assert norm > 0
+    assert [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)] == pytest.approx([norm, norm])
+
+
+@pytest.mark.parametrize("micro", [40, 400])
+def test_the_effective_sample_size_is_the_batchs(tmp_path, micro):
+    groups = some_groups(4)
+    worker = Worker(
+        tmp_path,
+        groups=groups,
+        max_tokens_per_microbatch=micro,
+        algorithm={"minibatches": 2, "proximal": "behavior"},
+        lr=1e-12,
+    )
+    trained = worker.train([([0, 1], sampled(groups[:2]), 8), ([2, 3], sampled(groups[2:]), 8)])
+    weights = [
+        math.exp(now - behavior)
+        for group, logprobs in zip(groups, worker.assembly.actor.inference(groups), strict=True)
+        for now, behavior, kept in zip(logprobs, group.packed_behavior_logprobs, group.packed_loss_mask, strict=True)
+        if kept
+    ]
+    wanted = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert train_metrics([trained])["effective_sample_size"] == pytest.approx(wanted, rel=1e-4)

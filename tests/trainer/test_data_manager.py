@@ -15,7 +15,7 @@ from streamrl.trainer.array_store import ArrayStore
 from streamrl.trainer.data_manager import DataManager, layout, pack
 from streamrl.trainer.redistributor import Broadcast, Gather, Piece, concerning, redistribute
 from streamrl.transport.collective import open_store
-from tests.forked import forking
+from tests.forked import Forked
 from tests.trainer.transfers import make_array, random_needs
 
 RANKS = 4
@@ -27,21 +27,11 @@ SHORT = 3.0
 
 
 @contextmanager
-def world(target, *, ranks=RANKS):
-    """Processes that run `target(rank, port, answers)`; gives the queue of answers and the processes."""
+def world(target):
+    """Processes that run `target(rank, port, answers)`."""
     store = open_store("127.0.0.1")
-    context = forking()
-    answers = context.Queue()
-    processes = [context.Process(target=target, args=(rank, store.port, answers)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    try:
-        yield answers, processes
-    finally:
-        for process in processes:
-            process.join(30)
-            if process.is_alive():
-                process.kill()
+    with Forked(target, [(rank, store.port) for rank in range(RANKS)]) as ranks:
+        yield ranks
 
 
 def meet(rank, port, *, timeout, name="data"):
@@ -93,12 +83,12 @@ def carry_out_random_plans(rank, port, answers):
         wrong.append("the large array differs")
     manager.close()
     dist.destroy_process_group()
-    answers.put((rank, wrong, sent))
+    answers.send((rank, wrong, sent))
 
 
 def test_random_plans_reach_every_rank_bit_by_bit():
-    with world(carry_out_random_plans) as (answers, _):
-        found = [answers.get(timeout=120) for _ in range(RANKS)]
+    with world(carry_out_random_plans) as ranks:
+        found = ranks.take(RANKS)
     assert sorted(rank for rank, _, _ in found) == list(range(RANKS))
     assert [wrong for _, wrong, _ in found] == [[]] * RANKS
     assert {sent for _, _, sent in found} == {found[0][2]}
@@ -115,9 +105,7 @@ def lose_peers(rank, port, answers):
             store.put(piece.seq, piece.key, make_array(piece))
     gather = [Gather(0, [(1, [LARGE]), (2, [ABSENT])])]
     if rank == 3:
-        answers.put((rank, {}))
-        answers.close()
-        answers.join_thread()
+        answers.send((rank, {}))
         return
     found = {}
     if rank == 0:
@@ -134,15 +122,15 @@ def lose_peers(rank, port, answers):
         time.sleep(2 * SHORT)
     manager.close()
     other.close()
-    answers.put((rank, found))
+    answers.send((rank, found))
 
 
 def test_a_peer_that_is_late_gone_or_without_the_array_is_named_in_time():
     began = time.monotonic()
-    with world(lose_peers) as (answers, processes):
-        found = dict(answers.get(timeout=120) for _ in range(RANKS))
+    with world(lose_peers) as ranks:
+        found = dict(ranks.take(RANKS))
+        ranks.end()
     assert time.monotonic() - began < 100
-    assert [process.exitcode for process in processes] == [0] * RANKS
     late, seconds = found[0]["late"]
     assert "rank 2 sends 1 arrays (16 bytes, from seq 2 values on) to rank 0" in late
     assert "failed or not through after 3 s" in late
@@ -186,7 +174,6 @@ def test_arrays_are_packed_at_aligned_offsets():
     arrays[3] = arrays[3].reshape(2, 4)[:, ::2]  # not contiguous
     for piece, array in zip(pieces, arrays, strict=True):
         store.put(piece.seq, piece.key, array)
-    assert store.pieces(0) == pieces
     flat = pack(pieces, offsets, size, store)
     assert flat[:3].view(np.bool_).tolist() == [True, False, True]
     assert flat[8:16].view(np.float64).tolist() == [2.5]

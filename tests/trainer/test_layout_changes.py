@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig
 from streamrl.transport.collective import join_world, open_store
-from tests.forked import forking
+from tests.forked import Forked
 from tests.trainer.models import save_model
 from tests.trainer.roles.test_actor import TRAINER, Policy, make_groups, make_item
 
@@ -39,7 +39,7 @@ def resumed(saved, first, **options):
     return policy
 
 
-def rank_of_two(rank, port, tmp_path):
+def rank_of_two(rank, port, tmp_path, answers):
     """Go on from `one`: save again at once, and after a step."""
     torch.set_num_threads(1)
     join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
@@ -59,14 +59,10 @@ def test_one_worker_then_two_then_one(tmp_path):
         step(whole, number)
     whole.save(tmp_path / "one")
     store = open_store("127.0.0.1")
-    ranks = [forking().Process(target=rank_of_two, args=(rank, store.port, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for number in (2, 3):
-        expected = step(whole, number)
-    for process in ranks:
-        process.join(120)
-        assert process.exitcode == 0
+    with Forked(rank_of_two, [(rank, store.port, tmp_path) for rank in range(2)]) as ranks:
+        for number in (2, 3):
+            expected = step(whole, number)
+        ranks.end()
     for shard in SHARDED:
         for file in FILES:  # loading and saving under another layout changes no bit
             before, after = load_file(tmp_path / "one" / file), load_file(tmp_path / f"again-{shard}" / file)

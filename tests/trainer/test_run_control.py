@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.ledger import Ledger, next_in_order
+from streamrl.ledger import Fate, Ledger, next_in_order
 from streamrl.trainer.run_control import RunControl
 
 
@@ -86,9 +86,7 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         settled = len(trained) + len(ledger.rejected)
         if counting.end(step=ledger.policy_version, settled=settled, rewards=()) is not None:
             break
-        wanted = (
-            next_in_order(trained, set(ledger.rejected), start=0, count=batch) if in_order else sorted(held)[:batch]
-        )
+        wanted = next_in_order(trained, ledger.rejected, start=0, count=batch) if in_order else sorted(held)[:batch]
         if len(wanted) == batch and held.issuperset(wanted):
             trained.update(wanted)
             held.difference_update(wanted)
@@ -100,7 +98,7 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         if chance.random() < refusal:
             ledger.reject(seq)
         else:
-            ledger.finish(seq)
+            ledger.settle(Fate(seq, 1))
             held.add(seq)
     assert len(trained) + len(ledger.rejected) >= rows * epochs
     assert ledger.next_seq < rows * epochs + batch

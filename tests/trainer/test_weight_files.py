@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -154,6 +155,23 @@ from streamrl.trainer.weight_files import WeightFiles
 WeightFiles.in_memory(Path("dead"), dtype=torch.float32, checksum=True, root=Path(sys.argv[1]))
 os._exit(0)
 """
+
+
+def test_nobody_else_can_read_guess_or_prepare_the_memory_of_a_run(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / f"{PREFIX}trap").symlink_to(elsewhere)
+    files = [WeightFiles.in_memory(Path("run"), dtype=torch.float32, checksum=True, root=shared) for _ in range(2)]
+    assert list(elsewhere.iterdir()) == [], "a link that lies there is not followed"
+    assert len({file.folder for file in files}) == 2, "the name is not made of what others know"
+    files[0].prepare(1, Weights(some(1)))  # type: ignore[arg-type]
+    assert stat.S_IMODE(files[0].folder.stat().st_mode) == 0o700
+    (tensors,) = files[0].folder.glob("v*/*")
+    assert stat.S_IMODE(tensors.stat().st_mode) == 0o600
+    for file in files:
+        file.close()
 
 
 def test_memory_of_a_dead_run_is_freed_by_the_next_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WireError
 from streamrl.transport import codec
-from streamrl.types import NO_VERSION, TrajectoryGroup
+from streamrl.types import LARGEST_REWARD, NO_VERSION, TrajectoryGroup
 from tests.groups import groups, make_group
 
 LIMITS = codec.Limits(max_group_bytes=1 << 20, vocab_size=1000)
@@ -80,10 +80,12 @@ def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
         return False
     if not 0 <= group.prompt_length <= min(group.seqlens) or not any(group.packed_loss_mask):
         return False
-    if not all(np.isfinite(reward) for reward in group.rewards):
+    if not all(abs(reward) <= LARGEST_REWARD for reward in group.rewards):
         return False
     at = 0
     for seqlen in map(int, group.seqlens):
+        if group.packed_loss_mask[at] or not any(group.packed_loss_mask[at : at + seqlen]):
+            return False
         for i in range(seqlen):
             sampled = bool(group.packed_loss_mask[at + i])
             logprob = float(group.packed_behavior_logprobs[at + i])
@@ -110,7 +112,7 @@ def test_one_wrong_value_is_refused_exactly_when_it_breaks_a_rule(group: Traject
     array = np.frombuffer(bytearray(frames[which]), np.uint8 if dtype == np.bool_ else dtype)
     position = data.draw(st.integers(0, len(array) - 1))
     array[position] = data.draw(
-        st.sampled_from([np.nan, np.inf, -np.inf, 0.5, -2.0, 0.0, 1e-6])
+        st.sampled_from([np.nan, np.inf, -np.inf, 1e30, 0.5, -2.0, 0.0, 1e-6])
         if dtype == np.float32
         else st.sampled_from([0, 1, 2, 5, 255])
         if dtype == np.bool_
@@ -141,6 +143,28 @@ def with_frame(name: str, values: Any, dtype: str | None = None) -> Callable[[Me
     return change
 
 
+def with_group(group: TrajectoryGroup) -> Callable[[Message], Message]:
+    return lambda _: message(group)
+
+
+def without_sampled(begin: int, end: int) -> Callable[[Message], Message]:
+    group = make_group()
+    group.packed_loss_mask[begin:end] = False
+    group.packed_behavior_logprobs[begin:end] = 0
+    group.packed_policy_versions[begin:end] = NO_VERSION
+    return with_group(group)
+
+
+def first_sampled(position: int) -> Callable[[Message], Message]:
+    group = make_group(prompt_length=0)
+    group.packed_loss_mask[[0, 5]] = False
+    group.packed_behavior_logprobs[[0, 5]] = 0
+    group.packed_policy_versions[[0, 5]] = NO_VERSION
+    group.packed_loss_mask[position] = True
+    group.packed_policy_versions[position] = 0
+    return with_group(group)
+
+
 MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -168,12 +192,22 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
         (with_frame("seqlens", [-5, 17]), "sibling of -5 tokens"),
         (lambda m: (with_header(siblings=0)(m)[0], [b"", b"", *m[1][2:]]), "no siblings"),
         (with_frame("rewards", [1.0, np.nan]), "rewards .* must be finite"),
+        (with_frame("rewards", [1.0, -1e30]), "at most 1e\\+09 in magnitude"),
         (with_frame("rewards", [1.0]), r"frames of \[8, 4"),
         (with_frame("packed_input_ids", [*range(11), 1000]), "token ids from 0 to 1000"),
         (with_frame("packed_input_ids", [*range(11), -1]), "token ids from -1"),
         (with_frame("packed_input_ids", range(12)), "do not share"),
         (with_frame("packed_loss_mask", [2 * bit for bit in MASK], "u1"), "neither 0 nor 1"),
         (with_frame("packed_loss_mask", [0] * 12, "u1"), "no token was sampled"),
+        (without_sampled(5, 12), "a sibling without a token that the policy sampled"),
+        (without_sampled(0, 5), "a sibling without a token that the policy sampled"),
+        (first_sampled(0), "the first token of a sibling is sampled"),
+        (first_sampled(5), "the first token of a sibling is sampled"),
+        (with_header(seq=10**12), "no sequence number from 1000 on can have been handed out yet"),
+        (with_header(worker="x" * 256), "name of 256 characters"),
+        (with_frame("packed_policy_versions", [5 * bit - 1 for bit in MASK]), "version 4, but the newest .* is 3"),
+        (with_group(make_group(seqlens=(5, 7, 6))), "3 siblings, not the 2 of rollout.group_size"),
+        (with_group(make_group(seqlens=(5, 101))), "a sibling of 101 tokens, more than gserver.max_context = 100"),
         (with_frame("packed_loss_mask", [*MASK[:-1], 0], "u1"), "must be 0 where packed_loss_mask is False"),
         (with_frame("packed_policy_versions", [*(bit - 1 for bit in MASK[:-1]), -1]), "policy versions must be"),
         (with_frame("packed_behavior_logprobs", [0.0] * 11 + [0.1]), "at most 0"),
@@ -184,8 +218,10 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
     ],
 )
 def test_refusals_say_what_and_from_whom(change: Callable[[Message], Message], says: str) -> None:
+    limits = msgspec.structs.replace(LIMITS, seqs=1000, newest_version=3, group_size=2, max_context=100)
+    assert decode(*message(make_group(999, seqlens=(100, 7), version=3)), limits=limits).seq == 999
     with pytest.raises(WireError, match=rf"from rollout/0: .*{says}"):
-        decode(*change(message(make_group())))
+        decode(*change(message(make_group())), limits=limits)
 
 
 def test_a_group_without_sampled_tokens_is_refused() -> None:

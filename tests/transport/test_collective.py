@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from streamrl.errors import PublicationError
-from streamrl.transport.collective import AT_ONCE, broadcasts, destroy_group, form_group, open_store
-from tests.forked import forking
+from streamrl.transport.collective import (
+    AT_ONCE,
+    GLOO_INTERFACE,
+    broadcasts,
+    destroy_group,
+    form_group,
+    gloo_environment,
+    open_store,
+)
+from tests.forked import Forked
 
 SIZES = [1, 300_000, 2, 3, 1_000_000, 5, 7, 400_000, 11]
 
@@ -29,25 +39,23 @@ def receive(port: int, answers: Any) -> None:
         (name, tensor.unique().tolist())
         for name, tensor in broadcasts(((str(i), torch.zeros(size)) for i, size in enumerate(SIZES)), joined)
     ]
-    answers.put(found)
+    answers.send(found)
     destroy_group(joined)
 
 
 def leave(port: int, answers: Any) -> None:
     destroy_group(group(1, port))
-    answers.put("left")
+    answers.send("left")
 
 
 @contextmanager
 def met(other: Callable[[int, Any], None]) -> Iterator[tuple[Any, Any]]:
-    """A group with a process that does `other`, and the queue of its answers."""
-    context, store = forking(), open_store("127.0.0.1")
-    answers = context.Queue()
-    process = context.Process(target=other, args=(store.port, answers))
-    process.start()
-    joined = group(0, store.port, store)
-    yield joined, answers
-    process.join(60)
+    """A group with a process that does `other`, and that process."""
+    store = open_store("127.0.0.1")
+    with Forked(other, [(store.port,)]) as ranks:
+        joined = group(0, store.port, store)
+        yield joined, ranks
+        ranks.end()
     destroy_group(joined)
 
 
@@ -60,18 +68,39 @@ def test_many_at_once() -> None:
             begun = i + 1
             yield str(i), torch.full((size,), float(i))
 
-    with met(receive) as (joined, answers):
+    with met(receive) as (joined, ranks):
         for name, _ in broadcasts(tensors(), joined):
             assert name == str(through)
             through += 1
             assert begun <= through + AT_ONCE
         assert through == len(SIZES)
-        assert answers.get(timeout=60) == [(str(i), [float(i)]) for i in range(len(SIZES))]
+        assert ranks.take(1) == [[(str(i), [float(i)]) for i in range(len(SIZES))]]
+
+
+def test_the_store_listens_where_it_is_said_to() -> None:
+    store = open_store("127.0.0.1")
+    found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [at.ip for at in found if at.port == store.port] == ["127.0.0.1"]
+
+
+def test_gloo_listens_at_the_interface_of_the_run_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                assert gloo_environment(address.address) == {GLOO_INTERFACE: name}
+    loopback = gloo_environment("localhost")[GLOO_INTERFACE]
+    assert any(address.address == "127.0.0.1" for address in interfaces[loopback])
+    assert gloo_environment("127.0.0.7") == {GLOO_INTERFACE: loopback}
+    assert gloo_environment("192.0.2.254") == {}, "of another machine"
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    assert gloo_environment("127.0.0.1") == {}
 
 
 def test_a_peer_that_is_gone() -> None:
-    with met(leave) as (joined, answers):
-        assert answers.get(timeout=60) == "left"
+    with met(leave) as (joined, ranks):
+        assert ranks.take(1) == ["left"]
         with pytest.raises(PublicationError, match="broadcast of a weight failed"):
             for _ in broadcasts([("a weight", torch.ones(10_000_000))] * 9, joined):
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -13,13 +13,37 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, StreamRLError, WireError
+from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLost, WireError
+from streamrl.essential import ends_with_its_work
+from streamrl.ledger import Fate
+from streamrl.metrics import StepReport
 from streamrl.transport import http
 from streamrl.transport.control import client as control_client
 from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.groups import Admission, Admit, AdmitReply
-from streamrl.transport.control.members import Done, HeartbeatReply, Register, RegisterReply
+from streamrl.transport.control.evaluations import (
+    Evaluate,
+    EvaluationReports,
+    EvaluationResult,
+    EvaluationRoute,
+    NextEvaluation,
+    NextEvaluationReply,
+)
+from streamrl.transport.control.groups import (
+    Admission,
+    Admit,
+    AdmitReply,
+    DataFacts,
+    InFlight,
+    Reject,
+    Rejections,
+    Route,
+    RouteReply,
+    Settle,
+)
+from streamrl.transport.control.members import Done, FinishRun, HeartbeatReply, Register, RegisterReply, Topology
+from streamrl.transport.control.publication import Wanted
 from streamrl.transport.membership import Membership
+from tests.evaluations import make_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -120,36 +144,119 @@ async def test_registering_waits_for_the_manager_to_start(unused_tcp_port: int) 
 
 async def test_registering_gives_up_in_the_end(unused_tcp_port: int) -> None:
     client = ControlClient(f"http://127.0.0.1:{unused_tcp_port}")
-    with pytest.raises(PeerLost, match="is the manager running there"):
+    with pytest.raises(PeerLost, match="is it running there"):
         await client.register(REGISTER, patience=0.1)
     await client.close()
 
 
-async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_ticket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(control_client, "ADMIT_RETRY_SECONDS", (0.0, 0.0))
+async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_ticket() -> None:
     asked: list[Admit] = []
 
     async def lossy(request: web.Request) -> web.Response:
         asked.append(msgspec.json.decode(await request.read(), type=Admit))
-        if len(asked) <= 5:
+        if len(asked) <= 2:
             return hang_up(request)
         return answer(AdmitReply(admissions=[Admission(5, "http://g")], policy_version=0, stop=False))
 
     async with server(lossy) as url:
         client = ControlClient(url)
-        with pytest.raises(PeerLost):
-            await client.admit(Admit(worker=0, count=2))
         reply = await client.admit(Admit(worker=0, count=2))
         await client.admit(Admit(worker=0, count=2))
         await client.close()
     assert [admission.seq for admission in reply.admissions] == [5]
-    tickets = [message.ticket for message in asked]
-    assert set(tickets[:6]) == {tickets[0]}
-    assert tickets[0] != ""
-    assert len(tickets) == 7
-    assert tickets[6] != tickets[0]
+    first, again, third, other = [message.ticket for message in asked]
+    assert first == again == third != ""
+    assert other != first
+
+
+CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
+    "/settle": lambda client: client.settle(Settle([Fate(1, 1)])),
+    "/rejections": lambda client: client.rejections(0),
+    "/publish/wanted": lambda client: client.weights_wanted(),
+    "/data": lambda client: client.data_rows(),
+    "/report": lambda client: client.report(StepReport(step=1, time=0.0, metrics={}, token_ages={})),
+    "/evaluate": lambda client: client.evaluate(Evaluate(policy_version=1, step=1)),
+    "/evaluations": lambda client: client.evaluations(0),
+    "/finish_run": lambda client: client.finish_run(FinishRun(reason="done")),
+    "/reject": lambda client: client.reject(Reject(worker=0, seq=1, reason="no")),
+    "/in_flight": lambda client: client.in_flight(InFlight(worker=0, groups=[])),
+    "/route": lambda client: client.route(Route(worker=0, seq=1, failed="http://g")),
+    "/evaluation": lambda client: client.evaluation_result(EvaluationResult(0, 0, make_report(1))),
+    "/evaluation/next": lambda client: client.next_evaluation(NextEvaluation(evaluator=0)),
+    "/evaluation/route": lambda client: client.evaluation_route(EvaluationRoute(evaluator=0, prompt=1)),
+    "/topology": lambda client: client.topology("master", 1, patience=5.0),
+}
+REPLIES: dict[str, msgspec.Struct] = {
+    "/rejections": Rejections([]),
+    "/publish/wanted": Wanted(0, [], 0),
+    "/data": DataFacts(rows=3),
+    "/evaluations": EvaluationReports([], stop=False),
+    "/route": RouteReply(gserver="http://h"),
+    "/evaluation/next": NextEvaluationReply(None, stop=False),
+    "/evaluation/route": RouteReply(gserver="http://h"),
+    "/topology": Topology(complete=True, peers=[]),
+}
+
+
+class Troubled:
+    """A manager that fails at the first calls."""
+
+    def __init__(self, *, failures: int) -> None:
+        self.calls: list[str] = []
+        self.failures = failures
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path)
+        if len(self.calls) <= self.failures:
+            return answer(http.ErrorReply(http.ErrorDetail("a bug")), status=500)
+        return answer(REPLIES.get(request.path, Done()))
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_lost_call_is_made_again_and_the_log_says_which(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager = Troubled(failures=2)
+    async with server(manager.handle) as url:
+        client = ControlClient(url)
+        await CALLS[path](client)
+        await client.close()
+    assert manager.calls == [path] * 3
+    assert f"{path}" in caplog.text
+    assert "is tried again for 30 s: the manager answered 500" in caplog.text
+
+
+async def test_a_call_that_goes_on_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_client, "PATIENCE_SECONDS", 0.3)
+    manager = Troubled(failures=1000)
+    async with server(manager.handle) as url:
+        client = ControlClient(url)
+        with pytest.raises(PeerError, match=r"POST /settle: the manager answered 500 .*tried again for 0 s"):
+            await client.settle(Settle([]))
+        assert len(manager.calls) > 2
+        manager.calls.clear()
+        with pytest.raises(PeerError):
+            await client.status()
+        await client.close()
+    assert manager.calls == ["/status"], "who looks at the run wants an answer now"
+
+
+@pytest.mark.parametrize(("status", "calls"), [(400, 1), (401, 1), (409, 2)])
+async def test_a_refusal_is_final_unless_it_is_about_the_moment(status: int, calls: int) -> None:
+    asked = 0
+
+    async def refuse_once(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return answer(http.ErrorReply(http.ErrorDetail("not registered")), status=status)
+        return answer(Done())
+
+    async with server(refuse_once) as url:
+        client = ControlClient(url)
+        final = pytest.raises(PeerError, match=str(status)) if calls == 1 else nullcontext()
+        with final:
+            await client.settle(Settle([]))
+        await client.close()
+    assert asked == calls
 
 
 class FakeManager:
@@ -246,17 +353,20 @@ async def test_a_member_leaves_a_manager_that_stays_silent() -> None:
         manager.down = True
         await stopped(membership)
         assert isinstance(membership.lost, PeerLost)
-        assert "rollout/2: the manager has been silent" in str(membership.lost)
+        assert str(membership.lost).startswith(
+            "rollout/2 has lost the manager: the heartbeat of rollout/2: the manager cannot"
+        )
 
 
-async def test_a_heartbeat_that_fails_of_a_bug_is_not_silent() -> None:
+async def test_a_heartbeat_that_fails_of_a_bug_ends_the_process_and_the_manager_hears_why() -> None:
     def broken() -> dict[str, float]:
         raise RuntimeError("no such counter")
 
-    async with joined(FakeManager(), stats=broken) as membership:
-        await stopped(membership)
-        assert isinstance(membership.lost, StreamRLError)
-        assert "RuntimeError: no such counter" in str(membership.lost)
+    manager = FakeManager()
+    with pytest.raises(EssentialFailed, match="heartbeat of rollout/2 failed: RuntimeError: no such counter"):
+        async with ends_with_its_work(), joined(manager, stats=broken):
+            await asyncio.sleep(5.0)
+    assert (await manager.beat())["error"].startswith("rollout/2: EssentialFailed: heartbeat of rollout/2 failed")
 
 
 async def test_failing_tells_the_manager_if_it_can_be_told() -> None:

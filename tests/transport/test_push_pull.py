@@ -23,7 +23,8 @@ from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport import codec
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
 from streamrl.types import SampleMeta
-from tests.groups import make_group
+from tests import hostile
+from tests.groups import held, make_group
 
 LIMIT = 1 << 20
 DEADLINE = 30.0
@@ -37,11 +38,24 @@ class Head:
         self.stored: list[int] = []
         self.most_held = 0
         self._keep = keep
+        self._closed = False
         self.dataset = StreamDataset(rank=0, capacity_groups=capacity, on_stored=self._on_stored)
         self.ingress = StreamIngress(
-            self.dataset, host="127.0.0.1", max_group_bytes=LIMIT, resend_seconds=resend, vocab_size=1000, port=port
+            self.dataset,
+            host="127.0.0.1",
+            limits=codec.Limits(max_group_bytes=LIMIT, vocab_size=1000),
+            resend_seconds=resend,
+            port=port,
         )
         self.ingress.start()
+
+    def close(self) -> None:
+        """Once or more; it must have lived until then."""
+        if not self._closed:
+            self._closed = True
+            running = self.ingress.running
+            self.ingress.close()
+            assert running, "the ingress has failed"
 
     def _on_stored(self, meta: SampleMeta) -> None:
         with self._changed:
@@ -71,8 +85,7 @@ def head(**arguments: object) -> Iterator[Head]:
     try:
         yield opened
     finally:
-        opened.ingress.close()
-    assert opened.ingress.finished.result(0) is None
+        opened.close()
 
 
 async def head_again(closed: Head, *, resend: float) -> AbstractContextManager[Head]:
@@ -122,16 +135,13 @@ async def test_groups_reach_the_head_of_their_seq_as_they_were() -> None:
     with head() as even, head() as odd:
         async with pusher_to(even, odd) as pusher:
             await all_of(*(pusher.push(make_group(seq, version=seq)) for seq in range(20)))
-            stats = pusher.stats()
         assert sorted(even.stored) == list(range(0, 20, 2))
         assert sorted(odd.stored) == list(range(1, 20, 2))
-        (group,) = odd.dataset.get([7])
+        group = odd.dataset.find(7)
+        assert group is not None
         sent = make_group(7, version=7)
         for name in codec.ARRAYS:
             np.testing.assert_array_equal(getattr(group, name), getattr(sent, name))
-        assert stats["groups_pushed_total"] == 20
-        assert stats["resent_total"] == stats["waiting_credit"] == 0
-        assert stats["bytes_total"] > 20 * codec.group_bytes(sent)
 
 
 async def test_large_groups_arrive_as_they_were() -> None:
@@ -141,7 +151,8 @@ async def test_large_groups_arrive_as_they_were() -> None:
             groups = [make_group(seq, seqlens=(15_000, 15_000)) for seq in range(4)]
             await all_of(*(pusher.push(group) for group in groups))
         for group in groups:
-            (back,) = opened.dataset.get([group.seq])
+            back = opened.dataset.find(group.seq)
+            assert back is not None
             np.testing.assert_array_equal(back.packed_input_ids, group.packed_input_ids)
 
 
@@ -184,7 +195,7 @@ async def test_a_full_head_makes_pushers_wait_and_say_so(monkeypatch: pytest.Mon
                         await warnings.some.wait()
                     assert sum(push.done() for push in pushes) <= 4
                 assert len(opened.dataset) == 4
-                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+                opened.dataset.discard(held(opened.dataset), forget=False)
             await all_of(*pushes)
         assert sorted(opened.stored) == list(range(24))
         assert opened.most_held <= 4
@@ -242,7 +253,7 @@ FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
         ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
         ([HEADER], 1, "frames of [] bytes"),
         ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 48, 48, 48] bytes"),
-        ([HEADER, *FRAMES, b"more"], 1, "bytes, not [8, 8, 48, 48, 48, 12]"),
+        ([HEADER, *FRAMES, b"more"], 1, "a message of 8 frames"),
         ([HEADER, TOGETHER[:-1]], 1, "frames of [171] bytes, not [172]"),
         ([HEADER, *reversed(FRAMES)], 1, "frames of [12, 48"),
         ([HEADER, *FRAMES[:3], np.full(12, np.nan, np.float32).tobytes(), *FRAMES[4:]], 1, "finite"),
@@ -259,6 +270,57 @@ async def test_malformed_messages_are_refused_and_the_stream_goes_on(
         assert opened.dataset.stats()["groups_refused_total"] == 1
         assert reply_to(peer, HEADER, TOGETHER).stored == [1]
         assert opened.stored == [1]
+
+
+ASK = msgspec.msgpack.encode(Ask(offered=[1, 2], withdrawn=[3]))
+
+
+async def test_no_message_ends_a_head() -> None:
+    """Whatever it makes a decoder or a check raise: it is refused, and those after it are taken."""
+    with head() as opened, raw_peer(opened) as peer:
+        for valid in (ASK, HEADER):
+            (refusal,) = reply_to(peer, hostile.with_unknown_field(valid), TOGETHER).refused
+            assert "recursion" in refusal.reason
+        peer.set(zmq.SNDHWM, 0)
+        for frames in hostile.messages([[ASK], [HEADER, TOGETHER], [HEADER, *FRAMES]], count=2000):
+            peer.send_multipart(frames)
+        peer.send_multipart(codec.encode(make_group(200), max_group_bytes=LIMIT))
+        async with pusher_to(opened) as pusher:
+            await all_of(*(pusher.push(make_group(seq)) for seq in range(100, 110)))
+        await opened.wait_for(lambda: {200, *range(100, 110)} <= set(opened.stored))
+        assert opened.dataset.stats()["groups_refused_total"] > 1000
+
+
+@pytest.mark.parametrize(("frames", "size"), [(40, 2**16), (1000, 1), (5, 2**18 + 2**16)])
+async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is beyond it is not kept while the rest is read."""
+    kept: list[int] = []
+    with head() as opened, raw_peer(opened) as peer:
+        puller = opened.ingress._puller
+        handle = puller._handle
+        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[1])), handle(*message)])
+        (refusal,) = reply_to(peer, HEADER, *[bytes(size)] * frames).refused
+        assert refusal.seq == 1
+        assert f"a message of {frames + 1} frames with {len(HEADER) + frames * size} bytes, more than 7 or" in (
+            refusal.reason
+        )
+        assert kept == [1]
+        assert reply_to(peer, HEADER, TOGETHER).stored == [1]
+
+
+async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() -> None:
+    with head(capacity=1) as opened, raw_peer(opened) as peer:
+        opened.ingress.expect(newest_version=4, seqs=100)
+        forged = [make_group(10**12), make_group(100), make_group(7, version=10**6)]
+        for group in forged:
+            (refusal,) = reply_to(peer, *codec.encode(group, max_group_bytes=LIMIT)).refused
+            assert refusal.seq == group.seq
+            assert "from unknown peer" in refusal.reason
+        asked = reply_to(peer, msgspec.msgpack.encode(Ask(offered=[100, 10**12], withdrawn=[])))
+        assert [refusal.seq for refusal in asked.refused] == [100, 10**12]
+        assert (asked.send, asked.taken) == ([], 0)
+        opened.ingress.expect(newest_version=5, seqs=101)
+        assert reply_to(peer, *codec.encode(make_group(100, version=5), max_group_bytes=LIMIT)).stored == [100]
 
 
 async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
@@ -283,7 +345,8 @@ async def test_a_cancelled_push_gives_its_turn_away() -> None:
             waiting = asyncio.ensure_future(pusher.push(make_group(1)))
             later = asyncio.ensure_future(other.push(make_group(2)))
             await asyncio.sleep(0)
-            assert other.stats()["waiting_credit"] == pusher.stats()["waiting_credit"] == 1
+            assert not waiting.done()
+            assert not later.done()
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -338,7 +401,6 @@ async def test_every_group_arrives_once_though_answers_are_lost(monkeypatch: pyt
             mine = [one.push(make_group(seq)) for seq in range(0, 60)]
             theirs = [other.push(make_group(seq)) for seq in range(40, 100)]  # 20 are made twice
             await all_of(*mine, *theirs)
-            assert one.stats()["groups_pushed_total"] == other.stats()["groups_pushed_total"] == 60
         assert sorted(opened.stored) == list(range(100))
         assert opened.most_held <= 8
 
@@ -347,7 +409,7 @@ async def test_groups_are_delivered_after_the_head_came_back() -> None:
     with head() as first:
         async with pusher_to(first, resend=0.1) as pusher:
             await all_of(*(pusher.push(make_group(seq)) for seq in range(5)))
-            first.ingress.close()
+            first.close()
             pushes = [asyncio.ensure_future(pusher.push(make_group(seq))) for seq in range(3, 30)]
             await asyncio.sleep(0)
             with await head_again(first, resend=0.1) as second:
@@ -381,7 +443,7 @@ async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -
             await opened.wait_for(lambda: len(opened.stored) == 8)
             for _ in range(5):
                 seen = len(opened.stored)
-                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+                opened.dataset.discard(held(opened.dataset), forget=False)
                 await opened.wait_for(lambda seen=seen: len(opened.stored) > seen)  # type: ignore[misc]
         finally:
             process.send_signal(signal.SIGKILL)
@@ -390,7 +452,7 @@ async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -
         async with pusher_to(opened, resend=0.1) as pusher:
             pushes = asyncio.gather(*(pusher.push(make_group(seq)) for seq in redone))
             while not pushes.done():
-                opened.dataset.discard(list(opened.dataset.held()), forget=False)
+                opened.dataset.discard(held(opened.dataset), forget=False)
                 await asyncio.wait([pushes], timeout=0.02)
             await pushes
         assert sorted(opened.stored) == list(redone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import zmq.asyncio
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
+from tests import hostile
 
 
 class Double(msgspec.Struct, tag=True):
@@ -59,8 +61,15 @@ async def carry_out(channel, ordered, begun):
 @contextlib.asynccontextmanager
 async def master():
     notices: list[tuple[int, News]] = []
-    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=lambda w, n: notices.append((w, n)))
-    channel.notices = notices
+    heard = asyncio.Event()
+
+    def hear(number, notice):
+        notices.append((number, notice))
+        if notice == News("last"):
+            heard.set()
+
+    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=hear)
+    channel.notices, channel.heard = notices, heard
     try:
         yield channel
     finally:
@@ -109,15 +118,20 @@ async def test_no_worker_begins_a_request_that_another_does_not_have():
         assert a.begun == []
 
 
-@pytest.mark.parametrize("given_up", ["while it is sent", "before it is acknowledged", "by its deadline"])
+@pytest.mark.parametrize(
+    "given_up", ["while it is sent", "before it is acknowledged", "by its deadline", "by both in one moment"]
+)
 async def test_a_request_that_is_given_up_before_it_begins_holds_nobody_up(given_up):
     async with master() as m, worker(m, 0) as first, reader_of_nothing(m, 1):
         await m.wait_for({0, 1}, patience=5)
-        timeout = 0.2 if given_up == "by its deadline" else 30
+        timeout = 0.2 if given_up.startswith("by") else 30
         together = asyncio.create_task(m.request({0: Double(1), 1: Double(2)}, Answer, timeout=timeout))
-        await asyncio.sleep(0 if given_up == "while it is sent" else 0.3)
-        together.cancel()
-        with pytest.raises(asyncio.CancelledError if timeout == 30 else DeadlineExceeded):
+        if given_up == "by both in one moment":  # a busy machine: its deadline has passed, and nobody saw it yet
+            asyncio.get_running_loop().call_later(0.1, time.sleep, 0.3)
+        if given_up != "by its deadline":
+            await asyncio.sleep(0 if given_up == "while it is sent" else 0.3)
+            together.cancel()
+        with pytest.raises(DeadlineExceeded if given_up == "by its deadline" else asyncio.CancelledError):
             await together
         assert (await m.call(0, Double(3), Answer, timeout=5)).value == 6
         assert first.begun == [Double(3)]
@@ -239,6 +253,170 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
         assert m.notices == [(0, News("stored"))]
         stranger.close()
         context.term()
+
+
+NUMBER, ONE = bytes(8), (1).to_bytes(8, "big")
+START = bytes(range(16))
+DOUBLE = msgspec.msgpack.encode(Double(3))
+NEWS = msgspec.msgpack.encode(News("stored"))
+
+
+async def test_no_message_ends_the_master():
+    async with master() as m, worker(m, 0):
+        await m.wait_for({0}, patience=5)
+        context = zmq.asyncio.Context()
+        for identity in (b"70", b"+1", b"\xc2\xb9", b"9" * 200, b"7"):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.set(zmq.LINGER, 1000)
+                stranger.set(zmq.IDENTITY, identity)
+                stranger.connect(m.endpoint)
+                await stranger.send_multipart([b"N", ONE, START + hostile.with_unknown_field(NEWS)])
+                valid = [[kind, NUMBER, body] for kind in (b"R", b"E", b"A") for body in (NEWS, DOUBLE)]
+                valid += [[b"H", NUMBER, START], [b"N", ONE, START + NEWS]]
+                for frames in hostile.messages(valid, count=300):
+                    await stranger.send_multipart(frames)
+                await stranger.send_multipart([b"H", NUMBER, START[::-1]])
+                await stranger.send_multipart([b"N", ONE, START[::-1] + msgspec.msgpack.encode(News("last"))])
+        async with asyncio.timeout(10):
+            await m.heard.wait()
+        assert {number for number, _ in m.notices} <= {7, 70}, "others are no workers"
+        assert not any(task.done() for task in m._tasks)
+        assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
+        context.term()
+
+
+async def test_no_message_ends_a_worker():
+    async with pretended_master() as (router, endpoint):
+        end = ReplyChannel(endpoint=endpoint, worker=0, call_type=Double)
+        receiving = asyncio.create_task(received(end, until=Double(4)))
+        await router.recv_multipart()
+        await router.send_multipart([b"0", b"C", NUMBER, hostile.with_unknown_field(DOUBLE)])
+        for kind in (b"P", b"W", b"S", b"S", b"W"):  # said twice, it is said once
+            await router.send_multipart([b"0", kind, NUMBER, DOUBLE])
+        valid = [[kind, NUMBER, DOUBLE] for kind in (b"C", b"P", b"S", b"W", b"B")]
+        for frames in hostile.messages(valid, count=1000):
+            await router.send_multipart([b"0", *frames])
+        await router.send_multipart([b"0", b"C", NUMBER, msgspec.msgpack.encode(Double(4))])
+        await asyncio.wait_for(receiving, 10)
+        await end.close()
+
+
+async def received(end, *, until):
+    while (await end.receive())[1] != until:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def pretended_master():
+    context = zmq.asyncio.Context()
+    with context.socket(zmq.ROUTER) as router:
+        router.set(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        yield router, f"tcp://127.0.0.1:{port}"
+    context.term()
+
+
+async def test_an_answer_that_cannot_be_decoded_fails_its_request_alone():
+    async with master() as m:
+        end = ReplyChannel(endpoint=m.endpoint, worker=0, call_type=Double)
+        await m.wait_for({0}, patience=5)
+        asking = asyncio.create_task(m.call(0, Double(1), Answer, timeout=5))
+        number, _ = await end.receive()
+        await end._send(b"R", number, hostile.with_unknown_field(msgspec.msgpack.encode(Answer(2))))
+        with pytest.raises(WireError, match=r"Double was answered with something else: .*recursion"):
+            await asking
+        await end.close()
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+class Line:
+    """A TCP connection in between, which can be cut with what is on its way."""
+
+    def __init__(self):
+        self.lost = 0
+        """Bytes that came from the worker and never arrived."""
+        self.swallows = False
+        self.connections = 0
+        self._open = set()
+
+    async def open(self, endpoint):
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._server = await asyncio.start_server(lambda r, w: self._join(r, w, host, int(port)), "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _join(self, from_worker, to_worker, host, port):
+        self.connections += 1
+        from_master, to_master = await asyncio.open_connection(host, port)
+        self._open |= {to_worker, to_master}
+        copying = [self._copy(from_worker, to_master, loses=True), self._copy(from_master, to_worker, loses=False)]
+        await asyncio.gather(*copying, return_exceptions=True)
+
+    async def _copy(self, reader, writer, *, loses):
+        while content := await reader.read(1 << 16):
+            if loses and self.swallows:
+                self.lost += len(content)
+            else:
+                writer.write(content)
+                await writer.drain()
+        writer.close()
+
+    def cut(self):
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+    async def close(self):
+        self.cut()
+        self._server.close()
+        await self._server.wait_closed()
+
+
+async def test_every_notice_arrives_once_and_in_order_though_connections_break(monkeypatch):
+    """Also those that the worker's own end had sent when the connection broke."""
+    monkeypatch.setattr(request_reply, "UNHEARD_SECONDS", 0.1)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
+    line = Line()
+    async with master() as m:
+        end = ReplyChannel(endpoint=await line.open(m.endpoint), worker=0, call_type=Double)
+        serving = asyncio.create_task(serve(end, []))
+        await m.wait_for({0}, patience=5)
+        said = []
+        for round_ in range(4):
+            await end.notify(News(f"{round_} arrives"))
+            await asyncio.sleep(0.1)
+            line.swallows = True
+            for number in range(3):
+                await end.notify(News(f"{round_} is lost {number}"))
+            await until(lambda: line.lost)
+            await asyncio.sleep(0.1)
+            line.cut()
+            line.swallows, line.lost = False, 0
+            await end.notify(News(f"{round_} after"))
+            said += [f"{round_} arrives", *(f"{round_} is lost {number}" for number in range(3)), f"{round_} after"]
+        await until(lambda: len(m.notices) >= len(said) and not end._unheard)
+        assert [notice.text for _, notice in m.notices] == said
+        assert line.connections == 5
+        assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await end.close()
+        await line.close()
+
+
+async def test_notices_of_a_worker_that_was_started_anew_are_heard_from_its_first_one_on():
+    async with master() as m:
+        for start in ("first", "second"):
+            async with worker(m, 0) as end:
+                await end.notify(News(start))
+                await until(lambda: not end._unheard)
+        assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 
 async def test_an_answer_of_another_type_is_refused():

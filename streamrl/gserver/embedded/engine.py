@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from streamrl import essential
 from streamrl.checksum import WeightsChecksum
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
@@ -32,7 +35,7 @@ from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Event, Scheduler
 from streamrl.gserver.embedded.weight_sets import WeightSets
 from streamrl.gserver.engine import Job, Lent, QueueFull, Ticket
-from streamrl.gserver.receiver import Expected, Staged, WeightReceiver, in_thread
+from streamrl.gserver.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
 from streamrl.gserver.text import Text
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SEED_BITS = 64
+LOOKS = 4
+"""How often a thread has to be found in the same step before it counts as stuck."""
 BURST_GAP = 0.1
 """Requests that an idle engine gets within this share of a decode step of each other are computed together."""
 
@@ -69,6 +74,7 @@ class EmbeddedEngine:
         seed: int,
         version: str = INITIAL_WEIGHT_VERSION,
         update_timeout: float,
+        stuck_seconds: float = 60.0,
         deterministic: bool = False,
         prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 256 * 2**20,
@@ -125,6 +131,9 @@ class EmbeddedEngine:
         )
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._step_began: float | None = None
+        """When the thread began what it does now; None: it waits for work."""
+        self._stuck_seconds = stuck_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tickets: set[Ticket] = set()
         self._broken = asyncio.Event()
@@ -148,12 +157,16 @@ class EmbeddedEngine:
         await self._do(lambda: self._weights.start(self._folder))
 
     async def failed(self) -> None:
-        await self._broken.wait()
+        watching = essential.begin(self._break_when_stuck(), name="the watch over the engine's thread")
+        try:
+            await self._broken.wait()
+        finally:
+            watching.cancel()
         raise ModelError(self._broken_by)
 
     async def close(self) -> None:
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSING_SECONDS)
         await self._receiver.close()
         self._fail_all("the gserver is stopping")
 
@@ -263,7 +276,19 @@ class EmbeddedEngine:
             "pause_seconds_total": self._pause_seconds + paused,
             "weight_updates_total": float(self._weight_updates),
             "cache_bytes": float(scheduler.cache_bytes),
+            "step_seconds": time.monotonic() - (self._step_began or time.monotonic()),
         }
+
+    async def _break_when_stuck(self) -> None:
+        """Seen `LOOKS` times in one step: if it were this process that stood still, it would be seen once."""
+        looks, began = 0, self._step_began
+        while looks < LOOKS:
+            await asyncio.sleep(self._stuck_seconds / LOOKS)
+            same = began is not None and began == self._step_began
+            looks, began = looks + 1 if same else 0, self._step_began
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        log.error("the engine's thread is stuck here:\n%s", "".join(traceback.format_stack(frame)))
+        self._break(f"it has finished no step for {self._stuck_seconds:g} s (gserver.stuck_seconds)")
 
     async def _swap(self, staged: Staged) -> str:
         """Serve the weights that stand by, which are complete."""
@@ -321,7 +346,7 @@ class EmbeddedEngine:
                 self._loop.call_soon_threadsafe(self._break, f"{type(error).__name__}: {error}")
 
     def _break(self, reason: str) -> None:
-        """The thread is gone: nothing will be computed any more."""
+        """The thread is gone, or hangs: nothing will be computed any more."""
         self._broken_by = f"the engine has stopped: {reason}"
         self._broken.set()
         self._fail_all(self._broken_by)
@@ -335,6 +360,7 @@ class EmbeddedEngine:
         compute_with(self._threads)
         with torch.inference_mode():
             while True:
+                self._step_began = time.monotonic()
                 for command in self._take_commands():
                     if command is None:
                         return
@@ -348,7 +374,10 @@ class EmbeddedEngine:
         requests come in bursts, and a step for the first ones alone would hold up the others."""
         was_idle = self._scheduler.idle
         if was_idle:
-            yield self._commands.get()
+            self._step_began = None
+            command = self._commands.get()
+            self._step_began = time.monotonic()
+            yield command
         if self._scheduler.idle:
             return
         step = self._scheduler.decode_seconds if was_idle else 0.0

@@ -23,12 +23,14 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import types
@@ -73,6 +75,21 @@ def limit_group_waits(seconds: float) -> None:
     ours = {"timeout": timedelta(seconds=seconds)}
     defaults = [p for p in inspect.signature(form).parameters.values() if p.default is not p.empty]
     form.__defaults__ = tuple(ours.get(p.name, p.default) for p in defaults)
+
+
+def listen_where_told() -> None:
+    """The store at which SGLang's ranks meet listens at every address of the machine, and asks nobody for a key; given
+    a socket, it listens there."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # there is a function of this name, too
+    open_store = rendezvous.TCPStore
+
+    def open_at(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
+        if is_master:
+            family, *_, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            options["master_listen_fd"] = socket.create_server(address[:2], family=family).detach()
+        return open_store(host_name=host_name, port=port, is_master=is_master, **options)
+
+    rendezvous.TCPStore = open_at
 
 
 def take_checksums_of_updates() -> None:
@@ -138,6 +155,7 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
 if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:
     limit_group_waits(float(os.environ[GROUP_SECONDS]))
 if __name__ in ("__main__", "__mp_main__"):
+    listen_where_told()
     take_checksums_of_updates()
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ group until it is ended itself, which does no harm: each run's groups have names
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +21,14 @@ from streamrl.transport.generation import AbortRequest, GenerationClient, PauseG
 log = logging.getLogger(__name__)
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """What of its own flags matters here; part of /server_info."""
+OLDEST_VERSION = (0, 5, 23)
+"""Of SGLang; older ones have not been tried, and may not tell under which weights each token was sampled."""
 
+
+class Settings(msgspec.Struct, frozen=True):
+    """What it is, and what of its own flags matters here; part of /server_info."""
+
+    version: str = ""
     disable_radix_cache: bool = False
     context_length: int | None = None
     pp_size: int = 1
@@ -56,17 +62,20 @@ async def joined_server(
     max_context: int,
     prompt_cache: bool,
     load_seconds: float,
+    stuck_seconds: float,
+    update_seconds: float,
     key: str = "",
 ) -> AsyncIterator[JoinedServer]:
     """The server at `url`, serving `model_dir` as `weight_version`.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
-    later requests; `load_seconds`: how long it may take to load weights; `key`: what it asks callers for.
+    later requests; `load_seconds`: how long it may take to load weights; `stuck_seconds`, `update_seconds`: as in
+    `monitoring`; `key`: what it asks callers for.
     Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
     when it cannot load the model.
     """
     client = GenerationClient(timeout=load_seconds, key=key)
-    async with monitoring(url, key=key) as monitor:
+    async with monitoring(url, key=key, stuck_seconds=stuck_seconds, update_seconds=update_seconds) as monitor:
         try:
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
@@ -75,13 +84,18 @@ async def joined_server(
         finally:
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
-        async with monitor.keeping_figures():
+        async with monitor.asking():
             yield JoinedServer(monitor, url=url)
 
 
 async def _check_flags(client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool) -> None:
     settings = await client.get(url, "/server_info", Settings, timeout=ANSWER_SECONDS)
     problems = []
+    if _is_old(settings.version):
+        problems.append(
+            f"it is SGLang {settings.version or 'of an unknown version'}, and streamrl needs "
+            f"{'.'.join(map(str, OLDEST_VERSION))} or newer"
+        )
     if not prompt_cache and not settings.disable_radix_cache:
         problems.append(
             'with weights.pause_mode = "in_place" prompts of old weights would stay in its cache: '
@@ -96,6 +110,13 @@ async def _check_flags(client: GenerationClient, url: str, *, max_context: int, 
         )
     if problems:
         raise ConfigError(f"the SGLang server at {url} does not fit the run: {'; '.join(problems)}")
+
+
+def _is_old(version: str) -> bool:
+    """Of a build from a repository without its tags (0.0.0) nobody can tell."""
+    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(int(part) for part in found.groups()) if found else ()
+    return numbers < OLDEST_VERSION and numbers != (0, 0, 0)
 
 
 async def load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:

@@ -130,12 +130,14 @@ async def sglang_server(
     process = await SglangProcess.start(words, variables)
     try:
         url = f"http://{settings.host}:{launch.port}"
-        async with monitoring(url, key=key) as monitor:
+        async with monitoring(
+            url, key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
+        ) as monitor:
             server = SglangServer(process, monitor, url=url)
             began = time.monotonic()
             await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
-            async with monitor.keeping_figures():
+            async with monitor.asking():
                 yield server
     finally:
         await asyncio.shield(process.stop())

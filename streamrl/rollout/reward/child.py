@@ -13,6 +13,7 @@ import io
 import math
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -42,6 +43,7 @@ _TRACEBACK_LINES = 12
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent()
+    _end_the_rest_after_death()
     requests_in, answers_out = _take_standard_streams()
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests_in, requests), daemon=True).start()
@@ -112,6 +114,30 @@ def _die_with_parent() -> None:
     """On Linux, ask the kernel: a function that holds the interpreter lock keeps `_read` from running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_the_rest_after_death() -> None:
+    """On Linux, leave a process behind that waits for the end of this one, and then ends what the function has started.
+
+    Nobody else could where the rollout worker was killed. It is no child of this process, which may wait for its own.
+    """
+    leader = os.getpid()
+    if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:
+        return
+    if first := os.fork():
+        os.waitpid(first, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            watched = os.pidfd_open(leader)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):  # nobody is to wait for the end of what it does not write
+                os.dup2(nothing, descriptor)
+            select.select([watched], [], [])
+            os.killpg(leader, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.rollout.loading import load_object
+from streamrl.importing import load_object
 from streamrl.rollout.reward.protocol import DataOrigin, Response, Setup
 from streamrl.rollout.rows import create_reasoning_gym
 from streamrl.types import Prompt

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import msgspec
@@ -41,12 +43,36 @@ _EXIT_SECONDS = 2.0
 _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
+_SECRET = re.compile(r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+
+
+def without_secrets(
+    environment: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str]
+) -> dict[str, str]:
+    """`environment` for code that may run what a model wrote: without variables that look like secrets, but for those
+    that are `passed`, and without those that are `withheld` whatever they look like."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in withheld and (name in passed or not _SECRET.search(name))
+    }
+
+
 class RewardPool:
     """Calls the configured reward function in `processes` processes."""
 
-    def __init__(self, setup: Setup, *, processes: int, timeout: float, start_timeout: float = 120.0) -> None:
-        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds."""
-        self._children = [_Child(setup, start_timeout=start_timeout) for _ in range(processes)]
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        processes: int,
+        timeout: float,
+        start_timeout: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds. `environment`: of the
+        processes; None: as this one's."""
+        self._children = [_Child(setup, start_timeout=start_timeout, environment=environment) for _ in range(processes)]
         self._idle: asyncio.Queue[_Child] = asyncio.Queue()
         self._calls: set[asyncio.Task[float]] = set()
         self._function = setup.function
@@ -67,6 +93,11 @@ class RewardPool:
             ),
             processes=reward.processes,
             timeout=reward.timeout_seconds,
+            environment=without_secrets(
+                os.environ,
+                passed=reward.environment,
+                withheld=(config.manager.api_key_env, config.gserver.api_key_env),
+            ),
         )
 
     async def start(self) -> None:
@@ -144,8 +175,9 @@ class RewardPool:
 class _Child:
     """One reward process and its successors."""
 
-    def __init__(self, setup: Setup, *, start_timeout: float) -> None:
+    def __init__(self, setup: Setup, *, start_timeout: float, environment: Mapping[str, str] | None) -> None:
         self._setup = setup
+        self._environment = environment
         self._start_timeout = start_timeout
         self._process: Process | None = None
         self._launching: asyncio.Task[None] | None = None
@@ -197,6 +229,7 @@ class _Child:
             "streamrl.rollout.reward.child",
             stdin=PIPE,
             stdout=PIPE,
+            env=self._environment,
             start_new_session=True,  # a process group of its own, so that `_kill` reaches what the function started
         )
         try:

@@ -7,7 +7,7 @@ from typing import cast
 
 from streamrl.config import WorkflowConfig
 from streamrl.errors import ConfigError
-from streamrl.rollout.loading import load_object
+from streamrl.importing import load_object
 from streamrl.rollout.workflow import Workflow
 from streamrl.rollout.workflows.multi_turn import MultiTurn
 from streamrl.rollout.workflows.single_turn import SingleTurn

@@ -13,7 +13,7 @@ class SingleTurn:
     async def run(self, prompt: Prompt, session: Session) -> Trajectory:
         builder = TrajectoryBuilder()
         builder.append_prompt(prompt.input_ids)
-        generation = await session.generate(builder.input_ids, with_siblings=True)
+        generation = await session.generate(builder.input_ids)
         builder.append_sampled(generation)
         reward = await session.score(session.response(generation))
         return builder.build(reward=reward, finish_reason=generation.finish_reason)

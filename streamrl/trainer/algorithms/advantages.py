@@ -10,8 +10,9 @@ from torch import Tensor
 
 STD_EPS = 1e-4
 
-AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline"]
-"""Those of `group_advantages`, by name."""
+AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"]
+PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae")
+"""Kinds in which each token has an advantage of its own. Those of a batch are whitened together."""
 
 
 def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
@@ -24,14 +25,14 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
     - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
     - `rloo`: `r` minus the mean of the *other* siblings, which is `n / (n - 1) · (r - mean(r))`
       (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
-    - `reinforce++-baseline`: as `mean`, to be whitened over the batch;
-    - `reinforce++`: `r` itself, to be whitened over the batch
-      (REINFORCE++, https://arxiv.org/abs/2501.03262).
+    - `reinforce++`: `r` itself, and `reinforce++-baseline`: as `mean` (REINFORCE++,
+      https://arxiv.org/abs/2501.03262): what the last token earns, see `PER_TOKEN`;
+    - `gae`: `r` itself, too: a critic takes the place of the siblings.
 
-    Siblings that all scored the same get exactly 0, except with `reinforce++`: they teach nothing.
+    Siblings that all scored the same get exactly 0 where they are compared: they teach nothing.
     """
     rewards = rewards.float()
-    if kind == "reinforce++":
+    if kind in ("reinforce++", "gae"):
         return rewards
     if bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
@@ -53,7 +54,8 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
     with V and A 0 after a response's last token. `rewards` and `values` `[tokens]` are those of the
     sampled tokens of all responses, one response after another; `lengths` `[responses]` (int64) says how
     many each has. `values[t]` is of the state in which token t was sampled. The advantages `[tokens]`
-    plus the values are the returns that a critic learns.
+    plus the values are the returns that a critic learns. With values of 0 and λ = 1 they are the discounted rewards
+    that follow: A_t = Σ_k γ^k · r_{t+k}.
     """
     advantages = torch.zeros_like(values)
     ends = lengths.cumsum(0)
@@ -67,11 +69,6 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
         following[alive] = advantages[at]
         next_value[alive] = values[at]
     return advantages
-
-
-def whitens(kind: AdvantageKind | Literal["gae"]) -> bool:
-    """Whether the advantages of a batch are to be whitened together."""
-    return kind in ("reinforce++", "reinforce++-baseline", "gae")
 
 
 def moments(advantages: Tensor) -> Tensor:

@@ -33,24 +33,39 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KLEstimator) ->
 
 
 class KLCoefficient:
-    """β, fixed or following a target for the KL of a token.
+    """β, fixed or following a target for the KL of a token. All roles of a worker share one.
 
-    After a step with mean KL `k`: `β ← β · (1 + clip(k / target - 1, ±0.2) · 1 / horizon)`
-    (Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2, with the horizon in steps).
+    After a training step with mean KL `k`: `β ← β · (1 + clip(k / target - 1, ±0.2) / horizon)`
+    (Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2, with the horizon in steps). The new β is that
+    of the next step: whoever still trains in this one, as a critic may after the actor, sees the old.
     """
 
     def __init__(self, value: float, *, target: float | None, horizon: int) -> None:
         self.value = value
+        """β of the current step."""
+        self.next_value = value
+        """β of the step after it."""
         self._target = target
         self._horizon = horizon
+        self._step: int | None = None
 
     @property
     def adapts(self) -> bool:
         return self._target is not None
 
+    def begin_step(self, policy_version: int) -> None:
+        """A role begins the step from `policy_version`; it need not be the first to do so."""
+        if policy_version != self._step:
+            self._step = policy_version
+            self.value = self.next_value
+
     def update(self, kl: float) -> None:
-        """A step is over in which tokens had a mean KL of `kl`."""
+        """All minibatches of the step are over; tokens had a mean KL of `kl`."""
         if self._target is None:
             return
         error = max(-LARGEST_CORRECTION, min(LARGEST_CORRECTION, kl / self._target - 1))
-        self.value *= 1 + error / self._horizon
+        self.next_value = self.value * (1 + error / self._horizon)
+
+    def resume(self, value: float) -> None:
+        """Go on with `value`."""
+        self.value = self.next_value = value

@@ -50,9 +50,8 @@ def behavior_weight(
 
     `limit`:
 
-    - `truncate`: `min(w, cap)` (truncated importance sampling, Espeholt et al.,
-      https://arxiv.org/abs/1802.01561; AReaL's capped weight);
-    - `mask`: `w` where `floor <= w <= cap`, else 0 (masked importance sampling).
+    - `truncate`: `min(w, cap)` (truncated importance sampling, Espeholt et al., https://arxiv.org/abs/1802.01561);
+    - `mask`: `w` where `floor <= w <= cap`, else 0 (masked importance sampling; AReaL's cap).
     """
     log_weight = (proximal_logprobs - behavior_logprobs).detach()
     if level != "token":
@@ -159,11 +158,6 @@ def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: b
 def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
     """`[sequences]`: how many tokens each response has, at least 1."""
     return torch.bincount(sequence, minlength=sequences).clamp(min=1)
-
-
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """Share of the tokens that count after weighting: `(Σw)² / (n · Σw²)`, between 1/n and 1."""
-    return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
 
 
 def _clipped(

@@ -19,7 +19,6 @@ from streamrl.trainer.algorithms.losses import (
     ClippedLoss,
     behavior_weight,
     cispo,
-    effective_sample_size,
     gspo,
     ppo,
     tokens_of_sequence,
@@ -117,7 +116,7 @@ def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tenso
     """What each token's loss counts in that of the minibatch.
 
     `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its response · responses) (GRPO);
-    `constant`: 1 / (longest response possible · responses) (Dr. GRPO).
+    `sum`: 1 / responses (RLOO); `constant`: 1 / (longest response possible · responses) (Dr. GRPO).
     """
     match algorithm.loss_aggregation:
         case "token":
@@ -125,6 +124,8 @@ def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tenso
         case "sequence":
             counts = tokens_of_sequence(tokens.sequence, tokens.sequences)[tokens.sequence]
             return 1 / (counts.to(tokens.logprobs.dtype) * max(totals.sequences, 1))
+        case "sum":
+            return torch.full_like(tokens.logprobs, 1 / max(totals.sequences, 1), requires_grad=False)
         case "constant":
             share = 1 / (totals.longest * max(totals.sequences, 1))
             return torch.full_like(tokens.logprobs, share, requires_grad=False)
@@ -146,8 +147,8 @@ def _add_figures(
     sums["weight_limited"] = float(corrected.limited.sum())
     sums["policy_shift"] = float(shift.sum())
     sums["entropy"] = float(tokens.entropy.detach().sum())
-    sums["ess"] = float(effective_sample_size(ratio)) * len(ratio)
     sums["ratio"] = float(ratio.sum())
+    sums["ratio_squares"] = float((ratio.double() ** 2).sum())
     for age in sorted(set(tokens.age.tolist())):
         mine = tokens.age == age
         sums[f"tokens/age_{age}"] = float(mine.sum())
@@ -158,6 +159,6 @@ def _add_figures(
     difference = (at_start - tokens.behavior_logprobs).abs()[tokens.comparable]
     if len(difference):
         sums["fresh_tokens"] = len(difference)
-        sums["logprob_diff"] = float(difference.sum())
-        maxima["logprob_diff"] = float(difference.max())
+        sums["sampling_diff"] = float(difference.sum())
+        maxima["sampling_diff"] = float(difference.max())
     return maxima

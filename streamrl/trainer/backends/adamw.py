@@ -93,12 +93,9 @@ class AdamW:
             for name, weight in self._weights.items():
                 self._masters[name].copy_(weight)
 
-    def move(self, weights: dict[str, Tensor], device: torch.device) -> None:
-        """The weights are at another place now; what is not offloaded anyway follows them to `device`."""
-        self._weights = weights
-        if not self._offloaded:
-            self._masters = dict(weights)
-            self._moments = {k: {n: t.to(device) for n, t in found.items()} for k, found in self._moments.items()}
+    def on_device(self) -> list[Tensor]:
+        """What lives where the weights do, besides them."""
+        return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
 
     def state(self, spread: Spread) -> Iterator[tuple[str, Tensor]]:
         """See `ParallelModel.optimizer_state`. Collective."""

@@ -85,8 +85,11 @@ class ParallelModel(Protocol):
         """Whether this rank sees outputs: those of the last pipeline stage do."""
         ...
 
-    def infer(self, micros: Sequence[MicroBatch]) -> list[Output] | None:
-        """Outputs of `micros`, without a gradient; None where `gives_output` is False. Collective."""
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output] | None:
+        """Outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
+
+        `temperature`: another than `ModelSpec.temperature`.
+        """
         ...
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
@@ -142,11 +145,12 @@ class ParallelModel(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move everything to the CPU until `onload`; computing meanwhile is an error."""
+        """Give the memory of weights and optimizer back, and keep a copy on the CPU until `onload`; whatever needs
+        them meanwhile is an error."""
         ...
 
     def onload(self) -> None:
-        """Move everything back."""
+        """Bring everything back, bit for bit."""
         ...
 
     def close(self) -> None:

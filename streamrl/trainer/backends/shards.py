@@ -48,10 +48,6 @@ class Shards:
         """This rank's part of each weight."""
         return {name: shard.local for name, shard in self._weights.items()}
 
-    def moved(self, name: str, parameter: nn.Parameter) -> None:
-        """The parameter's memory is somewhere else now."""
-        self._weights[name].local = _local(parameter)
-
     def gather(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors from `parts`, one after another, on rank 0; empty ones elsewhere. Collective when sharded."""
         for name, shard in self._weights.items():

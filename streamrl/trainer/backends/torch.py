@@ -27,6 +27,7 @@ from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.adamw import AdamW
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
 from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.backends.offload import Offloaded
 from streamrl.trainer.backends.shards import Shard, Shards
 from streamrl.trainer.packing import PADDING_BRANCH, MicroBatch, attention_mask
 
@@ -56,7 +57,7 @@ class TorchModel:
             self._optimizer = AdamW(self._shards.local(), spec)
         else:
             self._net.eval().requires_grad_(False)
-        self._away = False
+        self._offloaded: Offloaded | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -66,11 +67,11 @@ class TorchModel:
     def gives_output(self) -> bool:
         return True
 
-    def infer(self, micros: Sequence[MicroBatch]) -> list[Output]:
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output]:
         self._check_here()
         idle = self._others_have_more(len(micros))
         with torch.no_grad():
-            outputs = [self._forward(micro) for micro in micros]
+            outputs = [self._forward(micro, temperature) for micro in micros]
             for _ in range(idle):
                 self._forward(_EMPTY)
         return outputs
@@ -113,9 +114,11 @@ class TorchModel:
         return self._shards.specs()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_here()
         return self._shards.gather(self._shards.local())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._check_here()
         self._shards.load(weights, into=self._shards.local())
         if self._optimizer is not None:
             self._optimizer.weights_changed()
@@ -125,18 +128,22 @@ class TorchModel:
         return self._trained.updates
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_here()
         return self._trained.state(self._shards)
 
     def load_state(self, folder: Path) -> None:
+        self._check_here()
         self._trained.load(folder, self._shards)
 
     def offload(self) -> None:
-        self._move(torch.device("cpu"))
-        self._away = True
+        if self._offloaded is None:
+            moments = [] if self._optimizer is None else self._optimizer.on_device()
+            self._offloaded = Offloaded([*self._shards.local().values(), *self._net.buffers(), *moments])
 
     def onload(self) -> None:
-        self._move(self._spec.device)
-        self._away = False
+        if self._offloaded is not None:
+            self._offloaded.bring_back()
+            self._offloaded = None
 
     def close(self) -> None:
         self._shards.close()
@@ -147,7 +154,7 @@ class TorchModel:
             raise TrainingError("this model is not trained: it has no optimizer state")
         return self._optimizer
 
-    def _forward(self, micro: MicroBatch) -> Output:
+    def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
         mask = self._tensor(attention_mask(micro.branch)) if micro.branched else None
         # without a mask positions count up from 0 anyway, and saying so would look like packing
         positions = self._tensor(micro.position_ids) if micro.branched else None
@@ -159,6 +166,7 @@ class TorchModel:
                 self._tensor(micro.row_index),
                 self._tensor(micro.column_index),
                 self._tensor(micro.target_ids),
+                self._spec.temperature if temperature is None else temperature,
             )
         return Output(values, entropy)
 
@@ -186,17 +194,8 @@ class TorchModel:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _move(self, device: torch.device) -> None:
-        if self._spec.device.type == "cpu":
-            return
-        self._net.to(device)
-        for name, parameter in self._parameters.items():
-            self._shards.moved(name, parameter)
-        if self._optimizer is not None:
-            self._optimizer.move(self._shards.local(), device)
-
     def _check_here(self) -> None:
-        if self._away:
+        if self._offloaded is not None:
             raise TrainingError("this model is offloaded: call onload before computing with it")
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -219,6 +218,7 @@ class _Net(nn.Module):
         rows: Tensor,
         columns: Tensor,
         ids: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """`(values, entropy)` of `Output`."""
         hidden = self.model.base_model(
@@ -230,19 +230,23 @@ class _Net(nn.Module):
             return values, torch.zeros_like(values)
         starts = range(0, len(ids), HEAD_CHUNK_TOKENS)
         if len(starts) <= 1:
-            return self._predict(states, ids)
+            return self._predict(states, ids, temperature)
         parts = [
             checkpoint(
-                self._predict, states[a : a + HEAD_CHUNK_TOKENS], ids[a : a + HEAD_CHUNK_TOKENS], use_reentrant=False
+                self._predict,
+                states[a : a + HEAD_CHUNK_TOKENS],
+                ids[a : a + HEAD_CHUNK_TOKENS],
+                temperature,
+                use_reentrant=False,
             )
             for a in starts
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _predict(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict(self, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logits = self.model.lm_head(states).float()
-        if self._spec.temperature != 1.0:
-            logits = logits / self._spec.temperature
+        if temperature != 1.0:
+            logits = logits / temperature
         normaliser = logits.logsumexp(-1)
         logprobs = logits.gather(-1, ids[:, None])[:, 0] - normaliser
         with torch.set_grad_enabled(self._spec.entropy_gradient and torch.is_grad_enabled()):
@@ -283,7 +287,11 @@ def _load(spec: ModelSpec) -> Any:
     model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
     if spec.gradient_checkpointing and spec.lr is not None:
         model.gradient_checkpointing_enable()
-    return model.to(spec.device)
+    model = model.to(spec.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()  # it is the mapped file, which `offload` could not give back
+    return model
 
 
 def _shard(net: _Net, device: torch.device, world: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.credit import Credit, assign_credit
@@ -50,8 +51,9 @@ class Actor:
         kl: KLCoefficient,
         longest: int,
         device: torch.device,
+        temperature: float = 1.0,
     ) -> None:
-        """`longest`: most tokens that a response may have."""
+        """`longest`: most tokens that a response may have. `temperature`: by which `model` divides logits."""
         self.model = model
         self._ranks = ranks
         self._trainer = trainer
@@ -59,6 +61,7 @@ class Actor:
         self._kl = kl
         self._longest = longest
         self._device = device
+        self._temperature = temperature
         self._compares = algorithm.kl_coef > 0
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
@@ -66,25 +69,40 @@ class Actor:
         gives no output. Collective."""
         return infer_packed(self.model, groups, self._trainer)
 
+    def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
+        """Credit of `items`, which are all that this rank has of a batch. Collective.
+
+        `given`: they bring advantages of the user's.
+        """
+        self._kl.begin_step(policy_version)
+        return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
+
     def train_step(
-        self, items: Sequence[TrainItem], minibatch: Minibatch, *, before_update: Callable[[], None]
+        self,
+        items: Sequence[TrainItem],
+        credits: Sequence[Credit],
+        minibatch: Minibatch,
+        *,
+        before_update: Callable[[], None],
     ) -> StepStatistics:
-        """One optimizer step on this rank's share of `minibatch`. Collective.
+        """One optimizer step on this rank's share of `minibatch`, `items` with their `credits`. Collective.
 
         `before_update` is called when gradients are ready and weights are about to change.
         """
         statistics = StepStatistics(sums=defaultdict(float), maxima={})
         totals = Totals(tokens=minibatch.loss_tokens, sequences=minibatch.sequences, longest=self._longest)
-        penalised = self._compares and self._algorithm.kl_in == "reward"
-        credits = assign_credit(
-            items, self._algorithm, kl_coef=self._kl.value, penalised=penalised, add_up=self._ranks.add_up
-        )
-        teaching, credits = self._teaching(items, credits)
+        wanted = minibatch.compared
+        if wanted is not None and self._temperature != 1.0:
+            statistics.compared = self._score([item.group for item in items if item.group.seq == wanted.seq], wanted)
+            wanted = None
+        teaching, credits = self._teaching(items, credits, wanted)
         groups = [item.group for item in teaching]
         trained = [item.trainable for item in teaching]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
         def loss(number: int, output: Output) -> Tensor:
+            if wanted is not None:
+                statistics.compared += _logprobs_of(wanted, micros[number], output, groups)
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
 
         self.model.accumulate(micros, loss)
@@ -93,31 +111,51 @@ class Actor:
         statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
         if self._compares:
             statistics.maxima["kl_coef"] = self._kl.value
-            self._adapt_kl(statistics)
         return statistics
+
+    def end_step(self, sums: Mapping[str, float]) -> None:
+        """All minibatches of a batch were trained on; `sums`: of their figures. Collective."""
+        if not self._kl.adapts:
+            return
+        found = torch.tensor([sums.get("kl", 0.0), sums.get("tokens", 0.0)], dtype=torch.float64)
+        kl, tokens = self._ranks.add_up(found).tolist()
+        if tokens:
+            self._kl.update(kl / tokens)
 
     def state(self) -> RoleState:
         """Optimizer and KL coefficient."""
-        files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.value)}
+        files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.next_value)}
         return RoleState(self.model.optimizer_state(), files)
 
     def load_state(self, folder: Path) -> None:
         """Take over a `state` that was written; raises `ModelError` when it is of another model. Collective."""
         self.model.load_state(folder)
         try:
-            self._kl.value = msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float)
+            self._kl.resume(msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float))
         except (OSError, msgspec.DecodeError) as error:
             raise ModelError(f"{folder}: the KL coefficient cannot be taken over: {error}") from error
 
-    def _teaching(self, items: Sequence[TrainItem], credits: Sequence[Credit]) -> tuple[list[TrainItem], list[Credit]]:
-        """The items with a gradient.
+    def _score(self, groups: Sequence[TrajectoryGroup], wanted: Sibling) -> list[float]:
+        """As `_logprobs_of`, in a pass of its own at temperature 1. Collective; `groups`: the one, where it is."""
+        micros = pack_for(self.model, [group.alone(wanted.index) for group in groups], self._trainer)
+        outputs = self.model.infer(micros, temperature=1.0) or []
+        return [value for output in outputs for value in output.values[:MOST_COMPARED].tolist()]
+
+    def _teaching(
+        self, items: Sequence[TrainItem], credits: Sequence[Credit], wanted: Sibling | None
+    ) -> tuple[list[TrainItem], list[Credit]]:
+        """The items with a gradient, and the one with `wanted`.
 
         Without a KL or an entropy term a group whose siblings all scored the same has none; it is left out of
         the computation (not of the normalisation). One is kept if all are so, for the figures.
         """
         if self._compares or self._algorithm.entropy_coef > 0:
             return list(items), list(credits)
-        keep = [i for i, credit in enumerate(credits) if bool(credit.advantages.any())] or list(range(len(items)))[:1]
+        keep = [
+            i
+            for i, (item, credit) in enumerate(zip(items, credits, strict=True))
+            if bool(credit.advantages.any()) or (wanted is not None and item.group.seq == wanted.seq)
+        ] or list(range(len(items)))[:1]
         return [items[i] for i in keep], [credits[i] for i in keep]
 
     def _loss(
@@ -170,10 +208,13 @@ class Actor:
             statistics.maxima[name] = max(statistics.maxima.get(name, value), value)
         return found.loss
 
-    def _adapt_kl(self, statistics: StepStatistics) -> None:
-        if not self._kl.adapts:
-            return
-        sums = statistics.sums
-        kl, tokens = self._ranks.add_up(torch.tensor([sums["kl"], sums["tokens"]], dtype=torch.float64)).tolist()
-        if tokens:
-            self._kl.update(kl / tokens)
+
+def _logprobs_of(wanted: Sibling, micro: MicroBatch, output: Output, groups: Sequence[TrajectoryGroup]) -> list[float]:
+    """Log-probabilities of the first `MOST_COMPARED` sampled tokens of a response, if it is in `micro`."""
+    numbers = [number for number, group in enumerate(groups) if group.seq == wanted.seq]
+    if not numbers:
+        return []
+    first, end = groups[numbers[0]].bounds(wanted.index)
+    mine = (micro.group_index == numbers[0]) & (first <= micro.target_index) & (micro.target_index < end)
+    found: list[float] = output.values.detach()[torch.from_numpy(mine).to(output.values.device)].tolist()
+    return found[:MOST_COMPARED]

@@ -1,4 +1,8 @@
-"""How much credit each token gets: advantages, and what a critic should have said."""
+"""How much credit each token gets: advantages, and what a critic should have said.
+
+Credit is assigned once for a training batch, before its first minibatch: so what is "of the batch" in a formula, such
+as the mean and deviation of its advantages, is of the batch, whatever it is cut into and whoever holds it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.advantages import gae, group_advantages, moments, whiten, whitens
+from streamrl.trainer.algorithms.advantages import PER_TOKEN, gae, group_advantages, moments, whiten
 from streamrl.trainer.algorithms.kl import kl_estimate
 from streamrl.trainer.roles.items import TrainItem, needed
 
@@ -27,26 +31,24 @@ class Credit(NamedTuple):
 
 
 def assign_credit(
-    items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, penalised: bool, add_up: AddUp
+    items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Credit of each item; whitened over all ranks where the algorithm says so. Collective.
+    """Credit of `items`, all that this rank has of a batch, be it none; whitened over the batch where the algorithm
+    says so. Collective, with the same `given` on all ranks.
 
-    `penalised`: the estimated KL from the reference is taken from the reward, times `kl_coef`.
+    `given`: the items bring advantages of the user's, which are taken as they are. With `kl_in = "reward"` the
+    estimated KL from the reference, times `kl_coef`, is taken from the reward: of each token, where tokens have
+    advantages of their own, and of the whole response elsewhere.
     """
-    if items and items[0].advantages is not None:
+    if given:
         return [Credit(torch.from_numpy(needed(item.advantages, "advantages")), None) for item in items]
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     penalties = [_divergence(item, algorithm) * kl_coef if penalised else None for item in items]
-    if algorithm.advantage == "gae":
-        found = [_by_gae(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
-    else:
-        found = [_by_response(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
-    if not whitens(algorithm.advantage):
-        return found
+    if algorithm.advantage not in PER_TOKEN:
+        return [_by_response(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
+    found = [_by_token(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
     sampled = [torch.from_numpy(item.group.packed_loss_mask.copy()) for item in items]
-    if algorithm.advantage == "gae":
-        counted = [credit.advantages[mask] for credit, mask in zip(found, sampled, strict=True)]
-    else:
-        counted = [_of_responses(item, credit.advantages) for item, credit in zip(items, found, strict=True)]
+    counted = [credit.advantages[mask] for credit, mask in zip(found, sampled, strict=True)]
     batch = add_up(moments(torch.cat(counted) if counted else torch.zeros(0)))
     return [
         credit._replace(advantages=whiten(credit.advantages, batch).masked_fill(~mask, 0.0))
@@ -57,26 +59,29 @@ def assign_credit(
 def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
     """One advantage for all tokens of a response."""
     group = item.group
-    rewards = torch.from_numpy(group.rewards.copy())  # received arrays are read-only
     lengths = torch.from_numpy(group.seqlens.astype(np.int64))
+    rewards = _rewards(item)
     if penalty is not None:
         rewards = rewards - torch.stack([part.sum() for part in torch.split(penalty, lengths.tolist())])
-    if algorithm.advantage == "gae":
-        raise AssertionError("advantages of tokens come from gae")
     advantages = group_advantages(rewards, kind=algorithm.advantage)
     sampled = torch.from_numpy(group.packed_loss_mask.copy())
     return Credit(advantages.repeat_interleave(lengths).masked_fill(~sampled, 0.0), None)
 
 
-def _by_gae(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """Generalised advantage estimation over the sampled tokens of each response."""
+def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
+    """What follows each token: penalties of this one and later ones, and the response's reward at the last.
+
+    With a critic by generalised advantage estimation, without one plainly added up.
+    """
     group = item.group
     sampled = torch.from_numpy(group.packed_loss_mask.copy())
     rewards = torch.zeros(group.tokens) if penalty is None else -penalty
     lasts = [np.flatnonzero(part)[-1] for part in np.split(group.packed_loss_mask, np.cumsum(group.seqlens)[:-1])]
     starts = np.cumsum(group.seqlens) - group.seqlens
-    rewards[torch.from_numpy(starts + np.array(lasts))] += torch.from_numpy(group.rewards.copy())
-    values = torch.from_numpy(needed(item.values, "values"))
+    estimated = algorithm.advantage == "gae"
+    earned = group_advantages(_rewards(item), kind=algorithm.advantage)
+    rewards[torch.from_numpy(starts + np.array(lasts))] += earned
+    values = torch.from_numpy(needed(item.values, "values")) if estimated else torch.zeros(group.tokens)
     response = torch.from_numpy(np.repeat(np.arange(group.size), group.seqlens))[sampled]
     advantages, returns = torch.zeros(group.tokens), torch.zeros(group.tokens)
     found = gae(
@@ -84,11 +89,15 @@ def _by_gae(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None)
         values[sampled],
         torch.bincount(response, minlength=group.size),
         gamma=algorithm.gamma,
-        gae_lambda=algorithm.gae_lambda,
+        gae_lambda=algorithm.gae_lambda if estimated else 1.0,
     )
     advantages[sampled] = found
     returns[sampled] = found + values[sampled]
-    return Credit(advantages, returns)
+    return Credit(advantages, returns if estimated else None)
+
+
+def _rewards(item: TrainItem) -> Tensor:
+    return torch.from_numpy(item.group.rewards.copy())  # received arrays are read-only
 
 
 def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:
@@ -98,11 +107,3 @@ def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:
     reference = torch.from_numpy(needed(item.ref_logprobs, "ref_logprobs"))
     kl = kl_estimate(behavior, reference, kind=algorithm.kl_estimator)
     return kl * torch.from_numpy(group.packed_loss_mask.copy())
-
-
-def _of_responses(item: TrainItem, advantages: Tensor) -> Tensor:
-    """`[siblings]`: the advantage that all sampled tokens of a response share."""
-    group = item.group
-    parts = np.split(group.packed_loss_mask, np.cumsum(group.seqlens)[:-1])
-    starts = np.cumsum(group.seqlens) - group.seqlens
-    return advantages[torch.from_numpy(starts + np.array([np.flatnonzero(part)[-1] for part in parts]))]

@@ -60,15 +60,21 @@ class Critic:
         None where the model gives no output. Collective."""
         return infer_packed(self.model, groups, self._trainer)
 
+    def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
+        """As `Actor.begin_step`. Collective."""
+        self._kl.begin_step(policy_version)
+        return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
+
     def train_step(
-        self, items: Sequence[TrainItem], minibatch: Minibatch, *, before_update: Callable[[], None]
+        self,
+        items: Sequence[TrainItem],
+        credits: Sequence[Credit],
+        minibatch: Minibatch,
+        *,
+        before_update: Callable[[], None],
     ) -> StepStatistics:
         """One optimizer step towards the returns, on this rank's share of `minibatch`. Collective."""
         statistics = StepStatistics(sums=defaultdict(float), maxima={})
-        penalised = self._algorithm.kl_coef > 0 and self._algorithm.kl_in == "reward"
-        credits = assign_credit(
-            items, self._algorithm, kl_coef=self._kl.value, penalised=penalised, add_up=self._ranks.add_up
-        )
         trained = [item.trainable for item in items]
         groups = [item.group for item in items]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
 
@@ -42,15 +43,19 @@ class StepStatistics(msgspec.Struct):
 
     sums: dict[str, float]
     maxima: dict[str, float]
+    compared: list[float] = []
+    """Log-probabilities of `Minibatch.compared`; empty if another rank computes it."""
 
 
 class Minibatch(msgspec.Struct, frozen=True):
-    """Counts over the whole minibatch, of all ranks."""
+    """What all ranks know of the whole minibatch."""
 
     loss_tokens: int
     """Tokens that enter the loss."""
     sequences: int
     """Trajectories."""
+    compared: Sibling | None = None
+    """A response whose log-probabilities before the update are wanted, at temperature 1."""
 
 
 def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.ledger import Fate
+
 
 class Admit(msgspec.Struct, frozen=True):
     worker: int
@@ -62,15 +64,14 @@ class Reject(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    finished: list[int]
-    """Sequence numbers of groups now stored with the trainer."""
-    dropped: list[int]
-    """Sequence numbers of stored groups that were discarded as too old."""
+    """What the trainer has of groups, of those for which it has changed; may be told again, and in any order."""
+
+    groups: list[Fate]
 
 
 class Rejections(msgspec.Struct, frozen=True):
-    rejected: list[int]
-    """All since the n-th that was asked for."""
+    rejected: list[Fate]
+    """All since the n-th that was asked for. One that the trainer took or let go of meanwhile is not rejected."""
 
 
 class DataFacts(msgspec.Struct, frozen=True):

@@ -45,6 +45,26 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     """False: the manager does not know (any more) who calls; register again."""
     leave: bool = False
     """The run goes on without this process: finish what is at hand, and leave."""
+    unanswering: list[str] = []
+    """To those who generate: addresses of gservers from which no answer is to be expected. What they were asked for is
+    to go on elsewhere."""
+
+
+class SilentProcess(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    pid: int
+    host: str
+
+
+class Silence(msgspec.Struct, frozen=True):
+    """Who of the run is silent now."""
+
+    changes: int
+    """How often that has changed so far."""
+    processes: list[SilentProcess]
+    over: bool
+    """The run is over: it does not matter any more."""
 
 
 class AskPlace(msgspec.Struct, frozen=True):

@@ -29,12 +29,16 @@ class LedgerStatus(msgspec.Struct, frozen=True):
     max_staleness: int
     next_seq: int
     accepted: int
+    trained: int
+    """Of those accepted, the ones that the policy version was trained on."""
     running: int
     returned: int
     rejected: int
     dropped: int
     expired: int
     room: int
+    given_up: int = 0
+    """Of those rejected, prompts whose workers died again and again."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -89,6 +89,7 @@ class Responses:
             tokens_per_request=tokens_per_request,
             decode=str,
             eos_token_ids=(),
+            policy_version=lambda: served.version,
         )
         self._tasks = [
             asyncio.create_task(

@@ -44,6 +44,7 @@ async def respond(gserver: Contract, *, tokens_per_request: int, stop: list[str]
         tokens_per_request=tokens_per_request,
         decode=gserver.text.decode,
         eos_token_ids=(),
+        policy_version=lambda: gserver.version,
     )
     route = FixedRoute(gserver.urls, first=0)
     return await generator.generate(PROMPT, max_new_tokens=TOKENS, rid="r", route=route)

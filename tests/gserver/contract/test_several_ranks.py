@@ -32,6 +32,19 @@ async def served_alike(run: Contract) -> None:
         assert output_logprobs(reply) == pytest.approx(run.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
 
 
+async def test_servers_listen_at_the_loopback_address_alone(running_sglang: RunningSglang) -> None:
+    """Also where the ranks of one meet."""
+    (server,) = await running_sglang.servers()
+    root = psutil.Process(server.process.pid)
+    listened = {
+        connection.laddr.ip
+        for process in [root, *root.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listened == {"127.0.0.1"}
+
+
 async def test_servers_of_one_and_of_two_ranks_are_in_one_weight_group(
     tmp_path: Path, running_sglang: RunningSglang
 ) -> None:

@@ -153,6 +153,7 @@ class FaultyFleet:
             tokens_per_request=RESPONSE_TOKENS // 2,
             decode=str,
             eos_token_ids=(),
+            policy_version=lambda: self.version,
         )
         route = AnyLiveGserver(self.run, seed=seed)
         while True:

@@ -119,6 +119,8 @@ class _Joined:
                 max_context=self._config.gserver.max_context,
                 prompt_cache=True,
                 load_seconds=PATIENCE,
+                stuck_seconds=self._config.gserver.stuck_seconds,
+                update_seconds=self._config.weights.timeout_seconds,
                 key=gserver_key(self._config),
             )
         )

@@ -25,7 +25,7 @@ class Elsewhere:
     def __init__(self, *, flags: dict[str, Any] | None = None, loads: bool = True) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.url = ""
-        self._flags = {"disable_radix_cache": False, "context_length": None} | (flags or {})
+        self._flags = {"version": "0.5.23", "disable_radix_cache": False, "context_length": None} | (flags or {})
         self._loads = loads
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -66,9 +66,9 @@ async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]
         await runner.cleanup()
 
 
-def joining(url: str, *, pause_mode: str = "retract") -> Config:
-    sglang = {"addresses": [url + "/"]}
-    return from_dict({"gserver": {"engine": "sglang", "sglang": sglang}, "weights": {"pause_mode": pause_mode}})
+def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.0) -> Config:
+    gserver = {"engine": "sglang", "sglang": {"addresses": [url + "/"]}, "stuck_seconds": stuck_seconds}
+    return from_dict({"gserver": gserver, "weights": {"pause_mode": pause_mode}})
 
 
 async def test_it_is_given_the_runs_weights_and_left_running(tmp_path: Path) -> None:
@@ -83,10 +83,9 @@ async def test_it_is_given_the_runs_weights_and_left_running(tmp_path: Path) -> 
 
 async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.05)
-    monkeypatch.setattr(monitor, "SILENT_SECONDS", 1.0)
     async with (
         elsewhere() as (server, runner),
-        running(joining(server.url), index=0, model_dir=tmp_path) as (served, _),
+        running(joining(server.url, stuck_seconds=1.0), index=0, model_dir=tmp_path) as (served, _),
     ):
         async with asyncio.timeout(20):
             while served.stats()["running"] != 5:  # noqa: ASYNC110
@@ -103,9 +102,16 @@ async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({}, "in_place", ConfigError, "start it with --disable-radix-cache, or choose retract or abort"),
         ({"flags": {"context_length": 512}}, "abort", ConfigError, "--context-length=512 is less than gserver.max_con"),
         ({"flags": {"dp_size": 2}}, "abort", ConfigError, "--pp-size=1 --dp-size=2: only tensor parallel ranks"),
+        (
+            {"flags": {"version": "0.5.9"}},
+            "abort",
+            ConfigError,
+            "it is SGLang 0.5.9, and streamrl needs 0.5.23 or newer",
+        ),
+        ({"flags": {"version": ""}}, "abort", ConfigError, "it is SGLang of an unknown version"),
         ({"loads": False}, "retract", ModelError, "size mismatch; it has to see that folder"),
     ],
-    ids=["keeps prompts", "context too short", "several replicas", "cannot load"],
+    ids=["keeps prompts", "context too short", "several replicas", "too old", "says nothing", "cannot load"],
 )
 async def test_one_that_does_not_fit_is_refused(
     tmp_path: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
@@ -115,6 +121,15 @@ async def test_one_that_does_not_fit_is_refused(
             async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=tmp_path):
                 pass
         assert not server.calls or server.calls[-1][0] == "/continue_generation"
+
+
+@pytest.mark.parametrize("version", ["0.5.23.post1", "0.5.24rc1", "0.6.0", "1.0.0", "0.0.0.dev1+gabcdef"])
+async def test_newer_ones_and_builds_without_a_number_may_join(tmp_path: Path, version: str) -> None:
+    async with (
+        elsewhere(flags={"version": version}) as (server, _),
+        running(joining(server.url), index=0, model_dir=tmp_path) as (served, _),
+    ):
+        assert served.name == "sglang"
 
 
 async def test_one_that_is_not_there_is_named(tmp_path: Path) -> None:

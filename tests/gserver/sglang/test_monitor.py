@@ -32,7 +32,7 @@ async def test_figures_end_although_an_answer_is_overdue_in_the_same_moment(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
     try:
-        async with monitoring(f"http://{host}:{port}", key="") as monitor:
+        async with monitoring(f"http://{host}:{port}", key="", stuck_seconds=60.0, update_seconds=60.0) as monitor:
             figures = asyncio.create_task(monitor.keep_figures())
             began = time.monotonic()
             await asyncio.wait_for(asked.wait(), 10)

@@ -36,8 +36,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PRETENDED), *sys.path]))
 
 
-def sglang_config(*, args: tuple[str, ...] = (), **sglang: Any) -> Config:
-    return config_of(engine="sglang", sglang={"args": list(args), "start_timeout_seconds": 60.0, **sglang})
+def sglang_config(
+    *, args: tuple[str, ...] = (), stuck_seconds: float = 60.0, update_seconds: float = 20.0, **sglang: Any
+) -> Config:
+    return config_of(
+        engine="sglang",
+        stuck_seconds=stuck_seconds,
+        weights={"timeout_seconds": update_seconds},
+        sglang={"args": list(args), "start_timeout_seconds": 60.0, **sglang},
+    )
 
 
 def started(config: Config, folder: Path) -> AbstractAsyncContextManager[Any]:
@@ -88,8 +95,7 @@ async def test_one_that_answers_nothing_says_where_it_hangs(
 ) -> None:
     monkeypatch.setattr(monitor, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.1)
-    monkeypatch.setattr(monitor, "SILENT_SECONDS", 3.0)
-    async with started(sglang_config(), folder) as (served, url):
+    async with started(sglang_config(stuck_seconds=3.0), folder) as (served, url):
         pids = (await ask(url))["pids"]
         failing = asyncio.create_task(served.failed())
         await asyncio.sleep(0.5)
@@ -103,6 +109,24 @@ async def test_one_that_answers_nothing_says_where_it_hangs(
         await asyncio.gather(unanswered, return_exceptions=True)
     assert "in serve_forever" in caplog.text  # the server
     assert "in schedule" in caplog.text  # and the process that it started
+    await until_gone(pids)
+
+
+async def test_one_whose_scheduler_hangs_is_lost_though_its_front_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("ANSWER_SECONDS", "FIGURES_SECONDS", "SCHEDULER_SECONDS"):
+        monkeypatch.setattr(monitor, name, 0.2)
+    config = sglang_config(stuck_seconds=1.0, update_seconds=1.0)
+    async with started(config, folder) as (served, url):
+        failing = asyncio.create_task(served.failed())
+        await asyncio.sleep(3)  # longer than a hung one is waited for
+        assert not failing.done()
+        pids = (await ask(f"{url}/stall-scheduler"))["pids"]
+        with pytest.raises(PeerLost, match=r"the scheduler of the SGLang server at .* has not answered for 2 s"):
+            await asyncio.wait_for(failing, 30)
+        assert (await ask(url))["pids"] == pids  # the front does
+    assert "in schedule" in caplog.text
     await until_gone(pids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.adamw import updates_file
@@ -24,6 +26,7 @@ from streamrl.types import TrajectoryGroup
 from tests.trainer.backends.reference import (
     OPTIMIZER,
     SCALAR,
+    TEMPERATURE,
     Reference,
     loss_of,
     make_groups,
@@ -33,6 +36,17 @@ from tests.trainer.backends.reference import (
 
 MakeModel = Callable[[ModelSpec, Layout], ParallelModel]
 """Of this rank."""
+
+
+def tensor_bytes() -> int:
+    """Memory under all tensors of this process."""
+    gc.collect()
+    storages = {
+        thing.untyped_storage()._cdata: thing.untyped_storage().nbytes()
+        for thing in gc.get_objects()
+        if isinstance(thing, Tensor) and not isinstance(thing, DTensor)
+    }
+    return sum(storages.values())
 
 
 class Checks:
@@ -57,7 +71,8 @@ class Checks:
             self.model_equals_reference(kind, shard=number % 2 == sharded)
         self.nan_changes_nothing(shard=bool(sharded))
         self.weights_are_checked()
-        self.offloaded_models_do_not_compute()
+        for shard in (False, True):
+            self.offloaded_models_come_back(shard=shard)
         self.nothing_to_learn(shard=bool(sharded))
         self.recomputation_changes_nothing(shard=not sharded)
         for shard in (False, True):
@@ -73,6 +88,7 @@ class Checks:
         self._weights_equal(model, reference, tolerance=0.0)
         for share_prefix in (True, False):
             self._outputs_equal(model, reference, share_prefix=share_prefix)
+        self._outputs_equal(model, reference, share_prefix=True, temperature=1.0)
         for step in range(3):
             groups = make_groups(step, count=3 if step < 2 else 1)  # in the end some ranks have nothing at all
             wanted = reference.step(groups)
@@ -154,15 +170,41 @@ class Checks:
         assert model.update(lambda: None).grad_norm == 0
         model.close()
 
-    def offloaded_models_do_not_compute(self) -> None:
-        """... until they are back."""
-        model = self._make(make_spec(self._models / "llama"), self._layout)
-        model.offload()
-        with pytest.raises(TrainingError, match="offloaded"):
-            model.infer(micro_batches(make_groups()))
-        model.onload()
-        self._outputs_equal(model, Reference(self._models / "llama"), share_prefix=True)
-        model.close()
+    def offloaded_models_come_back(self, *, shard: bool) -> None:
+        """Their memory is free meanwhile, and nobody can use them; then they go on bit for bit as if never away."""
+        spec = make_spec(self._models / "qwen3", shard=shard)
+        stays = self._make(spec, self._layout)
+        self.step(stays, make_groups())
+        before = tensor_bytes()
+        goes = self._make(spec, self._layout)
+        self.step(goes, make_groups())
+        size = tensor_bytes() - before
+        numbers = sum(math.prod(shape) for _, shape in goes.weight_specs())
+        assert size > 3 * 4 * numbers / self._layout.world  # weights and two moments
+        goes.offload()
+        goes.offload()
+        assert tensor_bytes() - before < size / 100
+        for use in (lambda: goes.infer(micro_batches(make_groups())), lambda: next(iter(goes.gather_weights()))):
+            with pytest.raises(TrainingError, match="offloaded"):
+                use()
+        goes.onload()
+        assert tensor_bytes() - before > 0.95 * size
+        self._bits_equal(goes, stays)
+        for model in (stays, goes):
+            self.step(model, make_groups(1))
+        self._bits_equal(goes, stays)
+        for model in (goes, stays):
+            model.close()
+
+    def _bits_equal(self, model: ParallelModel, other: ParallelModel) -> None:
+        """Weights and optimizer of two models."""
+        for ours, others in (
+            (model.gather_weights(), other.gather_weights()),
+            (model.optimizer_state(), other.optimizer_state()),
+        ):
+            for (name, tensor), (other_name, wanted) in zip(ours, others, strict=True):
+                assert name == other_name
+                assert torch.equal(tensor, wanted), name
 
     def recomputation_changes_nothing(self, *, shard: bool) -> None:
         """Gradient checkpointing gives the same step."""
@@ -248,16 +290,17 @@ class Checks:
         share_prefix: bool,
         tolerance: float = 1e-5,
         at_least: float = 0.0,
+        temperature: float | None = None,
     ) -> None:
         groups = make_groups(7)[self._data :: self._layout.data]
         micros = micro_batches(groups, share_prefix=share_prefix)
-        outputs = model.infer(micros)
+        outputs = model.infer(micros, temperature=temperature)
         if not model.gives_output:
             assert outputs is None
             return
         assert outputs is not None
         assert len(outputs) == len(micros)
-        wanted = [reference.predicted(group) for group in groups]
+        wanted = [reference.predicted(group, temperature=temperature or TEMPERATURE) for group in groups]
         found = 0
         worst = 0.0
         for micro, output in zip(micros, outputs, strict=True):

@@ -146,7 +146,7 @@ class Stepped:
 
 
 _stepped: dict[Past, Stepped] = {}
-_predicted: dict[tuple[Past, int], tuple[Tensor, Tensor]] = {}
+_predicted: dict[tuple[Past, int, float], tuple[Tensor, Tensor]] = {}
 
 
 class Reference:
@@ -165,15 +165,15 @@ class Reference:
         )
         self.steps = 0
 
-    def predicted(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
+    def predicted(self, group: TrajectoryGroup, *, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
         """Packed values and entropies, without gradients; those of the first token of each sequence are zero."""
-        key = (self._past, group.seq)
+        key = (self._past, group.seq, temperature)
         if key not in _predicted:
             with torch.no_grad():
-                _predicted[key] = self._predict(group)
+                _predicted[key] = self._predict(group, temperature)
         return _predicted[key]
 
-    def _predict(self, group: TrajectoryGroup) -> tuple[Tensor, Tensor]:
+    def _predict(self, group: TrajectoryGroup, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
         values, entropies = [], []
         for end, length in zip(np.cumsum(group.seqlens), group.seqlens, strict=True):
             ids = torch.from_numpy(group.packed_input_ids[end - length : end].astype(np.int64))
@@ -182,7 +182,7 @@ class Reference:
                 values.append(torch.cat([torch.zeros(1), unit[:-1]]))
                 entropies.append(torch.zeros(len(ids)))
                 continue
-            logits = self.model(ids[None]).logits[0] / TEMPERATURE
+            logits = self.model(ids[None]).logits[0] / temperature
             own = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
             values.append(torch.cat([torch.zeros(1), own]))
             entropy = torch.distributions.Categorical(logits=logits[:-1]).entropy()

@@ -1,4 +1,4 @@
-"""The Megatron backend over gloo: every layout of up to four ranks computes what transformers computes."""
+"""The Megatron backend over gloo computes what transformers does: all layouts of up to four ranks, and one of eight."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ pytest.importorskip("megatron.core")
 
 TP, PP, DP = Layout(tensor=2), Layout(pipeline=2), Layout(data=2)
 TP_PP, TP_DP, PP_DP = Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2), Layout(pipeline=2, data=2)
+TP_PP_DP = Layout(tensor=2, pipeline=2, data=2)
 ALL = [*KINDS, SCALAR]
 WORLDS = {
     1: {Layout(): ALL},
     2: {TP: ALL, PP: ALL, DP: ["llama_tied", "qwen2", "qwen3", SCALAR]},
     4: {TP_PP: ["odd", "qwen3", "llama"], TP_DP: [SCALAR, "qwen2"], PP_DP: ["llama_tied", "qwen3"]},
+    8: {TP_PP_DP: ["llama_tied", "qwen2"]},
 }
 """Layouts and the models that each is checked with, by world size."""
 HEAD_CHUNK = 16

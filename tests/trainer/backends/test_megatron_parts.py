@@ -28,7 +28,6 @@ from streamrl.trainer.backends.megatron.names import (
     stage_weights,
     whole_shapes,
 )
-from streamrl.trainer.backends.megatron.offload import Offloaded
 from streamrl.trainer.backends.megatron.shape import read_shape
 
 
@@ -120,19 +119,6 @@ def test_layouts_that_do_not_fit_are_refused(models: Path) -> None:
     for layout, named in ((Layout(tensor=4), "num_key_value_heads = 2"), (Layout(pipeline=3), "num_hidden_layers = 2")):
         with pytest.raises(ModelError, match=named):
             shape.check(layout)
-
-
-def test_offloaded_memory_is_free_and_views_come_back() -> None:
-    whole = numbered(6)
-    view = whole[2:4]
-    other = numbered(3)
-    offloaded = Offloaded([whole, view, other])
-    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    offloaded.bring_back()
-    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    view += 10
-    assert whole.tolist() == [0, 1, 12, 13, 4, 5]
-    assert other.tolist() == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.files import TensorFiles, write_tensors
+from streamrl.trainer.backends.offload import Offloaded
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.schedule import learning_rate
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
@@ -103,3 +104,16 @@ def test_learning_rates_are_those_of_torchs_schedulers(schedule, warmup, total, 
     assert learning_rate(10_000, peak=2.0, config=config, total_steps=total) == pytest.approx(
         2.0 if schedule == "constant" else 2.0 * ratio
     )
+
+
+def test_offloaded_memory_is_free_and_views_come_back():
+    whole = torch.arange(6.0)
+    view = whole[2:4]
+    other = torch.arange(3.0)
+    offloaded = Offloaded([whole, view, other])
+    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    offloaded.bring_back()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    view += 10
+    assert whole.tolist() == [0, 1, 12, 13, 4, 5]
+    assert other.tolist() == [0, 1, 2]

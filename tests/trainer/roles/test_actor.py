@@ -19,12 +19,13 @@ from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec
 from streamrl.trainer.backends.files import copies, export
 from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
-from tests.forked import forking
+from tests.forked import Forked
 from tests.trainer.models import KINDS, random_group, save_model
 
 # a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
@@ -37,6 +38,7 @@ class Policy:
 
     def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
         self.folder = folder
+        self.steps = 0
         self.rank = options.get("rank", 0)
         algorithm = algorithm or AlgorithmConfig()
         dtype, world, rank = options.get("dtype", torch.float32), options.get("world", 1), options.get("rank", 0)
@@ -62,6 +64,7 @@ class Policy:
                 kl=kl,
                 longest=LONGEST,
                 device=cpu,
+                temperature=temperature,
             )
 
         self.actor = actor(trained)
@@ -71,8 +74,14 @@ class Policy:
     def logprobs(self, groups, *, reference):
         return (self.reference if reference else self.actor).inference(groups)
 
-    def train(self, items, *, loss_tokens, sequences, before_update):
-        return self.actor.train_step(items, Minibatch(loss_tokens, sequences), before_update=before_update)
+    def train(self, items, *, loss_tokens, sequences, before_update, compared=None):
+        """A step on a batch that is one minibatch."""
+        credits = self.actor.begin_step(items, policy_version=self.steps, given=False)
+        minibatch = Minibatch(loss_tokens, sequences, compared)
+        found = self.actor.train_step(items, credits, minibatch, before_update=before_update)
+        self.actor.end_step(found.sums)
+        self.steps += 1
+        return found
 
     def named_weights(self):
         return self.model.gather_weights()
@@ -146,6 +155,27 @@ def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
         assert not values[~group.packed_loss_mask].any()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "without contrast"])
+def test_a_step_tells_what_it_found_of_one_response_before_the_update(tmp_path, temperature, learns):
+    folder = save_model(tmp_path / "model")
+    policy = make_backend(folder, temperature=temperature)
+    groups = make_groups()
+    if not learns:
+        groups[3].rewards[:] = 1.0  # such a group is left out of the step otherwise
+    first, end = groups[3].bounds(2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want = reference_logprobs(model, groups[3])[first:end][groups[3].packed_loss_mask[first:end]]
+    items = [make_item(group) for group in groups]
+    found = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(3, 2))
+    assert found.compared == pytest.approx(want.tolist(), abs=1e-5)
+    elsewhere = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(9, 2))
+    assert elsewhere.compared == []
+    again = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(3, 2))
+    assert again.compared != pytest.approx(want.tolist(), abs=1e-3)
+
+
 def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
     folder = save_model(tmp_path / "model")
     groups = make_groups(3)
@@ -162,36 +192,43 @@ def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
 
 
 def loop_advantages(items, algorithm, kl_coef):
-    """One list of advantages for each group, from the formulas, with plain floats."""
+    """Advantage of each sampled token, one dictionary for each group, from the formulas, with plain floats."""
     found = []
     for item in items:
         group = item.group
         rewards = [float(r) for r in group.rewards]
+        ends = np.cumsum(group.seqlens).tolist()
+        responses = [
+            [t for t in range(end - n, end) if group.packed_loss_mask[t]]
+            for end, n in zip(ends, group.seqlens.tolist(), strict=True)
+        ]
+        costs = dict.fromkeys(range(group.tokens), 0.0)
         if algorithm.kl_in == "reward":
-            starts = [0, *np.cumsum(group.seqlens).tolist()]
-            for i in range(group.size):
-                sampled = [t for t in range(starts[i], starts[i + 1]) if group.packed_loss_mask[t]]
-                log_ratios = [float(group.packed_behavior_logprobs[t]) - float(item.ref_logprobs[t]) for t in sampled]
-                estimates = {
-                    "k1": log_ratios,
-                    "k2": [d * d / 2 for d in log_ratios],
-                    "k3": [math.exp(-d) - 1 + d for d in log_ratios],
-                }[algorithm.kl_estimator]
-                rewards[i] -= kl_coef * sum(estimates)
+            for t in (t for response in responses for t in response):
+                d = float(group.packed_behavior_logprobs[t]) - float(item.ref_logprobs[t])
+                costs[t] = kl_coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_estimator]
+        per_token = algorithm.advantage.startswith("reinforce++")
+        if not per_token:
+            rewards = [r - sum(costs[t] for t in response) for r, response in zip(rewards, responses, strict=True)]
         mean, n = statistics.fmean(rewards), len(rewards)
+        compared = {
+            "grpo": lambda r=rewards, m=mean: [(x - m) / (statistics.stdev(r) + 1e-4) for x in r],
+            "mean": lambda r=rewards, m=mean: [x - m for x in r],
+            "rloo": lambda r=rewards, n=n: [x - (sum(r) - x) / (n - 1) for x in r],
+            "reinforce++": lambda r=rewards: r,
+            "reinforce++-baseline": lambda r=rewards, m=mean: [x - m for x in r],
+        }[algorithm.advantage]()
         found.append(
             {
-                "grpo": lambda r=rewards, m=mean: [(x - m) / (statistics.stdev(r) + 1e-4) for x in r],
-                "mean": lambda r=rewards, m=mean: [x - m for x in r],
-                "rloo": lambda r=rewards, n=n: [x - (sum(r) - x) / (n - 1) for x in r],
-                "reinforce++": lambda r=rewards: r,
-                "reinforce++-baseline": lambda r=rewards, m=mean: [x - m for x in r],
-            }[algorithm.advantage]()
+                t: a - (sum(costs[later] for later in response[place:]) if per_token else 0.0)
+                for a, response in zip(compared, responses, strict=True)
+                for place, t in enumerate(response)
+            }
         )
     if algorithm.advantage.startswith("reinforce++"):
-        everything = [x for group in found for x in group]
+        everything = [a for group in found for a in group.values()]
         mean, std = statistics.fmean(everything), statistics.stdev(everything)
-        found = [[(x - mean) / (std + 1e-4) for x in group] for group in found]
+        found = [{t: (a - mean) / (std + 1e-4) for t, a in group.items()} for group in found]
     return found
 
 
@@ -217,10 +254,10 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences,
             whole = {"token": None, "sequence": sum(rho), "geometric": sum(rho) / len(rho)}[
                 algorithm.behavior_weight_level
             ]
-            a = advantages[sibling]
             low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
             response_ratio = (sum(x - p for x, p in zip(now, proximal, strict=True)) / len(now)).exp()
             for i, t in enumerate(tokens):
+                a = advantages[t]
                 weight = math.exp(rho[i] if whole is None else whole)
                 if algorithm.behavior_weight_limit == "truncate":
                     weight = min(weight, algorithm.behavior_weight_cap)
@@ -241,6 +278,7 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences,
                 share = {
                     "token": 1 / total_tokens,
                     "sequence": 1 / (len(tokens) * total_sequences),
+                    "sum": 1 / total_sequences,
                     "constant": 1 / (LONGEST * total_sequences),
                 }[algorithm.loss_aggregation]
                 loss = loss + token * share
@@ -253,7 +291,8 @@ ALGORITHMS = {
     "grpo-kl-in-reward": AlgorithmConfig(kl_coef=0.3, kl_in="reward", kl_estimator="k1"),
     "grpo-k2-adaptive": AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", kl_target=0.01, kl_horizon=1),
     "dr-grpo": AlgorithmConfig(loss_aggregation="constant", advantage="mean"),
-    "rloo": AlgorithmConfig(loss_aggregation="sequence", advantage="rloo"),
+    "rloo": AlgorithmConfig(loss_aggregation="sum", advantage="rloo"),
+    "sequence": AlgorithmConfig(loss_aggregation="sequence"),
     "reinforce++": AlgorithmConfig(advantage="reinforce++", kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
     "reinforce++-baseline": AlgorithmConfig(advantage="reinforce++-baseline", kl_coef=0.1, kl_estimator="k2"),
     "gspo": AlgorithmConfig(
@@ -434,7 +473,7 @@ def _train_spread(backend, kind, chosen):
     return found.maxima.get("kl_coef")
 
 
-def _rank(folder, rank, port, results):
+def _rank(folder, rank, port, answers):
     torch.set_num_threads(1)
     join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
     for kind, shard in product(SPREAD, (False, True)):
@@ -442,7 +481,7 @@ def _rank(folder, rank, port, results):
         coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
         whole = backend.named_weights() if shard else [(n, p.detach()) for n, p in backend.model._parameters.items()]
         weights = {name: w.numpy() for name, w in whole}
-        results.put(((kind, shard, rank), (weights, coefficient)))
+        answers.send(((kind, shard, rank), (weights, coefficient)))
         backend.model.close()
     dist.destroy_process_group()
 
@@ -450,14 +489,9 @@ def _rank(folder, rank, port, results):
 def test_two_unequal_ranks_equal_one(tmp_path):
     folder = save_model(tmp_path / "model")
     store = open_store("127.0.0.1")
-    context = forking()
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(folder, rank, store.port, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in range(8))
-    for process in ranks:
-        process.join(30)
+    with Forked(_rank, [(folder, rank, store.port) for rank in range(2)]) as ranks:
+        found = dict(ranks.take(8))
+        ranks.end()
     for kind in SPREAD:
         alone = make_backend(folder, algorithm=SPREAD[kind])
         coefficient = _train_spread(alone, kind, slice(0, 5))

@@ -134,8 +134,7 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
             item.values = value.astype(np.float32)
         tokens = sum(int(item.trainable.sum()) for item in items)
         minibatch = Minibatch(loss_tokens=tokens, sequences=12)
-        critic_figures = critic.train_step(items, minibatch, before_update=lambda: None)
-        actor_figures = actor.train_step(items, minibatch, before_update=lambda: None)
+        critic_figures, actor_figures = (train(role, items, minibatch, step) for role in (critic, actor))
         losses = loop_ppo(policy, judge, items, refs, tokens, kl_coef, value_clip)
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
@@ -149,6 +148,12 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
             ):
                 assert name == got_name
                 assert float((want.detach() - got).abs().max()) < 1e-5, (step, name)
+
+
+def train(role, items, minibatch, step):
+    """A step on a batch that is one minibatch."""
+    credits = role.begin_step(items, policy_version=step, given=False)
+    return role.train_step(items, credits, minibatch, before_update=lambda: None)
 
 
 def loop_ppo(policy, judge, items, refs, tokens, kl_coef, value_clip):
@@ -196,7 +201,7 @@ def test_a_critic_without_gae_says_what_to_set(tmp_path):
     item = make_item(make_groups(1)[0])
     item.values = np.zeros(item.group.tokens, np.float32)
     with pytest.raises(TrainingError, match=r"algorithm\.advantage"):
-        critic.train_step([item], Minibatch(5, 4), before_update=lambda: None)
+        train(critic, [item], Minibatch(5, 4), 0)
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])

@@ -25,10 +25,10 @@ from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
-from streamrl.trainer.backends.megatron.offload import Offloaded
 from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.whole import WholeTensors
+from streamrl.trainer.backends.offload import Offloaded
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 
@@ -86,9 +86,9 @@ class MegatronModel:
     def gives_output(self) -> bool:
         return self._place.pipeline == self._layout.pipeline - 1
 
-    def infer(self, micros: Sequence[MicroBatch]) -> list[Output] | None:
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output] | None:
         with torch.no_grad():
-            outputs = self._run(micros, None)
+            outputs = self._run(micros, None, temperature=temperature)
         return outputs if self.gives_output else None
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
@@ -163,7 +163,7 @@ class MegatronModel:
         if self._offloaded is not None:
             return
         tensors = [*self._parameters, *([] if self._trainable is None else self._trainable.tensors())]
-        self._offloaded = Offloaded(tensors if self._spec.device.type != "cpu" else [])
+        self._offloaded = Offloaded(tensors)
 
     def onload(self) -> None:
         if self._offloaded is not None:
@@ -202,8 +202,11 @@ class MegatronModel:
 
         self._whole.scatter(wholes(), self._store_weight)
 
-    def _run(self, micros: Sequence[MicroBatch], loss: LossOf | None) -> list[Output]:
+    def _run(
+        self, micros: Sequence[MicroBatch], loss: LossOf | None, *, temperature: float | None = None
+    ) -> list[Output]:
         """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
+        divisor = self._spec.temperature if temperature is None else temperature
         outputs: list[Output] = []
         if not micros:
             return outputs
@@ -221,7 +224,7 @@ class MegatronModel:
                     value = value + output.values[:0].sum()
                 return value, nothing, {}
 
-            return module(to_batch(micro, self._shape, self._spec.device)), finish
+            return module(to_batch(micro, self._shape, self._spec.device, temperature=divisor)), finish
 
         with self._computing():
             get_forward_backward_func()(

@@ -46,9 +46,11 @@ class Batch(NamedTuple):
     rows: Tensor
     targets: Tensor
     """`[predicted]`: where the predictors are, and the token ids that they predict."""
+    temperature: float
+    """Logits are divided by it."""
 
 
-def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device) -> Batch:
+def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device, *, temperature: float) -> Batch:
     """`micro` on `device`."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
@@ -61,6 +63,7 @@ def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device) -> Batc
         columns=tensor(micro.column_index),
         rows=tensor(micro.row_index),
         targets=tensor(micro.target_ids),
+        temperature=temperature,
     )
 
 
@@ -149,6 +152,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         """`[length, rows, hidden]` for the next stage; from the last, its output."""
         embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=batch.mask, rotary_pos_emb=batch.rotation)
+        self.decoder.set_input_tensor(None)  # else it lives on between steps, and while the model is offloaded
         if not self.post_process:
             assert isinstance(hidden, Tensor)
             return hidden
@@ -161,14 +165,14 @@ class Network(LanguageModule):  # type: ignore[misc]
             return Output(values=values, entropy=torch.zeros_like(values))
         chunks = [torch.split(tensor, HEAD_CHUNK_TOKENS) for tensor in (states, batch.targets)]
         if len(chunks[0]) == 1:
-            return Output(*self._predict(states, batch.targets))
+            return Output(*self._predict(states, batch.targets, batch.temperature))
         parts = [
-            checkpoint(self._predict, *chunk, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._predict, *chunk, batch.temperature, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(*chunks, strict=True)
         ]
         return Output(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
-    def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies after `states`, `[tokens, hidden]`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(states, weight=weight)
@@ -177,7 +181,7 @@ class Network(LanguageModule):  # type: ignore[misc]
             targets,
             first=self._first_id,
             count=self._ids,
-            temperature=self._spec.temperature,
+            temperature=temperature,
             entropy_gradient=self._spec.entropy_gradient,
             group=self.tp_group,
         )

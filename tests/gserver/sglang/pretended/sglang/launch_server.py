@@ -26,6 +26,8 @@ sglang:generation_tokens_total{engine="a"} 40.0
 
 stalled = threading.Event()
 """Nothing is answered any more."""
+scheduler_stalled = threading.Event()
+"""What the scheduler has to answer is not."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,6 +38,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(7)
         if self.path == "/stall" or stalled.is_set():
             stalled.set()
+            time.sleep(600)
+        if self.path == "/stall-scheduler":
+            scheduler_stalled.set()
+        if self.path == "/server_info" and scheduler_stalled.is_set():
             time.sleep(600)
         told = {
             "argv": sys.argv[1:],

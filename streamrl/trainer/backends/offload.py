@@ -1,4 +1,7 @@
-"""Memory of tensors kept on the CPU for a while; the tensors, and all views of them, stay valid objects."""
+"""Memory of tensors kept on the CPU for a while; the tensors, and all views of them, stay valid objects.
+
+It is the same on every device: where tensors are on the CPU anyway, their memory is given back and copied, too.
+"""
 
 from __future__ import annotations
 

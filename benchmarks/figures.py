@@ -1,0 +1,423 @@
+"""Measure what README and docs show, all of it at one state of the code on one machine, and write the tables.
+
+    python benchmarks/figures.py                      # run all of it, keep the results, write the tables
+    python benchmarks/figures.py --run throughput …   # only these
+    python benchmarks/figures.py --keep throughput …  # keep what a run by hand has measured, write the tables
+    python benchmarks/figures.py --render             # write the tables from the results that are kept
+
+A table stands in its page between `<!-- table: NAME -->` and `<!-- end of table -->`, and is a function of
+`results/<benchmark>.json` alone; a test fails where the two differ. So figures are changed by measuring them, and in
+no other way. A contender that is missing would make a table look better than it is: what `--run` lacks is said before
+it begins, and `--without` has to name what is to be left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from common import KEPT, LATEST, ROOT, read_results
+
+Results = dict[str, Any]
+"""What `common.write_results` has written."""
+
+MANAGER_KINDS = {"closed": "as fast as it can", "open": "at a fixed rate", "waiting": "in line, one place at a time"}
+MODES = {"collective": "broadcast", "shared_memory": "shared memory", "disk": "disk"}
+TRAINERS = {
+    "streamrl": "streamrl",
+    "streamrl, separate": "the same, prompts not shared",
+    "streamrl, Megatron": "streamrl on Megatron Core",
+    "padded": "plain torch, padded",
+    "unpadded": "plain torch, one by one",
+    "TRL": "TRL's GRPOTrainer",
+}
+STREAMS = {
+    "streamrl": "streamrl",
+    "bare": "bare pyzmq",
+    "send_pyobj": "send_pyobj",
+    "mp_queue": "multiprocessing.Queue",
+}
+MISSING = "–"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def throughput(results: Results) -> str:
+    header = "generation | mode | max_staleness | over-age tokens | groups/s | tokens/s | speed-up | bound"
+    header += " | of the bound | cores busy | oldest token | masked or dropped | runs | final reward (least to most)"
+    rows = []
+    for row in results["rows"]:
+        reward = row["reward_final"]
+        rows.append(
+            [
+                "SIMULATED, long tail" if row["simulated_generation"] else "embedded engine",
+                row["mode"],
+                f"{row['max_staleness']}",
+                f"`{row['over_age']}`",
+                f"{row['groups_per_second']:.3g}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['speedup']:.2f}",
+                f"{row['bound']:.2f}",
+                f"{row['speedup'] / row['bound']:.2f}",
+                f"{row['cores_busy']:.0%}" if "cores_busy" in row else MISSING,
+                f"{row['oldest_token_age']}",
+                f"{row['masked_share'] + row['dropped_share']:.1%}",
+                f"{row['seeds']}",
+                f"{reward['mean']:.3f} ({reward['least']:.3f} to {reward['most']:.3f})" if reward else MISSING,
+            ]
+        )
+    return markdown(header.split(" | "), rows)
+
+
+def engine(results: Results) -> str:
+    points = {(row["model"], row["concurrency"], row["dtype"]): row for row in results["rows"]}
+    dtypes = unique(dtype for _, _, dtype in points)
+    rows = []
+    for model, concurrency in unique(point[:2] for point in points):
+        cells = [f"{model}, {concurrency}"]
+        for dtype in dtypes:
+            rates = dict(points.get((model, concurrency, dtype), {"tokens_per_second": {}})["tokens_per_second"])
+            ours = rates.pop("streamrl", None)
+            best = max(rates, key=lambda name: rates[name], default=None)
+            cells.append(f"{ours:,.0f}" if ours else MISSING)
+            cells.append(f"{rates[best]:,.0f} ({best})" if best else MISSING)
+            cells.append(f"{ours / rates[best]:.2f}" if ours and best else MISSING)
+        rows.append(cells)
+    others = unique(name for row in results["rows"] for name in row["tokens_per_second"] if name != "streamrl")
+    versions = [f"{package} {version}" for package, version in results["settings"]["versions"].items()]
+    table = markdown(["model, at once", *(c for dtype in dtypes for c in (dtype, "best other", "ratio"))], rows)
+    return f"{table}\n\nThe others: {', '.join(others)} ({', '.join(versions)})."
+
+
+def stream(results: Results) -> str:
+    def cell(row: dict[str, Any] | None) -> str:
+        return f"{row['groups_per_second']:,.0f} ({row['ratio_to_bare']:.2f})" if row else MISSING
+
+    return crossed(
+        results["rows"],
+        corner="group",
+        line=lambda row: f"{row['siblings']} × {row['tokens']} tokens",
+        column=lambda row: STREAMS[row["contender"]],
+        columns=list(STREAMS.values()),
+        cell=cell,
+    )
+
+
+def manager(results: Results) -> str:
+    """Admissions under load, with their latencies."""
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return MISSING
+        return f"{row['admissions_per_second']:,.0f} ({row['p50_ms']:.1f} ms, {row['p99_ms']:.1f} ms)"
+
+    return crossed(
+        [row for row in results["rows"] if row["kind"] != "waiting"],
+        corner="gservers, at once",
+        line=lambda row: f"{row['gservers']:,}, {row['in_flight']:,}",
+        column=lambda row: row["kind"],
+        columns=["closed", "open"],
+        titles=[MANAGER_KINDS["closed"], f"{results['settings']['rate']:,.0f} a second asked for"],
+        cell=cell,
+    )
+
+
+def manager_cost(results: Results) -> str:
+    """What a call costs the manager's processor, and how soon a free place reaches who waits for it."""
+    header = "admissions", "gservers", "in flight, or in line", "p50", "p99", "manager's CPU time per call"
+    return markdown(
+        header,
+        [
+            [
+                MANAGER_KINDS[row["kind"]],
+                f"{row['gservers']:,}",
+                f"{row['in_flight']:,}",
+                f"{row['p50_ms']:.1f} ms",
+                f"{row['p99_ms']:.1f} ms",
+                f"{row['manager_cpu_us_per_call'] / 1000:.3f} ms",
+            ]
+            for row in results["rows"]
+        ],
+    )
+
+
+def routing(results: Results) -> str:
+    rows = results["rows"]
+    base = {(row["case"], row["groups"]): row["tokens_per_second"] for row in rows if row["policy"] == "round robin"}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return MISSING
+        return f"{row['tokens_per_second'] / base[row['case'], row['groups']]:.2f} ({row['mean_group_seconds']:.1f} s)"
+
+    return crossed(
+        rows,
+        corner="gservers, groups in flight",
+        line=lambda row: f"{row['case']}, {row['groups']}",
+        column=lambda row: row["policy"],
+        columns=unique(row["policy"] for row in rows),
+        cell=cell,
+    )
+
+
+def weights(results: Results) -> str:
+    def line(row: dict[str, Any]) -> str:
+        mebibytes = row["megabytes"]
+        size = f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
+        notes = [size, *([row["dtype"]] if row["dtype"] != "float32" else [])]
+        notes += ["SIMULATED gservers"] if row["engine"] == "simulated" else []
+        return f"{', '.join(notes)} | {row['gservers']}"
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return MISSING
+        seconds = row["first_token_seconds"]
+        shown = f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+        return f"{shown} ({1000 * row['pause_seconds']:.0f} ms, {row['share']:.2f})"
+
+    return crossed(
+        results["rows"],
+        corner="weights | gservers",
+        line=line,
+        column=lambda row: MODES[row["mode"]],
+        columns=list(MODES.values()),
+        cell=cell,
+    )
+
+
+def trainer(results: Results) -> str:
+    def cell(row: dict[str, Any] | None) -> str:
+        return f"{median(row['cpu_rounds']):,.0f} ({row['ratio_by_cpu_time']:.2f})" if row else MISSING
+
+    rows = results["rows"]
+    table = crossed(
+        rows,
+        corner="model (float32)",
+        line=lambda row: f"{row['model']}, {row['groups']} group{'s' * (row['groups'] > 1)}",
+        column=lambda row: TRAINERS[row["contender"]],
+        columns=[name for contender, name in TRAINERS.items() if any(row["contender"] == contender for row in rows)],
+        cell=cell,
+    )
+    notes = [f"{row['contender']} on {row['model']}: {row['note']}" for row in rows if row["note"]]
+    threads = results["settings"]["threads"]
+    return f"{table}\n\n{'. '.join([f'Threads: {threads}', *notes])}."
+
+
+def demo(results: Results) -> str:
+    rows = results["rows"]
+    systems = unique(row["system"] for row in rows)
+    cells, medians = [], []
+    for system in systems:
+        mine = [row for row in rows if row["system"] == system]
+        seconds = [row["seconds_to_target"] for row in mine]
+        medians.append(median(seconds))
+        steps = f"{min(row['steps'] for row in mine)} to {max(row['steps'] for row in mine)}"
+        span = f"{medians[-1]:.0f} ({min(seconds):.0f} to {max(seconds):.0f})"
+        reached = f"{sum(row['reached'] for row in mine)} of {len(mine)}"
+        cells.append([system, span, f"{medians[-1] / medians[0]:.2f}", steps, reached])
+    seconds = f"seconds to {results['settings']['target']} (least to most)"
+    return markdown(["system", seconds, "relative to the first", "steps", "reached in"], cells)
+
+
+def demo_printed(results: Results) -> str:
+    """Steps and summary, without what was said of the processes' state."""
+    lines: list[str] = results["rows"][0]["printed"]
+    summary = next(number for number, line in enumerate(lines) if line.startswith("run "))
+    steps = [line for line in lines[:summary] if "  step " in line or "  finished: " in line]
+    return "\n".join(["```", *steps, *lines[summary:], "```"])
+
+
+# --- how tables are made -------------------------------------------------------------------------
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def crossed(
+    rows: Sequence[dict[str, Any]],
+    *,
+    corner: str,
+    line: Callable[[dict[str, Any]], str],
+    column: Callable[[dict[str, Any]], str],
+    columns: Sequence[str],
+    cell: Callable[[dict[str, Any] | None], str],
+    titles: Sequence[str] | None = None,
+) -> str:
+    """A table with a line for each value of `line` and a column for each of `columns`; `corner` is above the lines."""
+    found = {(line(row), column(row)): row for row in rows}
+    lines = [[name, *(cell(found.get((name, other))) for other in columns)] for name in unique(line(r) for r in rows)]
+    return markdown([*corner.split(" | "), *(titles or columns)], lines)
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """In the order in which they come first."""
+    return list(dict.fromkeys(values))
+
+
+def source(results: Results) -> str:
+    """What every table says under it: which state of the code was measured on what."""
+    commit, machine = results["commit"], results["machine"]
+    state = f"commit {commit['id']} of {commit['date'][:10]}" if commit["id"] else "no commit"
+    state += " with uncommitted changes" if commit["changed"] else ""
+    devices = "".join(f", {device}" for device in unique(machine["devices"]))
+    return f"*{state}, {machine['processor']}, {machine['cores']} cores{devices}*"
+
+
+class Table(NamedTuple):
+    page: str
+    """Where it stands, relative to the root."""
+    benchmark: str
+    """Whose results it shows."""
+    render: Callable[[Results], str]
+
+    @property
+    def name(self) -> str:
+        return self.render.__name__.replace("_", "-")
+
+
+TABLES = (
+    Table("README.md", "demo", demo_printed),
+    Table("README.md", "throughput", throughput),
+    Table("README.md", "bench_engine", engine),
+    Table("README.md", "bench_stream", stream),
+    Table("README.md", "bench_manager", manager),
+    Table("README.md", "bench_weights", weights),
+    Table("README.md", "bench_trainer", trainer),
+    Table("README.md", "bench_demo", demo),
+    Table("docs/manager.md", "bench_manager", manager_cost),
+    Table("docs/manager.md", "bench_routing", routing),
+)
+BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
+
+
+def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path = KEPT) -> str:
+    """`text`, the content of `page`, with all its tables as the results in `kept` have them."""
+    mine = {table.name: table for table in tables if table.page == page}
+    there = [match["name"] for match in BLOCK.finditer(text)]
+    if sorted(there) != sorted(mine):
+        raise SystemExit(f"{page} has places for the tables {sorted(there)}, and should have them for {sorted(mine)}")
+
+    def block(match: re.Match[str]) -> str:
+        table = mine[match["name"]]
+        results = read_results(kept / f"{table.benchmark}.json")
+        return f"<!-- table: {table.name} -->\n\n{table.render(results)}\n\n{source(results)}\n\n<!-- end of table -->"
+
+    return BLOCK.sub(block, text)
+
+
+def render() -> None:
+    for page in unique(table.page for table in TABLES):
+        path = ROOT / page
+        path.write_text(rendered(page, path.read_text()))
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+class Needed(NamedTuple):
+    """A contender that is not installed with streamrl."""
+
+    there: Callable[[argparse.Namespace], bool]
+    how: str
+
+
+NEEDED = {
+    "bench_engine": {
+        "sglang": Needed(lambda options: options.sglang_python.exists(), "`make sglang-cpu`, or --sglang-python"),
+        "vllm": Needed(lambda options: options.vllm_python.exists(), "`make vllm-cpu`, or --vllm-python"),
+    },
+    "bench_trainer": {
+        "megatron": Needed(lambda _: find_spec("megatron") is not None, "pip install -c constraints.txt -e '.[dev]'"),
+        "trl": Needed(lambda _: find_spec("trl") is not None, "pip install -c constraints.txt trl==1.16.0"),
+    },
+}
+
+
+def commands(benchmark: str, options: argparse.Namespace) -> list[list[str]]:
+    """What measures all that the tables of `benchmark` show: scripts with their arguments, one after another."""
+    match benchmark:
+        case "bench_engine":
+            others: list[str] = []
+            for name, python in (("sglang", options.sglang_python), ("vllm", options.vllm_python)):
+                if name not in options.without:
+                    others += [f"--{name}-python", str(python)]
+            return [["--seconds", "6", *others]]
+        case "bench_weights":
+            collective = ["--append", "--modes", "collective"]
+            return [
+                ["--repeats", "7"],
+                [*collective, "--sizes", "1.5B", "--gservers", "1", "2", "--engine", "simulated", "--repeats", "3"],
+                [*collective, "shared_memory", "--sizes", "135M", "--dtype", "bfloat16", "--repeats", "7"],
+            ]
+        case "bench_demo":
+            return [["--repeats", "3"]]
+        case _:
+            return [[]]
+
+
+def run(benchmark: str, options: argparse.Namespace) -> None:
+    """Measure all of it. Exit if a part fails: what was kept before stays then."""
+    for arguments in commands(benchmark, options):
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark}.py"), *arguments]
+        print("$", *command, flush=True)
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            raise SystemExit(f"{' '.join(command)} failed; nothing of {benchmark} is kept")
+
+
+def keep(benchmark: str) -> None:
+    """Copy the latest results of `benchmark`, and their plot, to where the tables are made from."""
+    results = LATEST / f"{benchmark}.json"
+    if not results.exists():
+        raise SystemExit(f"{benchmark} has not been run here: there is no {results}")
+    if read_results(results)["settings"].get("quick"):
+        raise SystemExit(f"{results} is of a quick run, which is not kept")
+    for found in LATEST.glob(f"{benchmark}.*"):
+        shutil.copy(found, KEPT / found.name)
+
+
+def check_needed(chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """Exit if a contender is neither there nor left out on purpose."""
+    lacking = [
+        f"{benchmark} lacks {name}: {needed.how}, or --without {name}"
+        for benchmark in chosen
+        for name, needed in NEEDED.get(benchmark, {}).items()
+        if name not in options.without and not needed.there(options)
+    ]
+    if lacking:
+        raise SystemExit("\n".join(lacking))
+
+
+def main() -> None:
+    benchmarks = unique(table.benchmark for table in TABLES)
+    optional = [name for needed in NEEDED.values() for name in needed]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--run", nargs="+", choices=benchmarks, default=benchmarks, help="by default all")
+    what.add_argument("--keep", nargs="+", choices=benchmarks, help="keep their latest results; run nothing")
+    what.add_argument("--render", action="store_true", help="run nothing")
+    parser.add_argument("--without", nargs="+", choices=optional, default=[], help="contenders that are left out")
+    parser.add_argument("--sglang-python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
+    options = parser.parse_args()
+    if not options.render and not options.keep:
+        check_needed(options.run, options)
+    for benchmark in [] if options.render else options.keep or options.run:
+        if not options.keep:
+            run(benchmark, options)
+        keep(benchmark)
+    render()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Tables are what their results say, and a ratio that has fallen is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def benchmark(name):
+    """A module of benchmarks/, as its scripts see it."""
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        try:
+            return importlib.import_module(name)
+        finally:
+            for path in BENCHMARKS.glob("*.py"):
+                if path.stem not in known:
+                    sys.modules.pop(path.stem, None)
+
+
+common = benchmark("common")
+figures = benchmark("figures")
+compare = benchmark("compare")
+throughput = benchmark("throughput")
+
+PAGES = sorted({table.page for table in figures.TABLES})
+RESULTS = sorted(figures.KEPT.glob("*.json"))
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_what_their_results_say(page):
+    text = (ROOT / page).read_text()
+    assert text == figures.rendered(page, text), f"`python benchmarks/figures.py --render` writes {page} anew"
+
+
+@pytest.mark.parametrize("table", figures.TABLES, ids=lambda table: table.name)
+def test_a_table_says_commit_date_and_processor(table):
+    results = figures.read_results(figures.KEPT / f"{table.benchmark}.json")
+    text = (ROOT / table.page).read_text()
+    block = next(match.group() for match in figures.BLOCK.finditer(text) if match["name"] == table.name)
+    *_, last = [line for line in block.splitlines() if line and not line.startswith("<!--")]
+    commit, machine = results["commit"], results["machine"]
+    for part in (commit["id"], commit["date"][:10], machine["processor"], f"{machine['cores']} cores"):
+        assert part in last
+
+
+def test_every_figure_of_the_readme_is_in_a_table_that_is_made():
+    section = (ROOT / "README.md").read_text().partition("## Figures")[2].partition("\n## ")[0]
+    written = figures.BLOCK.sub("", section)
+    assert not [line for line in written.splitlines() if line.startswith("|")]
+    assert not re.findall(r"\d (?:s|ms|MiB|GiB|tokens per second)\b", written)
+
+
+def test_rewards_that_do_not_flatter_are_in_the_table():
+    table = figures.throughput(figures.read_results(figures.KEPT / "throughput.json"))
+    header, _, *rows = table.splitlines()
+    assert "final reward (least to most)" in header
+    assert all(re.search(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\) \|$", row) for row in rows if "embedded" in row)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_say_what_was_measured_on_what(path):
+    found = json.loads(path.read_text())
+    assert found["commit"]["id"]
+    assert re.match(r"\d{4}-\d\d-\d\dT", found["commit"]["date"])
+    assert found["machine"]["processor"]
+    assert found["machine"]["cores"] > 0
+    assert found["settings"]
+    assert not found["settings"].get("quick")
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A folder for kept results, `latest/` in it, and a page with one table of `bench`."""
+    monkeypatch.setattr(figures, "KEPT", tmp_path)
+    monkeypatch.setattr(figures, "LATEST", tmp_path / "latest")
+    monkeypatch.setattr(common, "LATEST", tmp_path / "latest")
+    return tmp_path
+
+
+def of_rows(results):
+    return figures.markdown(["row"], [[str(row["value"])] for row in results["rows"]])
+
+
+PAGE = "before\n<!-- table: of-rows -->\n<!-- end of table -->\nafter\n"
+
+
+def test_a_table_changes_with_its_results_and_nothing_else_does(kept):
+    tables = (figures.Table("page.md", "bench", of_rows),)
+    common.write_results("bench", {"quick": False}, [{"value": 1.5}])
+    figures.keep("bench")
+    first = figures.rendered("page.md", PAGE, tables, kept)
+    assert first.startswith("before\n<!-- table: of-rows -->\n\n| row |\n|---|\n| 1.5 |\n\n*")
+    assert first.endswith("*\n\n<!-- end of table -->\nafter\n")
+    assert figures.rendered("page.md", first, tables, kept) == first
+    common.write_results("bench", {"quick": False}, [{"value": 2.5}])
+    assert figures.rendered("page.md", first, tables, kept) == first, "only what is kept is shown"
+    figures.keep("bench")
+    assert figures.rendered("page.md", first, tables, kept) == first.replace("1.5", "2.5")
+
+
+@pytest.mark.parametrize(
+    "text", ["no place", PAGE + PAGE, PAGE.replace("of-rows", "other")], ids=["none", "two", "another"]
+)
+def test_a_page_without_the_right_places_is_refused(kept, text):
+    with pytest.raises(SystemExit, match="has places for the tables"):
+        figures.rendered("page.md", text, (figures.Table("page.md", "bench", of_rows),), kept)
+
+
+def test_a_quick_run_is_not_kept(kept):
+    with pytest.raises(SystemExit, match="has not been run here"):
+        figures.keep("bench")
+    common.write_results("bench", {"quick": True}, [])
+    with pytest.raises(SystemExit, match="quick run"):
+        figures.keep("bench")
+    assert not (kept / "bench.json").exists()
+
+
+def test_rows_of_another_state_are_not_added_to(kept):
+    assert common.earlier_rows("bench") == []
+    path = common.write_results("bench", {}, [{"value": 1}])
+    assert common.earlier_rows("bench") == [{"value": 1}]
+    found = json.loads(path.read_text())
+    for changed in ({"commit": {"id": "other"}}, {"machine": {"processor": "other"}}):
+        path.write_text(json.dumps(found | changed))
+        with pytest.raises(SystemExit, match=f"another {'commit' if 'commit' in changed else 'processor'}"):
+            common.earlier_rows("bench")
+
+
+def test_a_contender_that_is_missing_stops_all_before_it_begins(tmp_path, monkeypatch, capsys):
+    arguments = ["figures.py", "--run", "bench_engine", "--sglang-python", str(tmp_path / "none")]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--vllm-python", sys.executable])
+    monkeypatch.setattr(figures, "run", lambda *_: pytest.fail("something was run"))
+    with pytest.raises(SystemExit, match="bench_engine lacks sglang"):
+        figures.main()
+
+
+# --- seeds of the throughput benchmark -----------------------------------------------------------
+
+
+def test_runs_with_several_seeds_are_one_row():
+    run = {
+        "groups_per_second": 10.0,
+        "step_seconds": 2.0,
+        "train_seconds": 0.5,
+        "generation_seconds_per_group": 0.1,
+        "groups_per_batch": 8.0,
+        "oldest_token_age": 1,
+        "masked_share": 0.0,
+        "dropped_share": 0.0,
+        "reward_final": 0.9,
+    }
+    others = [
+        run | {"groups_per_second": 40.0, "oldest_token_age": 4, "reward_final": 0.3},
+        run | {"groups_per_second": 12.0, "masked_share": 0.3},
+    ]
+    found = throughput.aggregate([run, *others])
+    assert found["seeds"] == 3
+    assert found["groups_per_second"] == 12.0
+    assert found["oldest_token_age"] == 4
+    assert found["masked_share"] == pytest.approx(0.1)
+    reward = found["reward_final"]
+    assert (reward["least"], reward["most"], reward["of_each"]) == (0.3, 0.9, [0.9, 0.3, 0.9])
+    assert reward["mean"] == pytest.approx(0.7)
+    row = throughput.as_row("embedded", 4, "mask", found, synchronous=throughput.aggregate([run]))
+    assert row["speedup"] == pytest.approx(1.2)
+    assert row["bound"] == pytest.approx(2.5)
+    assert row["reward_final"] == reward
+    assert throughput.as_row("simulated", 4, "mask", found, synchronous=found)["reward_final"] is None
+    assert throughput.cell(reward) == "0.700 (0.300–0.900)"
+
+
+# --- ratios that fell ----------------------------------------------------------------------------
+
+
+def test_what_fell_by_more_than_a_tenth_is_named():
+    kept = {"share": 0.9, "noise": 1.0, "better": 2.0, "lost": 1.0, "only kept": 1.0}
+    now = {"new": 5.0, "better": 3.0, "noise": 0.91, "share": 0.6, "lost": 0.0}
+    found = compare.compare(kept, now)
+    assert [change.name for change in found.fallen] == ["share", "lost"]
+    assert [change.name for change in found.changes] == ["share", "noise", "better", "lost"]
+    assert found.fallen[0].share == pytest.approx(-1 / 3)
+    assert found.new == ["new"]
+    assert found.unmeasured == ["only kept"]
+
+
+ratios = st.dictionaries(st.text(max_size=3), st.floats(0.01, 100.0))
+
+
+@given(kept=ratios, now=ratios)
+def test_each_row_is_compared_new_or_unmeasured(kept, now):
+    found = compare.compare(kept, now)
+    assert {change.name for change in found.changes} | set(found.unmeasured) == set(kept)
+    assert {change.name for change in found.changes} | set(found.new) == set(now)
+    for change in found.changes:
+        assert change.fell == (now[change.name] / kept[change.name] - 1 < -0.1)
+
+
+@given(kept=ratios, one=ratios, other=ratios)
+def test_a_row_has_fallen_if_it_did_both_times(kept, one, other):
+    def fallen(now):
+        return {change.name for change in compare.compare(kept, now).fallen}
+
+    both = compare.better(one, other)
+    assert set(both) == set(one) | set(other)
+    assert fallen(both) & set(one) & set(other) == fallen(one) & fallen(other)
+
+
+@pytest.mark.parametrize("ratios", compare.COMPARED, ids=lambda ratios: ratios.__name__)
+def test_what_is_kept_has_ratios_to_compare_with(ratios):
+    rows = figures.read_results(figures.KEPT / f"{ratios.__name__}.json")["rows"]
+    found = list(ratios(rows))
+    assert found
+    assert len(dict(found)) == len(found), "two rows have one name"
+    assert not compare.compare(dict(found), dict(found)).fallen
+
+
+def test_the_loss_of_a_third_of_the_speed_up_is_seen():
+    rows = figures.read_results(figures.KEPT / "throughput.json")["rows"]
+    slower = [row | {"speedup": row["speedup"] * (2 / 3 if row["max_staleness"] == 4 else 0.95)} for row in rows]
+    found = compare.compare(dict(compare.throughput(rows)), dict(compare.throughput(slower)))
+    assert len(found.fallen) == 6
+    assert all("max_staleness 4" in change.name for change in found.fallen)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """`compare.main` on one benchmark; what its quick runs find, one after another, is given."""
+    (tmp_path / "bench_stream.json").write_text(json.dumps({"machine": {"processor": "other"}, "rows": [{"a": 1.0}]}))
+    monkeypatch.setattr(compare, "KEPT", tmp_path)
+
+    def bench_stream(rows):
+        return [pair for row in rows for pair in row.items()]
+
+    monkeypatch.setattr(compare, "COMPARED", {bench_stream: []})
+    monkeypatch.setattr(sys, "argv", ["compare.py", "bench_stream"])
+
+    def main(*runs):
+        found = [[row] for row in runs]
+        monkeypatch.setattr(compare, "measure", lambda *_: found.pop(0))
+        compare.main()
+        assert not found, "run less often than expected"
+
+    return main
+
+
+def test_comparing_fails_with_the_row_that_fell_twice(quick, capsys):
+    with pytest.raises(SystemExit, match=r"fell by more than 10%:\nbench_stream: a"):
+        quick({"a": 0.5}, {"a": 0.6})
+    printed = capsys.readouterr().out
+    assert "0.60" in printed
+    assert "-40%" in printed
+    assert "kept from other" in printed
+
+
+@pytest.mark.parametrize("load", [0.1, 3.0])
+def test_comparing_says_that_the_machine_did_other_work(quick, monkeypatch, capsys, load):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    quick({"a": 1.0})
+    assert ("other work (load 3.0)" in capsys.readouterr().out) == (load > 1)
+
+
+def test_comparing_passes_where_a_second_run_did_not_fall(quick):
+    quick({"a": 0.95})
+    quick({"a": 0.5}, {"a": 0.97})
+
+
+def test_comparing_nothing_is_a_failure(quick):
+    with pytest.raises(SystemExit, match="no row was measured that is kept: bench_stream"):
+        quick({"b": 1.0})

@@ -1,0 +1,597 @@
+"""A run around a real master, in one process and in no time: the clock is virtual, and nobody computes.
+
+The manager is a ledger and a few lists. Model workers hold real groups in real `StreamDataset`s and keep the order of
+calls that real ones keep; a call takes as long as the test says. Rollout workers write groups token by token,
+under the version that is served while they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamrl import progress
+from streamrl.config import Config
+from streamrl.errors import PeerLost
+from streamrl.ledger import Fate, Ledger
+from streamrl.stream_dataset import StreamDataset
+from streamrl.trainer.calls import (
+    BeingScored,
+    ClearDataCache,
+    Done,
+    Function,
+    HaveScored,
+    Inference,
+    Initialize,
+    ModelConfig,
+    ModelFacts,
+    OpenStore,
+    Publish,
+    Published,
+    Save,
+    Saved,
+    SettleSave,
+    Spec,
+    Stored,
+    StoreOpened,
+    Trained,
+    TrainStep,
+    WorkerSpec,
+)
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.hooks import DataTransfer
+from streamrl.trainer.layout import layout_of
+from streamrl.trainer.master import Master
+from streamrl.trainer.redistributor import transfers
+from streamrl.transport.control.comparison import Compared, Scores
+from streamrl.transport.control.evaluations import EvaluationReports
+from streamrl.transport.control.publication import Wanted
+from streamrl.transport.directing import Generate, Generated, Score, Scored, name_on_channel
+from streamrl.types import NO_VERSION, TrajectoryGroup
+from tests.evaluations import make_report
+from tests.launch.statuses import status
+
+LIMIT_SECONDS = 100_000.0
+"""A run that takes longer, on the virtual clock, waits for something that never comes."""
+PROMPT = 3
+OPINION = -0.5
+"""Log-probability of each token, whoever is asked."""
+
+
+class _Jump(selectors.DefaultSelector):
+    """Instead of waiting, moves the clock of its loop on."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise AssertionError("everybody waits, and nothing is left that could happen")
+        if not ready:
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock stands still while there is something to do, and jumps to the next timer when there is not."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now
+
+
+def virtually(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work` on a virtual clock."""
+
+    async def limited() -> Any:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            return await work
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(limited())
+
+
+def clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Event(NamedTuple):
+    """Something that the workers were asked for, and when they were through with it."""
+
+    name: str
+    """Of the MFC, or of the call's type."""
+    call: Any
+    """What the first of the workers was asked."""
+    begin: float
+    end: float
+
+
+class Workers:
+    """All model workers, and directed rollout workers, as the master sees them through its channel."""
+
+    def __init__(self, config: Config, *, manager: Manager, stored: asyncio.Queue[Stored], script: Script) -> None:
+        self.events: list[Event] = []
+        self.compute: Callable[[Any], Any] | None = None
+        """What computes for the only worker, if anybody does: carries out a call, and answers as a worker."""
+        self.weights = 0
+        """The version that the workers' weights are."""
+        self.stored = stored
+        begun = progress.of_run(config)
+        self.weights = begun.policy_version if begun else 0
+        self._config, self._manager, self._script = config, manager, script
+        graph = graph_of(config)
+        self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
+        self._stream_keys = graph.stream_keys
+        self.heads = layout_of(config.trainer, "actor").heads
+        self.datasets = {
+            rank: StreamDataset(
+                rank=rank, capacity_groups=10**6, on_stored=lambda meta: stored.put_nowait(Stored([meta]))
+            )
+            for rank in self.heads
+        }
+        self._has: dict[int, set[tuple[int, str]]] = defaultdict(set)
+        """Arrays that each worker has beside its own groups."""
+        self._turn = asyncio.Lock()
+        self._weights_free = asyncio.Event()
+        self._weights_free.set()
+        self._lost: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._waiting: dict[int, list[TrajectoryGroup]] = defaultdict(list)
+        """Groups that wait at a rollout worker to be scored."""
+        if begun:
+            for dataset in self.datasets.values():
+                dataset.restore(begun.trained)
+
+    def offer(self, group: TrajectoryGroup) -> None:
+        """A rollout worker pushes a group."""
+        self.datasets[self.heads[group.seq % len(self.heads)]].offer(group)
+
+    def lose(self, worker: int) -> None:
+        """The worker's process ends; the manager gives the prompts of a rollout worker to others."""
+        self._lost[worker].set()
+        self._waiting.pop(worker, None)
+        self._manager.ledger.release(name_on_channel(worker))
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]
+
+    async def wait_for(self, workers: set[int], *, patience: float) -> None:
+        pass
+
+    async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:
+        return [worker for worker in workers if not self._lost[worker].is_set()]
+
+    async def call(self, worker: int, call: Any, reply: Any, *, timeout: float) -> Any:
+        return (await self.request({worker: call}, reply, timeout=timeout))[worker]
+
+    async def request(self, calls: Mapping[int, Any], reply: Any, *, timeout: float) -> dict[int, Any]:
+        first = next(iter(calls.values()))
+        name = getattr(first, "mfc", type(first).__name__)
+        if isinstance(first, Publish):
+            self._weights_free.clear()  # in the order of requests, whatever is being computed
+        begin = clock()
+        lost = [asyncio.ensure_future(self._lost[worker].wait()) for worker in calls]
+        answering = asyncio.ensure_future(self._answer(name, calls))
+        try:
+            await asyncio.wait([answering, *lost], return_when=asyncio.FIRST_COMPLETED)
+            for worker, gone in zip(calls, lost, strict=True):
+                if gone.done():
+                    raise PeerLost(f"{name_on_channel(worker)} is gone: its connection has ended")
+            answers = answering.result()
+        finally:
+            for task in (answering, *lost):
+                task.cancel()
+            await asyncio.gather(answering, *lost, return_exceptions=True)
+        self.events.append(Event(name, first, begin, clock()))
+        assert all(type(answer) is reply for answer in answers.values())
+        return answers
+
+    async def _answer(self, name: str, calls: Mapping[int, Any]) -> dict[int, Any]:
+        await asyncio.sleep(0)  # the wire
+        match next(iter(calls.values())):
+            case Spec():
+                return {worker: WorkerSpec(worker, "cpu", 1, {"actor": "pretended"}, 0, 0, 0, 0) for worker in calls}
+            case ModelConfig():
+                return dict.fromkeys(calls, ModelFacts(1, 1, 1))
+            case OpenStore():
+                return dict.fromkeys(calls, StoreOpened("here", 1))
+            case ClearDataCache():
+                await self._script.happen(name)
+                return {worker: self._clear(worker, call) for worker, call in calls.items()}
+            case Generate() | Score():
+                return {worker: await self._direct(worker, call) for worker, call in calls.items()}
+            case HaveScored():
+                await self._script.happen(name)
+                return {worker: self._have_scored(worker, call) for worker, call in calls.items()}
+            case Publish(version, again):
+                return dict.fromkeys(calls, await self._publish(version, again=again))
+        async with self._turn:
+            await self._script.happen(name)
+            match next(iter(calls.values())):
+                case Initialize():
+                    return dict.fromkeys(calls, Done(0.0))
+                case Inference() | Function():
+                    return self._infer(name, calls)
+                case TrainStep():
+                    return await self._train(name, calls)
+                case Save() as save:
+                    await self._weights_free.wait()
+                    return dict.fromkeys(calls, self._save(save))
+                case SettleSave():
+                    return dict.fromkeys(calls, Saved())
+        raise AssertionError(name)
+
+    def _have_scored(self, worker: int, call: HaveScored) -> BeingScored:
+        """The gservers say of the response what everybody says of every token."""
+        group = self.datasets[worker].find(call.response.seq)
+        if group is None:
+            return BeingScored([])
+        sampled = np.flatnonzero(group.alone(call.response.index).packed_loss_mask)
+        places = (sampled - sampled[0]).tolist()
+        self._manager.scored(call.version, [OPINION] * (places[-1] + 1))
+        return BeingScored(places)
+
+    async def _publish(self, version: int, *, again: bool) -> Published:
+        """Read the weights, then have them taken on by the gservers that are there."""
+        assert version == self.weights
+        late = set(self._manager.wanted)
+        try:
+            await self._script.happen("reading")
+        finally:
+            self._weights_free.set()
+        assert version == self.weights, "the weights changed while they were read"
+        await self._script.happen("Publish")
+        self._manager.wanted -= late
+        if not again:
+            self._manager.serve(version)
+        return Published(seconds=1.0, pause_seconds=0.5, bytes=1, attempts=1)
+
+    def _infer(self, name: str, calls: Mapping[int, Any]) -> dict[int, Done]:
+        self._prepare(name, calls)
+        rewards = {}
+        for worker, call in calls.items():
+            if worker in layout_of(self._config.trainer, self._mfcs[name].role).heads:
+                for key in self._mfcs[name].outputs:
+                    self._has[worker] |= {(seq, key) for seq in call.seqs}
+                if self.compute is not None:
+                    self.compute(call)
+                if self._mfcs[name].outputs == {"rewards"}:
+                    rewards |= {worker: {seq: self._script.scores(seq) for seq in call.seqs}}
+        return {worker: Done(1.0, rewards.get(worker, {})) for worker in calls}
+
+    async def _train(self, name: str, calls: Mapping[int, TrainStep]) -> dict[int, Trained]:
+        self._prepare(name, calls)
+        actor = self._mfcs[name].role == "actor"
+        answers = {}
+        told = 0
+        for worker, call in calls.items():
+            ages: dict[int, int] = defaultdict(int)
+            if worker in layout_of(self._config.trainer, self._mfcs[name].role).heads:
+                for seq in _seqs(call):
+                    versions = self._group(seq).packed_policy_versions
+                    young = versions[(versions >= call.oldest_version) & (versions != NO_VERSION)]
+                    for age in (call.policy_version - young).tolist():
+                        ages[age] += 1
+            told += sum(ages.values())
+            sums = {"tokens": float(sum(ages.values()))}
+            if self.compute is not None:
+                found = self.compute(call)
+                assert (found.token_ages, found.sums["tokens"]) == (dict(ages), sums["tokens"])
+            compared = self._compared(worker, call) if actor else []
+            answers[worker] = Trained(1.0, 0.0, sums if actor else {}, {}, dict(ages) if actor else {}, compared)
+        step = next(iter(calls.values()))
+        assert told == sum(share.loss_tokens for share in step.minibatches), "what is young was counted differently"
+        if actor:
+            assert step.policy_version == self.weights
+            await self._weights_free.wait()
+            self.weights += 1
+        return answers
+
+    def _compared(self, worker: int, call: TrainStep) -> list[float]:
+        """Of the response that the gservers score, if it is this worker's to compute."""
+        wanted = call.compared
+        if wanted is None or wanted.seq not in call.minibatches[0].seqs:
+            return []
+        group = self._group(wanted.seq).alone(wanted.index)
+        young = group.packed_policy_versions[group.packed_loss_mask] >= call.oldest_version
+        assert young.all(), "tokens are compared that are not computed"
+        return [OPINION] * len(young)
+
+    def _prepare(self, name: str, calls: Mapping[int, Any]) -> None:
+        """Carry out the transfers, and see that each worker has then what its part of the call needs."""
+        plan = {}
+        for call in calls.values():
+            for hook in call.pre_hooks:
+                if isinstance(hook, DataTransfer):
+                    plan |= {repr(step): step for step in hook.plan}
+        for step in plan.values():
+            for transfer in transfers(step):
+                for piece in transfer.pieces:
+                    assert self._holds(transfer.source, piece.seq, piece.key)
+                    for destination in transfer.destinations:
+                        assert not self._holds(destination, piece.seq, piece.key)
+                        self._has[destination].add((piece.seq, piece.key))
+        for worker, call in calls.items():
+            for seq in _seqs(call):
+                for key in self._mfcs[name].inputs:
+                    assert self._holds(worker, seq, key), (name, worker, seq, key)
+
+    def _holds(self, worker: int, seq: int, key: str) -> bool:
+        own = worker in self.datasets and self.datasets[worker].find(seq) is not None
+        return (seq, key) in self._has[worker] or (own and key in self._stream_keys)
+
+    def _group(self, seq: int) -> TrajectoryGroup:
+        return next(group for dataset in self.datasets.values() if (group := dataset.find(seq)) is not None)
+
+    def _clear(self, worker: int, call: ClearDataCache) -> Done:
+        if self.compute is not None:
+            self.compute(call)
+        self._has[worker] = {name for name in self._has[worker] if name[0] not in call.seqs}
+        if worker in self.datasets and self.compute is None:
+            held = [seq for seq in call.seqs if self.datasets[worker].find(seq) is not None]
+            self.datasets[worker].discard(held, forget=call.come_again)
+        return Done(0.0)
+
+    def _save(self, save: Save) -> Saved:
+        assert save.progress.policy_version == self.weights
+        folder = Path(save.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        progress.write(folder, save.progress)
+        return Saved()
+
+    async def _direct(self, worker: int, call: Generate | Score) -> Generated | Scored:
+        """What a rollout worker of a synchronous graph does."""
+        waiting = self._waiting[worker]
+        await self._script.happen(type(call).__name__)
+        if isinstance(call, Generate):
+            lacking = max(0, call.groups - len(waiting))
+            if lacking:
+                await self._manager.until(lambda: self._manager.ledger.room)
+            admitted = self._manager.ledger.admit(name_on_channel(worker), lacking, now=0.0)
+            waiting += [make_group(seq, [self._manager.version] * 4) for seq in admitted]
+            return Generated([group.seq for group in waiting])
+        scored = [group for group in waiting if group.seq in call.seqs]
+        self._waiting[worker] = [group for group in waiting if group.seq not in call.seqs]
+        for group in scored:
+            if self._script.rejects(group.seq):
+                self._manager.reject(group.seq)
+            else:
+                self.offer(group)
+        return Scored([group.seq for group in scored if not self._script.rejects(group.seq)])
+
+
+def _seqs(call: Any) -> list[int]:
+    """What a worker is to compute on."""
+    return [seq for share in call.minibatches for seq in share.seqs] if isinstance(call, TrainStep) else call.seqs
+
+
+def make_group(seq: int, versions: Sequence[int]) -> TrajectoryGroup:
+    """Two siblings; of each, the next sampled token was sampled under the next of `versions`."""
+    one = np.array([NO_VERSION] * PROMPT + list(versions), np.int32)
+    both = np.concatenate([one, one])
+    return TrajectoryGroup(
+        seq=seq,
+        worker="rollout/0",
+        prompt_length=PROMPT,
+        seqlens=np.array([len(one)] * 2, np.int32),
+        rewards=np.array([0.0, 1.0], np.float32),
+        packed_input_ids=np.arange(len(both), dtype=np.int32),
+        packed_loss_mask=both != NO_VERSION,
+        packed_behavior_logprobs=np.where(both != NO_VERSION, -0.5, 0).astype(np.float32),
+        packed_policy_versions=both,
+        finish_reasons=["stop"] * 2,
+    )
+
+
+@dataclass
+class Script:
+    """What happens in a run, and how long it takes; seconds are virtual."""
+
+    tokens: Callable[[int], int] = lambda seq: 4
+    """Of a sibling; each takes a second."""
+    copies: Callable[[int], Sequence[float]] = lambda seq: (0.0,)
+    """When the finished group is pushed, in seconds from its end: more than once where acknowledgements get lost."""
+    rejects: Callable[[int], bool] = lambda seq: False
+    scores: Callable[[int], list[float]] = lambda seq: [0.25, 0.75]
+    """Of a reward model."""
+    seconds: Callable[[str, int], float] = lambda name, count: 0.0
+    """How long a call takes: its MFC's or type's name, and how often it has happened before."""
+    fails: Callable[[str, int], Exception | None] = lambda name, count: None
+    group: Callable[[int, Sequence[int]], TrajectoryGroup] = make_group
+    """The group of a sequence number whose sampled tokens have these versions."""
+    slots: int = 64
+    """Groups that are written at the same time."""
+    rows: int = 1000
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    async def happen(self, name: str) -> None:
+        count = self.counts[name]
+        self.counts[name] += 1
+        await asyncio.sleep(self.seconds(name, count))
+        if error := self.fails(name, count):
+            raise error
+
+
+class Signal:
+    """Wakes all who wait for something when anything has changed."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+
+class Manager(Signal):
+    """The master's `ControlClient`: what a manager would answer."""
+
+    def __init__(self, config: Config, script: Script) -> None:
+        super().__init__()
+        trainer, run = config.trainer, config.run
+        self.ledger = Ledger(
+            groups_per_batch=trainer.batch_groups, max_staleness=config.staleness.max_staleness, lease_seconds=1e9
+        )
+        self.version = 0
+        """What gservers serve."""
+        self.reports: list[Any] = []
+        self.evaluated: list[tuple[Any, int]] = []
+        """Each evaluation that was asked for, and the version that was served then."""
+        self.wanted: set[str] = set()
+        """gservers that came too late for the weights that are served."""
+        self.scores: dict[int, list[Scores]] = {}
+        """What the gservers say, by version."""
+        self.opinions: Callable[[int], list[float]] = lambda version: [OPINION]
+        """Of each gserver about any token, under a version."""
+        self._script = script
+        if run.total_train_epochs is not None:
+            self.ledger.ends_after = run.total_train_epochs * script.rows
+        begun = progress.of_run(config)
+        if begun:
+            self.version = begun.policy_version
+            self.ledger.restore(
+                policy_version=self.version, trained=list(begun.trained_seqs()), rejected=list(begun.rejected_seqs())
+            )
+
+    def serve(self, version: int) -> None:
+        self.version = version
+        self.ledger.advance(version)
+        self.wake()
+
+    def reject(self, seq: int) -> None:
+        self.ledger.reject(seq)
+        self.wake()
+
+    async def settle(self, message: Any) -> None:
+        await self._script.happen("settle")
+        for fate in message.groups:
+            self.ledger.settle(fate)
+        self.wake()
+
+    async def rejections(self, after: int) -> list[Fate]:
+        await self.until(lambda: len(self.ledger.rejections) > after)
+        return self.ledger.rejections[after:]
+
+    async def data_rows(self) -> int:
+        return self._script.rows
+
+    async def weights_wanted(self) -> Wanted:
+        await self.until(lambda: self.wanted)
+        return Wanted(version=self.version, gservers=sorted(self.wanted), serving=1)
+
+    def scored(self, version: int, scores: list[float]) -> None:
+        """A response is scored; the gservers that serve another version by now do not answer."""
+        self.scores[version] = [
+            Scores(f"gserver/{index}", [opinion] * len(scores))
+            for index, opinion in enumerate(self.opinions(version))
+            if version >= self.version
+        ]
+
+    async def compared(self, version: int) -> Compared:
+        assert self.version == version + 1, "answers are asked for that may still come"
+        return Compared(self.scores.get(version, []))
+
+    async def report(self, report: Any) -> None:
+        self.reports.append(report)
+
+    async def evaluate(self, message: Any) -> None:
+        self.evaluated.append((message, self.version))
+        self.wake()
+
+    async def evaluations(self, after: int) -> EvaluationReports:
+        await self.until(lambda: len(self.evaluated) > after)
+        await self._script.happen("evaluation")
+        return EvaluationReports([make_report(asked.policy_version) for asked, _ in self.evaluated[after:]], stop=False)
+
+    async def status(self) -> Any:
+        return status(0)
+
+
+class Run:
+    """A master with all that it talks to."""
+
+    def __init__(self, config: Config, script: Script) -> None:
+        stored: asyncio.Queue[Stored] = asyncio.Queue()
+        self.config, self.script = config, script
+        self.manager = Manager(config, script)
+        self.workers = Workers(config, manager=self.manager, stored=stored, script=script)
+        self.master = Master(config, client=self.manager, channel=self.workers, stored=stored)
+        self.master.membership = SimpleNamespace(waiting_for="")
+        self._writing = 0
+        """Groups that are being written."""
+
+    @property
+    def steps(self) -> list[list[int]]:
+        """What each training step was made of."""
+        return [report.seqs for report in self.manager.reports]
+
+    async def roll_out(self) -> None:
+        """Be the rollout workers of an asynchronous graph, for ever."""
+        ledger = self.manager.ledger
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await self.manager.until(lambda: ledger.room and self._writing < self.script.slots)
+                for seq in ledger.admit("rollout/0", self.script.slots - self._writing, now=0.0):
+                    self._writing += 1
+                    groups.create_task(self._write(seq))
+
+    async def _write(self, seq: int) -> None:
+        versions = []
+        for _ in range(self.script.tokens(seq)):
+            await asyncio.sleep(1.0)
+            versions.append(self.manager.version)
+        self._writing -= 1
+        self.manager.wake()
+        if self.script.rejects(seq):
+            self.manager.reject(seq)
+            return
+        for seconds in self.script.copies(seq):
+            await asyncio.sleep(seconds)
+            self.workers.offer(self.script.group(seq, versions))
+
+
+@asynccontextmanager
+async def pretended(config: Config, script: Script | None = None) -> Any:
+    """A run; at its end nothing of it may be left."""
+    threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
+    run = Run(config, script or Script())
+    rolling = [] if graph_of(config).of_rollout else [asyncio.create_task(run.roll_out(), name="rollout")]
+    try:
+        yield run
+    finally:
+        for task in rolling:
+            task.cancel()
+        ends = await asyncio.gather(*rolling, return_exceptions=True)
+        await run.master.close()
+    assert not [end for end in ends if not isinstance(end, asyncio.CancelledError)]
+    assert threads.issuperset(threading.enumerate())  # of others, such as a loader of models, some may have ended
+    assert tasks.issuperset(asyncio.all_tasks())
+
+
+def whole_run(config: Config, script: Script | None = None) -> tuple[str, Run]:
+    """Train to the end; answers why it ended."""
+
+    async def work() -> tuple[str, Run]:
+        async with pretended(config, script) as run:
+            reason = await run.master.run()
+            reason += await run.master.finish()
+            await run.master.write_final()
+            return reason, run
+
+    return virtually(work())

@@ -134,6 +134,7 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract, way: Way) -> None:
+    await gserver.publish(1.0, way=way)
     before = gserver.version
     old = await gserver.client.checksum(gserver.url)
     running = await gserver.begin(PROMPT, gserver.long)

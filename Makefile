@@ -46,6 +46,7 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests benchmarks --explicit-package-bases
 
 bench: $(INSTALLED_DEV)
 	$(BIN)/python benchmarks/compare.py

@@ -84,9 +84,9 @@ def test_ppo_follows_the_formula(tokens, low, high, dual):
     columns[0].requires_grad_()
     got = ppo(*columns, clip_low=low, clip_high=high, dual_clip=dual)
     got.loss.sum().backward()
-    for i, values in enumerate(tokens):
-        loss, slope, clipped = one_token(*values, low, high, dual)
-        ratio = math.exp(values[0] - values[1])
+    for i, (now, centre, credit) in enumerate(tokens):
+        loss, slope, clipped = one_token(now, centre, credit, low, high, dual)
+        ratio = math.exp(now - centre)
         if min(abs(ratio - edge) for edge in (1 + high, 1 - low, dual or 1 + high)) < 1e-9:
             continue  # on the edge of a clip either answer is right
         assert float(got.loss[i].detach()) == pytest.approx(loss, rel=1e-6, abs=1e-9)

@@ -46,6 +46,8 @@ STREAMS = {
     "mp_queue": "multiprocessing.Queue",
 }
 MISSING = "–"
+SHOWN_STEPS = 3
+"""Of the demo, in the README: so many of the first and of the last."""
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -229,11 +231,23 @@ def demo(results: Results) -> str:
 
 
 def demo_printed(results: Results) -> str:
-    """Steps and summary, without what was said of the processes' state."""
+    """The first and the last steps, and how it ended."""
+    steps, _ = _steps_and_summary(results)
+    return "\n".join(["```", *steps[:SHOWN_STEPS], "   …", *steps[-1 - SHOWN_STEPS :], "```"])
+
+
+def demo_in_full(results: Results) -> str:
+    """Steps and summary."""
+    steps, summary = _steps_and_summary(results)
+    return "\n".join(["```", *steps, *summary, "```"])
+
+
+def _steps_and_summary(results: Results) -> tuple[list[str], list[str]]:
+    """Lines that the demo printed, without what was said of the processes' state."""
     lines: list[str] = results["rows"][0]["printed"]
     summary = next(number for number, line in enumerate(lines) if line.startswith("run "))
     steps = [line for line in lines[:summary] if "  step " in line or "  finished: " in line]
-    return "\n".join(["```", *steps, *lines[summary:], "```"])
+    return steps, lines[summary:]
 
 
 # --- how tables are made -------------------------------------------------------------------------
@@ -289,12 +303,13 @@ class Table(NamedTuple):
 TABLES = (
     Table("README.md", "demo", demo_printed),
     Table("README.md", "throughput", throughput),
-    Table("README.md", "bench_engine", engine),
-    Table("README.md", "bench_stream", stream),
-    Table("README.md", "bench_manager", manager),
-    Table("README.md", "bench_weights", weights),
-    Table("README.md", "bench_trainer", trainer),
-    Table("README.md", "bench_demo", demo),
+    Table("docs/figures.md", "demo", demo_in_full),
+    Table("docs/figures.md", "bench_engine", engine),
+    Table("docs/figures.md", "bench_stream", stream),
+    Table("docs/figures.md", "bench_manager", manager),
+    Table("docs/figures.md", "bench_weights", weights),
+    Table("docs/figures.md", "bench_trainer", trainer),
+    Table("docs/figures.md", "bench_demo", demo),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
 )

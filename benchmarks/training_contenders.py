@@ -73,7 +73,7 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
             max_tokens_per_microbatch=MICRO_TOKENS,
             share_prefix=share_prefix,
         ),
-        algorithm=AlgorithmConfig(proximal="behavior", clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
+        algorithm=AlgorithmConfig(proximal="behavior", behavior_kl_coef=0.0, clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
         kl=KLCoefficient(0.0, target=None, horizon=1),
         longest=LONGEST,
         device=device,

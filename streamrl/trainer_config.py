@@ -161,6 +161,10 @@ class AlgorithmConfig(Section, frozen=True):
     """Largest weight proximal / behaviour."""
     behavior_weight_floor: NonNegativeFloat = 0.0
     """Smallest one; only with `behavior_weight_limit = "mask"`."""
+    behavior_kl_coef: NonNegativeFloat = 0.1
+    """Weight of KL(behaviour || policy) of tokens from older policies: it brings the policy back where a step took it
+    too far, also in groups that teach nothing else because all siblings scored the same (docs/staleness.md). Without
+    effect at `max_staleness = 0`."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

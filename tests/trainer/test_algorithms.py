@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages, moments, whiten
 from streamrl.trainer.algorithms.kl import KLCoefficient, kl_estimate
-from streamrl.trainer.algorithms.losses import behavior_weight, cispo, gspo, ppo
+from streamrl.trainer.algorithms.losses import behavior_kl, behavior_weight, cispo, gspo, ppo
 
 reward = st.floats(-3, 3, width=32)
 rewards_of_group = st.lists(reward, min_size=2, max_size=16)
@@ -92,6 +92,33 @@ def test_ppo_follows_the_formula(tokens, low, high, dual):
         assert float(got.loss[i].detach()) == pytest.approx(loss, rel=1e-6, abs=1e-9)
         assert float(columns[0].grad[i]) == pytest.approx(slope, rel=1e-6, abs=1e-9)
         assert bool(got.clipped[i]) == clipped
+
+
+@given(st.lists(st.tuples(st.floats(-40, 0), st.floats(-40, 0)), min_size=1, max_size=20))
+def test_the_pull_is_towards_the_behavior_policy_and_bounded(tokens):
+    now, behavior = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
+    now.requires_grad_()
+    got = behavior_kl(now, behavior)
+    got.sum().backward()
+    for i, (mine, theirs) in enumerate(tokens):
+        x = mine - theirs
+        ratio = math.exp(x)
+        wanted = ratio - 1 - x if ratio <= 2 else 1 - 2 * math.log(2) + x
+        assert float(got[i].detach()) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+        assert float(now.grad[i]) == pytest.approx(min(ratio, 2) - 1, rel=1e-9, abs=1e-12)
+
+
+def test_the_pull_is_the_gradient_of_the_kl_where_no_ratio_is_above_two():
+    behavior = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    logits = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64, requires_grad=True)
+    now = logits.log_softmax(0)
+    assert float((now.detach().exp() / behavior).max()) < 2.5
+    kl = (behavior * (behavior.log() - now)).sum()
+    (true,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    expected = (behavior * behavior_kl(now, behavior.log())).sum()
+    (estimated,) = torch.autograd.grad(expected, logits)
+    assert float(kl.detach()) == pytest.approx(float(expected.detach()), rel=0.02)
+    torch.testing.assert_close(estimated, true, atol=0.02, rtol=0.1)
 
 
 responses = st.lists(

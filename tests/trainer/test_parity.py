@@ -28,7 +28,7 @@ from tests.trainer.pretended import Script, pretended, virtually
 STALENESS, BATCH, MINIBATCHES, STEPS, SIBLINGS, PROMPT = 2, 4, 2, 6, 3, 4
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP, WARMUP = 1e-2, (0.9, 0.95), 0.1, 0.05, 3
 EPS = 1e-3  # a large one keeps AdamW from turning rounding noise of tiny gradients into whole steps
-TEMPERATURE, CLIP_LOW, CLIP_HIGH, CAP, KL, ENTROPY = 0.7, 0.002, 0.003, 1.1, 0.1, 0.01
+TEMPERATURE, CLIP_LOW, CLIP_HIGH, CAP, PULL, KL, ENTROPY = 0.7, 0.002, 0.003, 1.1, 0.2, 0.1, 0.01
 
 
 def configured(folder):
@@ -56,6 +56,7 @@ def configured(folder):
                 "clip_low": CLIP_LOW,
                 "clip_high": CLIP_HIGH,
                 "behavior_weight_cap": CAP,
+                "behavior_kl_coef": PULL,
                 "kl_coef": KL,
                 "entropy_coef": ENTROPY,
             },
@@ -92,7 +93,7 @@ class Written:
             finish_reasons=["stop"] * SIBLINGS,
         )
         with torch.no_grad():  # near to what a policy would have given
-            noise = [0.3 * rng.normal(size=n) for n in lengths]
+            noise = [0.5 * rng.normal(size=n) for n in lengths]
             found = [
                 np.concatenate([np.zeros(PROMPT), logprobs_of(self._model, ids)[0].numpy() + drawn])
                 for (ids, _, _), drawn in zip(responses(self.groups[seq]), noise, strict=True)
@@ -133,7 +134,7 @@ class Loop:
             self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY
         )
         self.updates = 0
-        self.clipped = self.capped = self.masked = 0
+        self.clipped = self.capped = self.masked = self.far = 0
         """How often each of the formulas' corners was met."""
 
     def step(self, groups, *, version):
@@ -160,7 +161,11 @@ class Loop:
                 bounded = torch.clip(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH)
                 policy = -torch.minimum(ratio * advantage, bounded * advantage)
                 kl = torch.exp(reference - now) - 1 - (reference - now)
+                moved = now - behavior
+                pull = torch.where(moved < np.log(2), torch.exp(moved) - 1 - moved, moved + 1 - 2 * np.log(2))
                 each = torch.clip(weight, max=CAP) * policy + KL * kl - ENTROPY * entropy
+                each = each + PULL * pull * (versions < version)
+                self.far += int((moved > np.log(2))[young].sum())
                 loss = loss + each[young].sum()
                 tokens += int(young.sum())
                 self.masked += int((~young).sum())
@@ -213,7 +218,7 @@ def test_a_stale_run_gives_the_weights_of_a_plain_loop_on_the_same_groups(tmp_pa
     for version, report in enumerate(reports):
         loop.step([written.groups[seq] for seq in report.seqs], version=version)
     assert sum(report.metrics["tokens_masked"] for report in reports) == loop.masked > 0
-    assert min(loop.clipped, loop.capped) > 5
+    assert min(loop.clipped, loop.capped, loop.far) > 5
     assert float(loop.norm) > GRAD_CLIP
 
     weights = dict(assembly.actor.model.gather_weights())

@@ -48,6 +48,8 @@ class Response:
     """log π_b."""
     proximal: list[float]
     """log π at the start of the step."""
+    ages: list[int]
+    """In policy versions."""
     ref: list[float]
     old_values: list[float]
     """The critic's at the start of the step."""
@@ -203,7 +205,14 @@ def decoupled_loss(part: list[Response], weigh: Callable[[Response], list[float]
 
 
 def default_loss(part: list[Response]) -> Tensor:
-    return decoupled_loss(part, lambda r: [min(w, 5.0) for w in weights_of_tokens(r)], high=0.28)
+    def pulls(r: Response) -> list[Tensor]:
+        """0.1 KL(π_b || π) of older tokens."""
+        moved = [n - b for n, b in zip(r.now, r.behavior, strict=True)]
+        found = [x + 1 - 2 * math.log(2) if x.detach() > math.log(2) else x.exp() - 1 - x for x in moved]
+        return [0.1 * pull * (age > 0) for pull, age in zip(found, r.ages, strict=True)]
+
+    decoupled = decoupled_loss(part, lambda r: [min(w, 5.0) for w in weights_of_tokens(r)], high=0.28)
+    return decoupled + mean_over_tokens(part, pulls)
 
 
 def areal_loss(part: list[Response]) -> Tensor:
@@ -350,6 +359,7 @@ class Run:
                     reward=float(group.rewards[i]),
                     behavior=[float(group.packed_behavior_logprobs[t]) for t in places],
                     proximal=of(proximal, number, places),
+                    ages=[VERSION - int(group.packed_policy_versions[t]) for t in places],
                     ref=of(refs, number, places) if "ref" in self.graph.roles else [],
                     old_values=of(values, number, places) if "critic" in self.graph.roles else [],
                 )
@@ -448,6 +458,8 @@ def test_a_recipe_is_its_papers(tmp_path, name, fresh):
     changes: dict[str, object] = {} if name == "RLOO" else {"minibatches": 2}
     if not fresh and name not in DECOUPLED:
         changes["proximal"] = "behavior"
+    if name != "The default":
+        changes["behavior_kl_coef"] = 0.0
     run = Run(tmp_path, RECIPES[name], fresh=fresh, **changes)
     run.step()
     paper, batch = PAPERS[name], run.batch()
@@ -467,6 +479,7 @@ def test_an_adaptive_kl_coefficient_is_one_in_a_step_for_both_roles_and_all_mini
         fresh=False,
         minibatches=2,
         proximal="behavior",
+        behavior_kl_coef=0.0,
         kl_coef=0.5,
         kl_target=1e-4,
         kl_horizon=1,

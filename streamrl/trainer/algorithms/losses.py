@@ -12,6 +12,7 @@ corrects for π_b being another policy than π_p, whatever the clip does about �
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -130,6 +131,21 @@ def cispo(
     ratio = (logprobs.detach() - proximal_logprobs.detach()).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return ClippedLoss(loss=-bounded * advantages * logprobs, clipped=bounded != ratio)
+
+
+def behavior_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """`[tokens]`: a penalty that estimates KL(π_b || π) from tokens that π_b sampled, with ρ = π / π_b:
+
+        ρ - 1 - log ρ        (for ρ > 2 continued as a straight line in log ρ)
+
+    never negative and unbiased up to that line (the estimator k3 of Schulman, "Approximating KL divergence",
+    http://joschu.net/blog/kl-approx.html). Its gradient is (min(ρ, 2) - 1) · ∇ log π: towards π_b on both sides, and
+    bounded, so that no single token outweighs the others. KL(π_b || π) as a penalty that keeps a policy near the one
+    that wrote the data is that of mirror descent policy optimization (https://arxiv.org/abs/2005.09814).
+    """
+    log_ratio = logprobs - behavior_logprobs
+    bounded = log_ratio.clamp(max=math.log(2))
+    return torch.expm1(bounded) - bounded + (log_ratio - bounded)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ClippedLoss:

@@ -17,6 +17,7 @@ from streamrl.trainer.algorithms.kl import kl_estimate
 from streamrl.trainer.algorithms.losses import (
     BehaviorWeight,
     ClippedLoss,
+    behavior_kl,
     behavior_weight,
     cispo,
     gspo,
@@ -80,6 +81,9 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
     )
     policy = _policy_loss(tokens, algorithm)
     per_token = corrected.weight * policy.loss
+    if algorithm.behavior_kl_coef > 0:
+        pull = behavior_kl(tokens.logprobs, tokens.behavior_logprobs)
+        per_token = per_token + algorithm.behavior_kl_coef * pull * (tokens.age > 0)
     sums: defaultdict[str, float] = defaultdict(float)
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind=algorithm.kl_estimator)

@@ -146,15 +146,18 @@ class Actor:
     ) -> tuple[list[TrainItem], list[Credit]]:
         """The items with a gradient, and the one with `wanted`.
 
-        Without a KL or an entropy term a group whose siblings all scored the same has none; it is left out of
-        the computation (not of the normalisation). One is kept if all are so, for the figures.
+        A group whose siblings all scored the same has none without a KL or an entropy term, or a pull back to the
+        older policy that wrote it; it is left out of the computation (not of the normalisation). One is kept if all
+        are so, for the figures.
         """
         if self._compares or self._algorithm.entropy_coef > 0:
             return list(items), list(credits)
         keep = [
             i
             for i, (item, credit) in enumerate(zip(items, credits, strict=True))
-            if bool(credit.advantages.any()) or (wanted is not None and item.group.seq == wanted.seq)
+            if bool(credit.advantages.any())
+            or (self._algorithm.behavior_kl_coef > 0 and bool((item.age[item.trainable] > 0).any()))
+            or (wanted is not None and item.group.seq == wanted.seq)
         ] or list(range(len(items)))[:1]
         return [items[i] for i in keep], [credits[i] for i in keep]
 

@@ -271,6 +271,10 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences,
                     if algorithm.dual_clip is not None and a < 0:
                         gain = torch.max(gain, torch.tensor(algorithm.dual_clip * a))
                     token = -weight * gain
+                if item.age[t] > 0:
+                    x = now[i] - behavior[i]
+                    far = float(x) > math.log(2)
+                    token = token + algorithm.behavior_kl_coef * (x + 1 - 2 * math.log(2) if far else x.exp() - 1 - x)
                 if algorithm.kl_in == "loss":
                     d = ref[t] - now[i]
                     token = token + kl_coef * (d * d / 2 if algorithm.kl_estimator == "k2" else d.exp() - 1 - d)
@@ -311,6 +315,8 @@ ALGORITHMS = {
     ),
     "masked-tokens": AlgorithmConfig(behavior_weight_limit="mask", behavior_weight_cap=0.5, behavior_weight_floor=0.05),
     "entropy": AlgorithmConfig(entropy_coef=0.2),
+    "no-pull": AlgorithmConfig(behavior_kl_coef=0.0),
+    "strong-pull": AlgorithmConfig(behavior_kl_coef=2.0),
 }
 
 
@@ -354,18 +360,25 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
             kl_coef *= 1 + max(-0.2, min(0.2, error)) / algorithm.kl_horizon
 
 
-def test_groups_without_contrast_change_nothing_but_are_counted(tmp_path):
+@pytest.mark.parametrize(
+    ("pull", "age", "changes"),
+    [(0.0, 3, False), (0.1, 0, False), (0.1, 3, True)],
+    ids=["no pull", "on-policy", "a pull to the older policy"],
+)
+def test_groups_without_contrast_are_counted_and_change_nothing_but_by_a_pull(tmp_path, pull, age, changes):
     folder = save_model(tmp_path / "model")
-    groups = make_groups(3)
-    groups[1].rewards[:] = 0.1
-    tokens = sum(int(g.packed_loss_mask.sum()) for g in groups)
-    with_all = make_backend(folder)
-    with_all.train([make_item(g) for g in groups], loss_tokens=tokens, sequences=12, before_update=lambda: None)
-    without = make_backend(folder)
-    kept = [make_item(groups[0]), make_item(groups[2])]
-    without.train(kept, loss_tokens=tokens, sequences=12, before_update=lambda: None)
-    for (name, a), (_, b) in zip(with_all.named_weights(), without.named_weights(), strict=True):
-        assert torch.equal(a, b), name
+    algorithm = AlgorithmConfig(behavior_kl_coef=pull)
+    items = [make_item(group) for group in make_groups(3)]
+    items[1].group.rewards[:] = 0.1
+    for item in items:
+        item.age[:] = age
+    tokens = sum(int(item.group.packed_loss_mask.sum()) for item in items)
+    with_all = make_backend(folder, algorithm=algorithm)
+    with_all.train(items, loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    without = make_backend(folder, algorithm=algorithm)
+    without.train([items[0], items[2]], loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    pairs = list(zip(with_all.named_weights(), without.named_weights(), strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs) != changes
 
 
 def test_over_age_tokens_have_no_gradient(tmp_path):

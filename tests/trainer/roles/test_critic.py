@@ -108,7 +108,13 @@ def roles(folder, critic_dir, algorithm, critic_config):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
 def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coef):
     algorithm = AlgorithmConfig(
-        advantage="gae", gamma=GAMMA, gae_lambda=LAMBDA, kl_coef=kl_coef, kl_in="reward", kl_estimator="k1"
+        behavior_kl_coef=0.0,
+        advantage="gae",
+        gamma=GAMMA,
+        gae_lambda=LAMBDA,
+        kl_coef=kl_coef,
+        kl_in="reward",
+        kl_estimator="k1",
     )
     folder, critic_dir = save_model(tmp_path / "model", "qwen3"), save_critic(tmp_path / "critic")
     actor, critic = roles(folder, critic_dir, algorithm, CriticConfig(value_clip=value_clip))

@@ -306,6 +306,56 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Fold
     _show_report(run_dir)
 
 
+@app.command(rich_help_panel=LOOK)
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run that had run.record = true.")],
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="New folder for the replay; else one beside RUN_DIR.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, metavar="N", help="Replay the first N recorded steps only.")
+    ] = None,
+) -> None:
+    """Train again on what a run recorded, without generation: the same bit for bit, or under another objective."""
+    from rich.text import Text
+
+    from streamrl.launch import replay as replaying
+    from streamrl.launch.process import set_up_logging
+    from streamrl.report import write_report
+
+    set_up_logging("replay")
+    prepared = replaying.prepare(run_dir, to=to, steps=steps, overrides=overrides or ())
+    console, folder, found = _console(), prepared.config.run_dir, prepared.steps
+    console.print(Text(f"steps {found.first} to {found.last} of {run_dir} into {folder}"), soft_wrap=True)
+    if found.ends_because:
+        console.print(Text(f"step {found.last} is the last one: {found.ends_because}"), soft_wrap=True)
+    if code := replaying.replay(prepared):
+        raise typer.Exit(code)
+    outcome = replaying.outcome_of(folder)
+    write_report(folder)
+    if outcome.changed or outcome.difference:
+        console.print(replaying.comparison_table(outcome, folder))
+    console.print(Text(replaying.verdict(outcome), style="red" if outcome.difference else ""), soft_wrap=True)
+    raise typer.Exit(1 if outcome.difference else 0)
+
+
+@app.command(hidden=True)
+def replay_rank(
+    config: ConfigFile,
+    run_dir: Path,
+    *,
+    index: Index = 0,
+    last_step: Annotated[int, typer.Option("--last-step")],
+    meeting_place: Annotated[Path, typer.Option("--meeting-place")],
+) -> None:
+    """Be one model worker of a replay."""
+    from streamrl.launch.role import run_replay_rank
+
+    code = run_replay_rank(config, run_dir=run_dir, index=index, last_step=last_step, meeting_place=meeting_place)
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """Entry point: errors that streamrl raises on purpose become one message and an exit code."""
     from streamrl.errors import ConfigError, StreamRLError

@@ -59,6 +59,8 @@ class RunConfig(Section, frozen=True):
     stop_at_reward: float | None = None
     """End early once the mean reward of the last `stop_window` steps reaches this."""
     stop_window: Positive = 5
+    record: bool = False
+    """Keep what every step is trained on in the run's folder, for `streamrl replay` (docs/replay.md)."""
     resume_from: str | None = None
     """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
 
@@ -388,6 +390,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(tree, override)
     return from_dict(tree, where=str(file))
+
+
+def overridden(config: Config, overrides: Sequence[str], *, where: str = "configuration") -> Config:
+    """`config` with overrides such as `trainer.lr=1e-5`, checked."""
+    tree = _without_none(msgspec.to_builtins(config))
+    for override in overrides:
+        _apply(tree, override)
+    return from_dict(tree, where=where)
 
 
 def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:

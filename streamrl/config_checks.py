@@ -143,6 +143,8 @@ def _layout_problems(config: Config) -> list[str]:
             )
         if chosen.backend == "torch" and chosen.data_parallel != math.prod(sizes):
             problems.append(f'{where}: tensor_parallel and pipeline_parallel need backend = "megatron"')
+        if config.run.record and chosen != role_config(trainer, "actor"):
+            problems.append(f"run.record: {where} has another backend or layout than [trainer], which is not recorded")
         if role == "actor" and role in trainer.roles:
             problems.append("trainer.roles.actor: the actor is what [trainer] itself describes")
     algorithm = config.algorithm

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import os
+import platform
 import sys
+from pathlib import Path
 
 import torch
 
 from streamrl.config_types import Device, DType
 from streamrl.errors import ConfigError
-from streamrl.processor import bfloat16_is_ruled_out
+from streamrl.processor import MKL_LIMIT, ONEDNN_LIMIT, bfloat16_is_ruled_out
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -90,3 +94,39 @@ def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """
     emulated = device.type == "cpu" and dtype == torch.bfloat16 and not processor_has_bfloat16()
     return torch.float32 if emulated else dtype
+
+
+def compute_repeatably(device: torch.device) -> None:
+    """Have torch take those algorithms that give the same for the same input, where it has others: on GPUs alone.
+
+    To be called before anything is computed. An operation that has none there is warned of when it is used.
+    """
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch.use_deterministic_algorithms asks for
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def rounding(device: torch.device) -> dict[str, str]:
+    """What decides, besides the configuration, how numbers are rounded in the calling thread, by name."""
+    on_gpu = device.type == "cuda"
+    limits = (ONEDNN_LIMIT, MKL_LIMIT, "MKL_CBWR", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "processor": _processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "limits of instructions": " ".join(f"{name}={os.environ[name]}" for name in limits if os.environ.get(name)),
+        "threads": str(torch.get_num_threads()),
+        "cuda": str(torch.version.cuda) if on_gpu else "",
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy", "streamrl")},
+    }
+
+
+def _processor_name() -> str:
+    """As the system calls it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -2,7 +2,7 @@
 
     StreamRLError
     ├── ConfigError          a configuration that cannot work; names the key
-    ├── DataError            a data set that cannot be read or a row without what is needed
+    ├── DataError            a data set or record that cannot be read, or a row without what is needed
     ├── ModelError           a model that cannot be found, loaded or served
     ├── RewardError          a reward function that raised, crashed or answered nonsense
     │   └── RewardTimeout    ... or did not answer in time
@@ -34,7 +34,7 @@ class ConfigError(StreamRLError):
 
 
 class DataError(StreamRLError):
-    """A data set that cannot be read, or a row without what is needed."""
+    """A data set or a run's record that cannot be read, or a row without what is needed."""
 
 
 class ModelError(StreamRLError):

@@ -65,9 +65,9 @@ def test_help_loads_nothing_heavy() -> None:
     said = several(["--help"], then=f"[name for name in {HEAVY!r} if name in sys.modules]")
     *text, loaded = said.splitlines()
     assert loaded == "[]"
-    for command in ("run", "manager", "gserver", "rollout", "trainer", "check", "status", "report"):
+    for command in ("run", "manager", "gserver", "rollout", "trainer", "check", "status", "report", "replay"):
         assert any(command in line for line in text)
-    assert not any("model-worker" in line for line in text)
+    assert not any("model-worker" in line or "replay-rank" in line for line in text)
 
 
 def test_help_of_commands() -> None:
@@ -134,6 +134,7 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["check", "CONFIG", "trainer.lr=-1"], 2, "trainer.lr"),
         (["run", "CONFIG", "trainer"], 2, "section.key=value"),
         (["report", "nowhere"], 2, "nowhere: no such folder"),
+        (["replay", "nowhere"], 1, "nowhere: this run has kept no record"),
         (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
         (["checkpoint", "CONFIG", "--component", "streamrl.config:load"], 1, "TypeError"),
         (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 2, "streamrl.config has no nothing"),

@@ -87,6 +87,15 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["stream.capacity_groups=7"], "stream.capacity_groups must be at least trainer.batch_groups"),
         (["run.device=cpu", "weights.backend=nccl"], "needs a CUDA device"),
         (
+            [
+                "run.record=true",
+                "trainer.backend=megatron",
+                "trainer.tensor_parallel=2",
+                "trainer.roles.ref.backend=torch",
+            ],
+            r"run\.record: trainer\.roles\.ref has another backend or layout than \[trainer\]",
+        ),
+        (
             ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
             "set run.total_train_steps, too",
         ),

@@ -25,6 +25,8 @@ from streamrl.transport.collective import gloo_environment
 log = logging.getLogger(__name__)
 
 Arguments = Callable[[Config], dict[str, Any]]
+REPLAY = "streamrl.trainer.replay:serve"
+"""What a model worker of a replay runs."""
 
 
 def run_manager(
@@ -106,6 +108,15 @@ def run_checkpoint(
         return tell
 
     return run_component(prepare, lifeline=lifeline)
+
+
+def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: int, meeting_place: Path) -> int:
+    """One rank of a replay of the record in `run_dir`; answers its exit code."""
+
+    def arguments(config: Config) -> dict[str, Any]:
+        return {"run_dir": run_dir, "index": index, "last_step": last_step, "meeting_place": meeting_place}
+
+    return _run_role("model_worker", index, config_file, (), REPLAY, arguments)
 
 
 def answer(descriptor: int, line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl import progress
+from streamrl.checksum import tensor_sums
 from streamrl.config import Config
 from streamrl.device import resolve_dtype
 from streamrl.errors import ModelError
@@ -39,8 +41,8 @@ class Assembly:
         backend that needs one."""
         self._config = config
         self.model_dir = model_dir
-        self._rank = rank
-        self._device = device
+        self.rank = rank
+        self.device = device
         self._kl = KLCoefficient(
             config.algorithm.kl_coef, target=config.algorithm.kl_target, horizon=config.algorithm.kl_horizon
         )
@@ -94,7 +96,7 @@ class Assembly:
             critic=critic,
             algorithm=self._config.algorithm,
             kl=self._kl,
-            device=self._device,
+            device=self.device,
         )
 
     def _reward_model(self) -> Role:
@@ -113,12 +115,12 @@ class Assembly:
             algorithm=self._config.algorithm,
             kl=self._kl,
             longest=self._config.rollout.sampling.max_new_tokens,
-            device=self._device,
+            device=self.device,
             temperature=self._config.rollout.sampling.temperature,
         )
 
     def _ranks(self, role: str) -> Ranks:
-        return Ranks(self.layout(role), self._rank, device=self._device)
+        return Ranks(self.layout(role), self.rank, device=self.device)
 
     def _resumed(self, role: str) -> Path | None:
         """Where the checkpoint that the run goes on from has weights of `role`, if it has."""
@@ -138,8 +140,8 @@ class Assembly:
         spec = ModelSpec(
             folder=folder,
             head=head,
-            device=self._device,
-            dtype=resolve_dtype(trainer.dtype, self._device),
+            device=self.device,
+            dtype=resolve_dtype(trainer.dtype, self.device),
             temperature=config.rollout.sampling.temperature if head == "tokens" else 1.0,
             entropy_gradient=entropy,
             lr=lr,
@@ -151,7 +153,7 @@ class Assembly:
         )
         make = _BACKENDS[role_config(trainer, role).backend]
         with without_garbage_collection():
-            return make(spec, self.layout(role), self._rank, trainer.step_timeout_seconds)
+            return make(spec, self.layout(role), self.rank, trainer.step_timeout_seconds)
 
 
 def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:
@@ -166,6 +168,19 @@ def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, 
             yield name, _from_rank_0(weight, shapes[name], world)
 
     target.load_weights(mixed())
+
+
+def fingerprints(assembly: Assembly) -> dict[str, str]:
+    """Role → fingerprint of its weights, of the roles that are trained; on rank 0, elsewhere nothing. Collective."""
+    found = {}
+    for name, role in assembly.roles.items():
+        if isinstance(role, Critic) or role is assembly.actor:
+            whole = hashlib.blake2b(digest_size=16)
+            for weight_name, weight in role.model.gather_weights():
+                if weight.numel():
+                    whole.update(f"{weight_name} {tuple(weight.shape)} {tensor_sums(weight)}\n".encode())
+            found[name] = whole.hexdigest()
+    return found if assembly.rank == 0 else {}
 
 
 def resume(assembly: Assembly, folder: Path) -> None:

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamrl import progress
 from streamrl.config import Config
+from streamrl.device import rounding
 from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
 from streamrl.importing import load_object
-from streamrl.trainer.assembly import Assembly, give_weights
+from streamrl.trainer.assembly import Assembly, fingerprints, give_weights
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import (
     Done,
@@ -32,6 +34,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.checkpoint import CheckpointWriter
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.hooks import DataTransfer, Hook, Offload, ParamRealloc
+from streamrl.trainer.recording import FORMAT, Part, Recorder, RecordWriter
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.items import Minibatch, TrainItem
@@ -57,7 +60,7 @@ class Computation:
         data: WorkerData,
         weights_free: threading.Event,
     ) -> None:
-        """`weights_free`: set while no publication reads the actor's weights."""
+        """`weights_free`: set while no publication reads the actor's weights. Collective."""
         self._config = config
         self._rank = rank
         self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
@@ -69,6 +72,12 @@ class Computation:
         self._moving = threading.Lock()
         """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
         self._blocked = 0.0
+        self._recorder = self._begin_record(graph) if config.run.record else None
+
+    def close(self) -> None:
+        """Return when what is still being written is on the disk."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def describe(self) -> dict[str, str]:
         """Role → backend and layout."""
@@ -98,7 +107,31 @@ class Computation:
                 result = self._train(call)
         for hook in call.post_hooks:
             self._run_hook(hook)
+        if self._recorder is not None:
+            self._recorder.note(call, result)
         return result
+
+    def _begin_record(self, graph: Graph) -> Recorder | None:
+        """The record of what this worker trains on; None unless it holds data. Collective."""
+        config, begun = self._config, progress.of_run(self._config)
+        weights = fingerprints(self._assembly)
+        if not self._is_head(ACTOR):
+            return None
+        part = Part(
+            format=FORMAT,
+            begins_at=begun.policy_version if begun is not None else 0,
+            rank=self._rank,
+            config=msgspec.to_builtins(config),
+            weights=weights,
+            environment=rounding(self._assembly.device),
+        )
+        writer = RecordWriter(
+            config.run_dir,
+            part,
+            warn_seconds=config.trainer.wait_warning_seconds,
+            limit_seconds=config.trainer.step_timeout_seconds,
+        )
+        return Recorder(graph, self._data, writer, rank=self._rank)
 
     def _infer(self, call: Inference) -> Done:
         began = time.monotonic()

@@ -57,10 +57,7 @@ class ModelFunctionCall:
         self._former = former
         self._layout = layout_of(trainer, mfc.role)
         self._timeout = trainer.step_timeout_seconds
-        trains = mfc.interface == "train_step"
-        self._pre_hooks = _Hooks(mfc.pre_hooks, reached=max(policy_version - 1, 0))
-        # a checkpoint comes after the step that made its version, and before any other call at that version
-        self._post_hooks = _Hooks(mfc.post_hooks, reached=policy_version if trains else max(policy_version - 1, 0))
+        self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
 
     async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> tuple[float, dict[int, list[float]]]:
         """Compute the MFC's key for `metas`; answers compute seconds and, of a reward model, rewards."""
@@ -227,7 +224,7 @@ class FunctionExecutor:
             await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
 
 
-class _Hooks:
+class DueHooks:
     """The workers' hooks before or after an MFC's calls."""
 
     def __init__(self, hooks: Iterable[Hook | MasterHook], *, reached: int) -> None:
@@ -243,3 +240,11 @@ class _Hooks:
             for hook in self._hooks
             if not isinstance(hook, ParamRealloc) or policy_version // hook.every > before // hook.every
         ]
+
+
+def hooks_of(mfc: MFC, *, policy_version: int) -> tuple[DueHooks, DueHooks]:
+    """Those before and those after the calls of `mfc`, of a run that begins at `policy_version`."""
+    before = max(policy_version - 1, 0)
+    # a checkpoint comes after the step that made its version, and before any other call at that version
+    after = policy_version if mfc.interface == "train_step" else before
+    return DueHooks(mfc.pre_hooks, reached=before), DueHooks(mfc.post_hooks, reached=after)

@@ -22,6 +22,7 @@ from streamrl.errors import StreamRLError
 from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter, StepReport
+from streamrl.trainer import recording
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.calls import Stored, Trained, WorkerSpec
@@ -134,7 +135,9 @@ class Master:
             policy_version=self._history.policy_version,
         )
         if config.run.resume_from is not None:
-            progress.rewind(config.run_dir, policy_version=progress.read(Path(config.run.resume_from)).policy_version)
+            reached = progress.read(Path(config.run.resume_from)).policy_version
+            progress.rewind(config.run_dir, policy_version=reached)
+            recording.cut(config.run_dir, policy_version=reached)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
         self._workforce = Workforce(config, channel=channel)

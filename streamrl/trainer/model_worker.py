@@ -26,7 +26,7 @@ import torch
 
 from streamrl import essential, progress
 from streamrl.config import Config
-from streamrl.device import compute_with, resolve_device, resolve_dtype
+from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
 from streamrl.models import vocab_size
 from streamrl.stream_dataset import StreamDataset, StreamIngress
@@ -248,6 +248,8 @@ class ModelWorker:
         if self._publisher is not None:
             self._publisher.close()
         self._data.close()
+        if self._computation is not None:
+            await asyncio.to_thread(self._computation.close)
 
     async def _work_in_order(self, channel: ReplyChannel[Call], ordered: asyncio.Queue[tuple[int, Call]]) -> None:
         while True:
@@ -300,6 +302,8 @@ class ModelWorker:
         config = self._config
         world = config.trainer.workers
         torch.manual_seed(config.run.seed)
+        if config.run.record:
+            compute_repeatably(self._device)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)

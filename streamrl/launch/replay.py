@@ -1,0 +1,169 @@
+"""`streamrl replay`: a run's record trained on again, by model workers alone, in a folder of its own.
+
+Owns the replay's folder and its processes; `trainer/replay.py` is what runs in them. Loads no model library itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError, ProcessDied
+from streamrl.launch.children import Children
+from streamrl.launch.local import claim_run_dir
+from streamrl.launch.plan import plan, visible_gpus
+from streamrl.launch.process import run_until_stopped
+from streamrl.metrics import StepReport
+from streamrl.processor import avoid_broken_instructions
+from streamrl.records import read_records
+from streamrl.trainer.recording import read_recording
+from streamrl.trainer.replay_plan import OUTCOME, Outcome, Stretch, changes, stretch
+
+ROWS = 12
+"""Steps that the table shows."""
+
+
+class Prepared(NamedTuple):
+    """A replay that can begin."""
+
+    config: Config
+    """Its `run_dir` is the new folder, made already."""
+    run_dir: Path
+    """Of the recorded run."""
+    steps: Stretch
+    """What is replayed of the record."""
+
+
+def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> Prepared:
+    """Read the record in `run_dir` and make the replay's folder: `to`, or else one beside the run's.
+
+    `steps`: how many; None: all. Raises `DataError` when the record cannot be used, and `ConfigError` for settings that
+    a replay cannot change or a folder that is not empty.
+    """
+    recording = read_recording(run_dir)
+    found = stretch(recording)
+    recorded = recording.parts[0].facts[0].settings()
+    config = configuration.overridden(recorded, overrides, where="replay")
+    changes(recorded, config)
+    begins_from = recorded.run.resume_from
+    if begins_from is not None and not Path(begins_from).is_dir():
+        raise ConfigError(
+            f"the record in {run_dir} begins at version {found.first - 1}, from the checkpoint {begins_from}, "
+            "which is not there any more"
+        )
+    run = msgspec.structs.replace(config.run, record=False)
+    if to is None:
+        run = msgspec.structs.replace(run, dir=str(run_dir.absolute().parent), name=f"{run_dir.absolute().name}-replay")
+        config = claim_run_dir(msgspec.structs.replace(config, run=run))
+    else:
+        place = to.absolute()
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            taken = any(place.iterdir())
+        except OSError as error:
+            raise ConfigError(f"--to {to}: cannot be made ({error.strerror})") from error
+        if taken:
+            raise ConfigError(f"--to {to}: this folder is not empty; name one that does not exist yet")
+        run = msgspec.structs.replace(run, dir=str(place.parent), name=place.name)
+        config = msgspec.structs.replace(config, run=run)
+    if steps is not None and found.first + steps - 1 < found.last:
+        found = Stretch(found.first, found.first + steps - 1, "")
+    return Prepared(config, run_dir.absolute(), found)
+
+
+def replay(prepared: Prepared) -> int:
+    """Carry the replay out; answers the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` when it fails."""
+    avoid_broken_instructions()  # once, here: the processes inherit what it finds
+    children = Children(logs=None)
+    return run_until_stopped(lambda: _replay(prepared, children), before_force=children.kill)
+
+
+async def _replay(prepared: Prepared, children: Children) -> None:
+    config = prepared.config
+    config_file = config.run_dir / "config.toml"
+    config_file.write_text(configuration.to_toml(config))
+    with tempfile.TemporaryDirectory() as meeting:
+        try:
+            workers = [process for process in plan(config, gpus=visible_gpus()) if process.role == "model_worker"]
+            for process in workers:
+                words = [sys.executable, "-m", "streamrl", "replay-rank", str(config_file), str(prepared.run_dir)]
+                words += ["--index", str(process.index), "--last-step", str(prepared.steps.last)]
+                await children.start(process, [*words, "--meeting-place", str(Path(meeting) / "ranks")])
+            for _ in workers:
+                ended = await children.next_exit()
+                if ended.exit_code != 0:
+                    raise ProcessDied(ended.obituary())
+        finally:
+            await children.stop()
+            children.close()
+
+
+def outcome_of(folder: Path) -> Outcome:
+    """What the replay in `folder` found; raises `ConfigError` if it came to no end."""
+    try:
+        return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=Outcome)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{folder} is no replay that came to its end: {error}") from error
+
+
+def verdict(outcome: Outcome) -> str:
+    """What a replay found, in words."""
+    steps = f"steps {outcome.first_step} to {outcome.last_step} of {outcome.run}"
+    if outcome.changed:
+        changed = ", ".join(f"{key} = {now!r} instead of {was!r}" for key, (was, now) in outcome.changed.items())
+        return (
+            f"{steps} were trained on again with {changed}. From the second step on the data are another policy's, "
+            "the recorded one's: ages are as recorded, and effective_sample_size tells how far the two have come apart"
+        )
+    if outcome.difference is None:
+        return f"{steps}: loss, gradient norm and every other figure are the recorded ones, bit for bit"
+    d = outcome.difference
+    text = f"step {d.step}, rank {d.rank}: {d.figure} is {d.replayed}, and was recorded as {d.recorded}"
+    if not outcome.environment:
+        return f"{text}; nothing is known to differ here: an operation that is not repeatable, or other code"
+    others = ", ".join(f"{key} {now!r} instead of {was!r}" for key, (was, now) in outcome.environment.items())
+    return f"{text}; the likely cause: {others}"
+
+
+def comparison_table(outcome: Outcome, folder: Path) -> Table:
+    """Some steps as recorded and as replayed."""
+    recorded = {step.step: step for step in read_records(Path(outcome.run)).steps}
+    replayed = {step.step: step for step in read_records(folder).steps}
+    table = Table(title=escape(f"{outcome.run}: as recorded → as replayed"), title_justify="left")
+    for heading in ("step", "reward", "mean age", "loss", "gradient norm", "effective sample size", "clipped"):
+        table.add_column(heading, justify="right", no_wrap=" " not in heading)
+    count = len(replayed)
+    shown = sorted({round(i * (count - 1) / max(min(count, ROWS) - 1, 1)) for i in range(min(count, ROWS))})
+    for number in (sorted(replayed)[place] for place in shown):
+        before, now = recorded.get(number), replayed[number]
+        figures = [
+            _pair(before, now, name, form)
+            for name, form in (
+                ("loss", ".4f"),
+                ("grad_norm", ".3f"),
+                ("effective_sample_size", ".3f"),
+                ("clip_share", ".1%"),
+            )
+        ]
+        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", f"{_mean_age(now):.2f}", *figures)
+    return table
+
+
+def _pair(before: StepReport | None, now: StepReport, name: str, form: str) -> str:
+    was = before.metrics.get(name) if before is not None else None
+    new = now.metrics.get(name)
+    return " → ".join("–" if value is None else f"{value:{form}}" for value in (was, new))
+
+
+def _mean_age(step: StepReport) -> float:
+    tokens = sum(step.token_ages.values())
+    return sum(age * count for age, count in step.token_ages.items()) / tokens if tokens else 0.0

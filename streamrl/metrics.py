@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from streamrl.collapse import HEALTHY, Health
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
 from streamrl.line_file import LineFile
 
@@ -36,6 +37,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """What the trainer did: (name, begin, end) in seconds since the epoch."""
     seqs: list[int] = []
     """The sequence numbers that were trained on."""
+    health: Health = HEALTHY
+    """Whether the run is about to fall apart, as far as this step's figures and those before it tell."""
 
     def finite(self) -> StepReport:
         """Without the scalars that JSON cannot carry: infinities, and what is not a number."""

@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from streamrl.collapse import CollapseWatch
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
@@ -56,6 +57,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_dropped: int = 0
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
+    watch: CollapseWatch = CollapseWatch()
+    """What is remembered of the figures of the steps before."""
 
     @property
     def groups_trained(self) -> int:
@@ -145,16 +148,34 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
 
     By time and not by version: a run that went back to an earlier checkpoint must not lose its new ones.
-    `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs.
+    `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
+    one that was written while the run was healthy: one that falls apart has to go on from there.
     """
     for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write
         shutil.rmtree(path)
     found = sorted(folder.glob(pattern), key=_written)
+    healthy = _last_healthy(found)
     for old in found[:-keep]:
-        if spare is not None and old.resolve() == Path(spare).resolve():
+        if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
             continue
         shutil.rmtree(old)
         log.info("removed %s: %d newer ones are kept", old, keep)
+
+
+def last_healthy(run_dir: Path) -> Path | None:
+    """The last checkpoint of the run that was written while it was healthy, if there is one."""
+    return _last_healthy(checkpoints(run_dir))
+
+
+def _last_healthy(folders: Sequence[Path]) -> Path | None:
+    """The last of `folders` in which a run was healthy; what cannot be read is none."""
+    for folder in reversed(folders):
+        try:
+            if read(folder).watch.health.state == "healthy":
+                return folder
+        except ConfigError:
+            continue
+    return None
 
 
 def _written(folder: Path) -> tuple[int, str]:

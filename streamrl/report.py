@@ -13,11 +13,25 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
+from streamrl.collapse import HEALTHY, HealthState
 from streamrl.evaluation import EvaluationReport, pass_figures
 from streamrl.metrics import StepReport
 from streamrl.records import Final, Records, TimelineEntry, read_records
 
 log = logging.getLogger(__name__)
+
+MOST_CHANGES = 6
+"""Changes of the run's health that the table shows."""
+
+
+class HealthChange(msgspec.Struct, frozen=True):
+    """A step after which the policy was about to fall apart, or no more."""
+
+    step: int
+    state: HealthState
+    signs: list[str]
+    turn: list[str]
+    """Settings to change."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -80,6 +94,8 @@ class Summary(msgspec.Struct, frozen=True):
     logprob_diff_mean: float | None
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
+    health: list[HealthChange] = []
+    """When the run's health changed; empty if it was healthy all the time."""
 
 
 def write_report(run_dir: Path) -> Summary:
@@ -145,7 +161,18 @@ def summarize(records: Records, *, name: str) -> Summary:
         overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
         logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
         logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+        health=health_changes(steps),
     )
+
+
+def health_changes(steps: Sequence[StepReport]) -> list[HealthChange]:
+    """The steps whose state is another than that of the step before; a run begins healthy."""
+    before = [HEALTHY, *(step.health for step in steps)]
+    return [
+        HealthChange(step.step, step.health.state, step.health.signs, step.health.turn)
+        for step, last in zip(steps, before, strict=False)
+        if step.health.state != last.state
+    ]
 
 
 def groups_lost(final: Final) -> int | None:
@@ -175,6 +202,12 @@ def summary_table(summary: Summary) -> Table:
             f"{_form(first.reward_mean, '.3f')} → {_form(last.reward_mean, '.3f')}",
             ", ".join([f"version {first.policy_version} → {last.policy_version}", *pass_figures(last)]),
         )
+    for change in s.health[:MOST_CHANGES]:
+        row(f"policy {change.state}", f"step {change.step}", escape(", ".join(change.signs)))
+    if len(s.health) > MOST_CHANGES:
+        row("", "", f"and {len(s.health) - MOST_CHANGES} changes more (health in summary.json)")
+    if s.health and s.health[-1].turn:
+        row("turn", "", escape("; ".join(s.health[-1].turn)))
     row("steps", f"{s.steps}", f"{_form(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
     given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""
     row(

@@ -188,6 +188,10 @@ class AlgorithmConfig(Section, frozen=True):
     loss_aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
     """Mean over tokens; or mean over responses: of the mean over their tokens, of the sum over them, or of that sum
     divided by `rollout.sampling.max_new_tokens`."""
+    on_collapse: Literal["warn", "slow", "stop"] = "warn"
+    """What is done when figures say that the policy is about to fall apart (docs/staleness.md). `warn`: it is told;
+    `slow`: and the learning rate is lowered until they are healthy again; `stop`: and the run ends with a checkpoint
+    and an error once it collapses."""
 
 
 class RoleLayout(NamedTuple):

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "streamrl"
 
 GROUND = {"", "errors", "types", "config", "ledger", "metrics", "models", "device", "checksum", "progress"} | {
+    "collapse",
     "config_checks",
     "config_types",
     "copying",

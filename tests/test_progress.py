@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl import progress
+from streamrl.collapse import CollapseWatch, Health
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport
@@ -73,6 +74,21 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000025.unfinished").mkdir()
     progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
+
+
+def test_the_last_checkpoint_of_when_the_run_was_healthy_is_kept(tmp_path: Path) -> None:
+    in_trouble = CollapseWatch(health=Health("warning", since=12, signs=["x"], turn=["y"]))
+    for version, watch in ((5, CollapseWatch()), (10, CollapseWatch()), (15, in_trouble), (20, in_trouble)):
+        os.utime(save(tmp_path, f"step-{version:06d}", make_progress(version, watch=watch)), (version, version))
+    healthy = tmp_path / "checkpoints" / "step-000010"
+    assert progress.last_healthy(tmp_path) == healthy
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000010", "step-000020"]
+    assert progress.read(tmp_path / "checkpoints" / "step-000020").watch == in_trouble
+    (healthy / "state" / "progress.json").write_text("{")
+    assert progress.last_healthy(tmp_path) is None
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000020"]
 
 
 def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from streamrl.collapse import HEALTHY, Health
 from streamrl.records import TimelineEntry, read_records
 from streamrl.report import evaluation_table, growth, summary_table, write_report
 from tests.evaluations import make_report
@@ -116,6 +117,28 @@ def test_table_shows_the_figures(tmp_path: Path) -> None:
     text = console.export_text()
     for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
         assert part in text, part
+
+
+def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=9)
+    trouble = {step: Health("warning", 4, ["gradient norm 7.0 times the usual"], ["trainer.lr=1"]) for step in (4, 5)}
+    trouble |= {6: Health("collapsing", 6, ["reward fallen from 0.9 to 0.1"], ["trainer.lr=1"]), 9: Health(since=9)}
+    trouble |= {step: trouble[6] for step in (7, 8)}
+    steps = [msgspec.structs.replace(s, health=trouble.get(s.step, HEALTHY)) for s in read_steps(folder)]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step) for step in steps])
+    summary = write_report(folder)
+    assert [(change.step, change.state) for change in summary.health] == [
+        (4, "warning"),
+        (6, "collapsing"),
+        (9, "healthy"),
+    ]
+    assert json.loads((folder / "summary.json").read_text())["health"][1]["turn"] == ["trainer.lr=1"]
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(summary_table(summary))
+    text = console.export_text()
+    for part in ("policy warning", "step 4", "gradient norm 7.0 times", "policy collapsing", "policy healthy"):
+        assert part in text
+    assert write_report(write_run(tmp_path / "calm", steps=3)).health == []
 
 
 def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) -> None:

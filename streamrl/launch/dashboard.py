@@ -23,7 +23,7 @@ from streamrl.metrics import StepReport
 from streamrl.transport.control.evaluations import EvaluationStatus
 from streamrl.transport.control.status import ProcessStatus, Status
 
-LINES_BESIDE_PROCESSES = 23
+LINES_BESIDE_PROCESSES = 24
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""
 STATE_STYLE = {
     "joining": "yellow",
@@ -34,6 +34,9 @@ STATE_STYLE = {
     "silent": "yellow",
     "evicted": "red",
     "draining": "yellow",
+    "healthy": "green",
+    "warning": "bold yellow",
+    "collapsing": "bold red",
 }
 SPAN_STYLE = {
     "wait": "grey42",
@@ -284,14 +287,31 @@ def _groups(history: History, status: Status) -> Panel:
         ("pause_seconds", "pause", ".3f"),
         ("logprob_diff_mean", "logprob diff mean", ".1e"),
         ("logprob_diff_max", "max", ".1e"),
-        ("effective_sample_size", "sample size", ".2f"),
     )
     if m.get("gservers_not_compared") or m.get("gservers_compared") == 0:
         weights.append(f"compared {m['gservers_compared']:.0f}, not {m['gservers_not_compared']:.0f}", style="yellow")
-    lines = [Text.from_markup("  ".join(figures)), weights]
+    lines = [Text.from_markup("  ".join(figures)), weights, _health(history)]
     if status.evaluation is not None:
         lines.append(_evaluation(status.evaluation))
     return Panel(Group(*lines), title="groups and weights")
+
+
+def _health(history: History) -> Text:
+    """Whether the policy is about to fall apart, and the figures that tell it."""
+    text = Text(overflow="ellipsis", no_wrap=True)
+    if not history.steps:
+        return text.append("policy: no step yet", style="dim")
+    last = history.steps[-1]
+    text.append("policy ", style="dim").append(f"{last.health.state}  ", style=STATE_STYLE[last.health.state])
+    if last.health.state == "healthy":
+        return text + _figures(
+            last.metrics,
+            ("effective_sample_size", "sample size", ".2f"),
+            ("importance_ratio_deviation", "ratio - 1", ".3f"),
+            ("grad_norm_ratio", "gradient / usual", ".1f"),
+        )
+    text.append(f"since step {last.health.since}: {', '.join(last.health.signs)}", style="yellow")
+    return text
 
 
 def _evaluation(status: EvaluationStatus) -> Text:

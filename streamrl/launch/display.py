@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from streamrl.collapse import HEALTHY
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
@@ -47,6 +48,7 @@ class Display:
         self._evaluations = Tail(config.run_dir / EVALUATIONS_FILE)
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
+        self._health = HEALTHY.state
 
     def __enter__(self) -> Self:
         return self
@@ -90,6 +92,9 @@ class Display:
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
         for step in steps:
             self.note(step_line(step, steps=self._config.run.most_steps))
+            if step.health.state != self._health:
+                self._health = step.health.state
+                self.note(f"step {step.step}: {step.health}")
 
     def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
         for report in reports:

@@ -100,6 +100,8 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
     minibatches: list[MinibatchShare]
     compared: Sibling | None = None
     """A response of the first minibatch whose log-probabilities under the weights of `policy_version` are wanted."""
+    lr_scale: float = 1.0
+    """What the policy's learning rate is multiplied by (`algorithm.on_collapse = "slow"`); the critic's is not."""
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
 

@@ -195,6 +195,7 @@ class Computation:
                     loss_tokens=minibatch.loss_tokens,
                     sequences=minibatch.sequences,
                     compared=call.compared if number == 0 else None,  # later the weights have changed
+                    lr_scale=call.lr_scale,
                 ),
                 before_update=self._wait_for_publication,
             )

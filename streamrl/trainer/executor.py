@@ -76,9 +76,9 @@ class ModelFunctionCall:
         return max(done.compute_seconds for done in replies.values()), rewards
 
     async def train(
-        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None
+        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None, lr_scale: float
     ) -> list[Trained]:
-        """Train on the batch `metas`, minibatch by minibatch."""
+        """Train on the batch `metas`, minibatch by minibatch; `compared` and `lr_scale`: see `TrainStep`."""
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
             tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
@@ -98,6 +98,7 @@ class ModelFunctionCall:
                 oldest_version=policy_version - self._former.max_staleness,
                 minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
                 compared=compared,
+                lr_scale=lr_scale,
                 pre_hooks=[*_transfer(plan, worker), *pre],
                 post_hooks=post,
             )
@@ -171,11 +172,16 @@ class FunctionExecutor:
             self._spans += await self._generation.make(groups, formed=formed)
 
     async def execute_step(
-        self, batch: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None = None
+        self,
+        batch: Sequence[SampleMeta],
+        *,
+        policy_version: int,
+        compared: Sibling | None = None,
+        lr_scale: float = 1.0,
     ) -> StepResult:
         """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given.
 
-        `compared`: see `TrainStep`.
+        `compared` and `lr_scale`: see `TrainStep`.
         """
         mfcs = self._graph.reading("batch")
         given = {key: asyncio.Event() for mfc in mfcs for key in mfc.outputs}
@@ -187,7 +193,7 @@ class FunctionExecutor:
             begin = time.time()
             call = self._calls[mfc.name]
             if mfc.interface == "train_step":
-                results = await call.train(batch, policy_version=policy_version, compared=compared)
+                results = await call.train(batch, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
                 trained.extend(results)
                 compute = max(result.compute_seconds for result in results)
             else:

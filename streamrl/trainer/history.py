@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from streamrl import progress
+from streamrl.collapse import CollapseWatch
 from streamrl.config import Config
 from streamrl.stream_dataset import SeqSet
 from streamrl.types import SampleMeta
@@ -21,6 +22,8 @@ class History:
         self.tokens_dropped = 0
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
+        self.watch = CollapseWatch()
+        """What is remembered of the figures of the steps so far."""
         self.rejected: set[int] = set()
         """Sequence numbers given up for good."""
         self._trained = SeqSet()
@@ -72,6 +75,7 @@ class History:
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,
             recent_rewards=self.rewards[-self._config.run.stop_window :],
+            watch=self.watch,
         )
 
     def _go_on(self, begun: progress.Progress) -> None:
@@ -79,6 +83,7 @@ class History:
         self.groups_trained = begun.groups_trained
         self.tokens_dropped = begun.tokens_dropped
         self.rewards = list(begun.recent_rewards)
+        self.watch = begun.watch.resumed()
         self.rejected = set(begun.rejected_seqs())
         self._seconds_before = begun.train_seconds
         for seq in begun.trained_seqs():

@@ -17,8 +17,10 @@ from pathlib import Path
 import msgspec
 
 from streamrl import progress
+from streamrl.collapse import Health, advice
 from streamrl.config import Config
-from streamrl.errors import StreamRLError
+from streamrl.errors import StreamRLError, TrainingError
+from streamrl.evaluation import EvaluationReport
 from streamrl.held import HeldGroups
 from streamrl.ledger import Selection
 from streamrl.metrics import MetricsWriter, StepReport
@@ -139,7 +141,7 @@ class Master:
             progress.rewind(config.run_dir, policy_version=reached)
             recording.cut(config.run_dir, policy_version=reached)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
-        self._evaluations = EvaluationDesk(config, client=client, write=self._metrics.write_evaluation)
+        self._evaluations = EvaluationDesk(config, client=client, write=self._take_evaluation)
         self._workforce = Workforce(config, channel=channel)
         self._saves = SaveDesk(config, channel=channel)
         self._stored = stored
@@ -284,19 +286,58 @@ class Master:
                 generation.cancel()
         if not batch:
             return
+        before = self._history.watch.health
         async with self._weights_at_rest:
             save = await self._train(batch, version=version, begin=begin)
-        if save:
+        stop = self._tell(before)
+        if save or stop:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
             await self._saves.save(self._history.reached(data_rows=self._control.data_rows))
             self.membership.waiting_for = ""
+        if stop:
+            await self._stop_collapsing()
+
+    def _tell(self, before: Health) -> bool:
+        """Log how the run's health has changed, `before` being that of the last step; answers whether the run has to
+        stop."""
+        health = self._history.watch.health
+        if health.state == before.state:
+            return False
+        log.log(
+            logging.INFO if health.state == "healthy" else logging.WARNING, "step %d: %s", self.policy_version, health
+        )
+        return health.state == "collapsing" and self._config.algorithm.on_collapse == "stop"
+
+    async def _stop_collapsing(self) -> None:
+        """End the run with an error that says what was seen and what to do, when its last checkpoint is written."""
+        if self._publication is not None:
+            await self._publication
+        unwritten = await self._saves.settle()
+        healthy = progress.last_healthy(self._config.run_dir)
+        go_on = (
+            f"go on from the last checkpoint of when it was healthy, run.resume_from={healthy.absolute()}"
+            if healthy is not None
+            else "it wrote no checkpoint while it was healthy (trainer.save_every_steps): start anew"
+        )
+        raise TrainingError(
+            f'step {self.policy_version}: {self._history.watch.health}; stopped by algorithm.on_collapse = "stop"'
+            f"{unwritten}; {go_on}, with other settings"
+        )
+
+    def _take_evaluation(self, report: EvaluationReport) -> None:
+        self._metrics.write_evaluation(report)
+        if report.reward_mean is not None:
+            self._history.watch = self._history.watch.evaluated(report.reward_mean)
 
     async def _train(self, batch: Sequence[SampleMeta], *, version: int, begin: float) -> bool:
         """Train on `batch` and begin to publish the new weights; answers whether a checkpoint is due."""
         formed = time.time()
         comparison = self._comparison = self._compare(batch, version=version)
         result = await self._executor.execute_step(
-            batch, policy_version=version, compared=comparison.response if comparison is not None else None
+            batch,
+            policy_version=version,
+            compared=comparison.response if comparison is not None else None,
+            lr_scale=self._history.watch.lr_scale,
         )
         seqs = [meta.seq for meta in batch]
         await self._clear(seqs, come_again=False)
@@ -306,12 +347,27 @@ class Master:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
         self._history.add_step(batch, reward=figures["reward_mean"])
+        figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
         self._publication = asyncio.create_task(
             self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
         return save
+
+    def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
+        """Judge the run's health by the step that was just made; answers figures to add to the step's."""
+        watch, algorithm = self._history.watch, self._config.algorithm
+        more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
+        if algorithm.on_collapse == "slow":
+            more["lr_scale"] = watch.lr_scale
+        self._history.watch = watch.after(
+            figures | more,
+            step=self.policy_version,
+            turn=advice(self._config),
+            slow=algorithm.on_collapse == "slow",
+        )
+        return more
 
     def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
         """Begin to compare the gservers with the trainer under `version`, on a response that is trained on first; not
@@ -404,6 +460,7 @@ class Master:
             token_ages=token_ages(result.trained),
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=[meta.seq for meta in batch],
+            health=self._history.watch.health,
         )
 
     async def _publish(

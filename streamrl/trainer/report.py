@@ -9,6 +9,15 @@ from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.calls import Trained
 from streamrl.types import SampleMeta
 
+MEAN_OF_PART = {
+    "policy_shift": "policy_shift_mean",
+    "clipped": "clip_share",
+    "weight_limited": "behavior_weight_limited_share",
+    "ratio_deviation": "importance_ratio_deviation",
+    "behavior_kl": "behavior_kl",
+}
+"""Sum → metric of a part of the tokens."""
+
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
     """What the batch was."""
@@ -21,6 +30,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
         "reward_std": pstdev(rewards),
         "response_length_mean": fmean(lengths),
         "groups": len(batch),
+        "groups_with_contrast": sum(min(meta.rewards) < max(meta.rewards) for meta in batch),
         "tokens_sampled": sampled,
         "tokens_trained": young,
         "tokens_masked": sampled - young,
@@ -31,8 +41,9 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     """What `actor_train` found, over all ranks; means are over the tokens that were computed.
 
-    `sampling_diff` compares what tokens were sampled with to the trainer's, on responses of age 0, and is missing
-    where there are none; `policy_shift` is the same difference over all tokens, so it grows with their age.
+    Effective sample sizes are missing where no token entered the loss. `sampling_diff` compares what tokens were
+    sampled with to the trainer's, on responses of age 0, and is missing where there are none; `policy_shift` is the
+    same difference over all tokens, so it grows with their age.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -49,7 +60,11 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "behavior_weight_limited_share": sums.get("weight_limited", 0.0) / tokens,
         "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
         "importance_ratio_max": maxima.get("ratio", 0.0),
-        "effective_sample_size": _effective_sample_size(sums),
+        "importance_ratio_deviation": sums.get("ratio_deviation", 0.0) / tokens,
+        "importance_ratio_above_2_share": sums.get("ratio_above_2", 0.0) / tokens,
+        "importance_ratio_below_half_share": sums.get("ratio_below_half", 0.0) / tokens,
+        "behavior_kl": sums.get("behavior_kl", 0.0) / tokens,
+        "log_ratio_second_moment": sums.get("log_ratio_squares", 0.0) / tokens,
         "policy_shift_mean": sums.get("policy_shift", 0.0) / tokens,
         "entropy": sums.get("entropy", 0.0) / tokens,
         "grad_norm": maxima.get("grad_norm", 0.0),
@@ -57,19 +72,27 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "tokens_computed": sums.get("computed_tokens", 0.0),
         "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
     }
+    for metric, count, weight in (
+        ("effective_sample_size", "tokens", "ratio"),
+        ("sequence_effective_sample_size", "sequences", "sequence_weight"),
+    ):
+        if sums.get(f"{weight}_squares"):
+            metrics[metric] = effective_sample_size(sums, count, weight)
     if fresh := sums.get("fresh_tokens"):
         metrics["sampling_diff_mean"] = sums["sampling_diff"] / fresh
         metrics["sampling_diff_max"] = maxima["sampling_diff"]
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
         metrics["kl_coef"] = maxima["kl_coef"]
-    return metrics | _of_critic(sums, maxima) | _by_age(sums)
+    return metrics | _of_critic(sums, maxima) | _of_parts(sums)
 
 
-def _effective_sample_size(sums: Mapping[str, float]) -> float:
-    """Share of the step's tokens that count after weighting by `w = π / π_b`: `(Σw)² / (n · Σw²)`, from 1/n to 1."""
-    squares = sums.get("ratio_squares", 0.0)
-    return sums["ratio"] ** 2 / (sums["tokens"] * squares) if squares else 0.0
+def effective_sample_size(sums: Mapping[str, float], count: str, weight: str, *, part: str = "") -> float:
+    """Kish's effective sample size as a share of the sample: `(Σw)² / (n · Σw²)`, from 1/n to 1.
+
+    n is `sums[count]`, Σw `sums[weight]`, Σw² `sums[weight_squares]`, each with `part` appended.
+    """
+    return sums[weight + part] ** 2 / (sums[count + part] * sums[f"{weight}_squares{part}"])
 
 
 def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
@@ -103,15 +126,17 @@ def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, fl
     }
 
 
-def _by_age(sums: dict[str, float]) -> dict[str, float]:
-    """Means over the tokens of one age: `policy_shift_mean/age_0` and so on."""
+def _of_parts(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens of one age (`policy_shift_mean/age_0`), or of one sign of the advantage and direction
+    (`clip_share/positive_outward`): whatever `sums` has of each."""
     metrics: dict[str, float] = {}
-    for name in sorted(sums):
-        figure, _, age = name.partition("/")
-        count = sums.get(f"tokens/{age}", 0.0)
-        if age.startswith("age_") and count and figure != "tokens":
-            label = {"policy_shift": "policy_shift_mean", "clipped": "clip_share"}.get(
-                figure, "behavior_weight_limited_share"
-            )
-            metrics[f"{label}/{age}"] = sums[name] / count
+    for part, tokens in sorted((n.removeprefix("tokens"), v) for n, v in sums.items() if n.startswith("tokens/")):
+        if tokens:
+            metrics |= {
+                metric + part: sums[figure + part] / tokens
+                for figure, metric in MEAN_OF_PART.items()
+                if figure + part in sums
+            }
+            if sums.get(f"ratio_squares{part}"):
+                metrics[f"effective_sample_size{part}"] = effective_sample_size(sums, "tokens", "ratio", part=part)
     return metrics

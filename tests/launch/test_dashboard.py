@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
+from streamrl.collapse import Health, HealthState
 from streamrl.config import from_dict
 from streamrl.launch.dashboard import dashboard, duration, plan_table, sparkline, step_line
+from streamrl.launch.display import Display
 from streamrl.launch.history import History
 from streamrl.launch.plan import plan
+from streamrl.metrics import StepReport
 from streamrl.transport.control.evaluations import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
 from tests.launch.statuses import history, status, step_report
@@ -151,3 +154,34 @@ def test_sparkline_fits(values: list[float], width: int) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (187, "3:07"), (3723, "1:02:03")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def in_trouble(step: StepReport, state: HealthState = "warning") -> StepReport:
+    sign = "importance ratios 0.300 away from 1 (above 0.1)"
+    return msgspec.structs.replace(step, health=Health(state, 31, [sign], ["trainer.lr=1e-6 (it is 2e-6)"]))
+
+
+@pytest.mark.parametrize("state", ["warning", "collapsing"])
+def test_the_policys_health_has_a_line(state: HealthState) -> None:
+    text = "\n".join(drawn(dashboard(history(), now=12.0, config=CONFIG)))
+    assert "policy healthy  sample size 0.97" in text
+    made = history()
+    made.add_steps([in_trouble(step_report(38), state)])
+    lines = drawn(dashboard(made, now=12.0, config=CONFIG, warnings=["a", "b"]))
+    assert len(lines) <= 30
+    wanted = f"policy {state}  since step 31: importance ratios 0.300 away from 1 (above 0.1)"
+    assert any(wanted in line for line in lines)
+
+
+def test_a_change_of_health_is_told_once_where_there_is_no_picture() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=400), config=CONFIG)
+    display._show_steps(
+        [step_report(36), in_trouble(step_report(37)), in_trouble(step_report(38)), step_report(39), step_report(40)]
+    )
+    told = [line.split("  ")[-1] for line in out.getvalue().splitlines() if "the run" in line]
+    assert told == [
+        "step 37: the run may be about to fall apart: importance ratios 0.300 away from 1 (above 0.1); "
+        "turn trainer.lr=1e-6 (it is 2e-6)",
+        "step 39: the run is healthy",
+    ]

@@ -286,6 +286,7 @@ class Workers:
                         ages[age] += 1
             told += sum(ages.values())
             sums = {"tokens": float(sum(ages.values()))}
+            sums |= self._script.figures(call.policy_version, sums["tokens"])
             if self.compute is not None:
                 found = self.compute(call)
                 assert (found.token_ages, found.sums["tokens"]) == (dict(ages), sums["tokens"])
@@ -409,6 +410,8 @@ class Script:
     seconds: Callable[[str, int], float] = lambda name, count: 0.0
     """How long a call takes: its MFC's or type's name, and how often it has happened before."""
     fails: Callable[[str, int], Exception | None] = lambda name, count: None
+    figures: Callable[[int, float], dict[str, float]] = lambda version, tokens: {}
+    """Sums of what the step from a version found on so many tokens, besides their number."""
     group: Callable[[int, Sequence[int]], TrajectoryGroup] = make_group
     """The group of a sequence number whose sampled tokens have these versions."""
     slots: int = 64

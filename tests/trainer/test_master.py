@@ -10,6 +10,8 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from streamrl import progress
 from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
 from streamrl.transport.directing import FIRST_ROLLOUT_WORKER
-from tests.trainer.pretended import Script, clock, pretended, virtually, whole_run
+from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
 
 
 def configured(folder, **sections):
@@ -239,6 +241,96 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
     for save in saves[:2]:  # what is trained next is not in it
         assert not [event for event in run.workers.named("actor_train") if save.begin <= event.begin < save.end]
     assert run.workers.events[-2].name == "SettleSave"
+
+
+def moving_away(*, first):
+    """Figures of a policy that is near its data, and from the step from version `first` on far from it."""
+
+    def figures(version, tokens):
+        size = 0.1 if version >= first else 1.0
+        return {"ratio": tokens, "ratio_squares": tokens / size, "ratio_deviation": tokens * (1 - size)}
+
+    return figures
+
+
+def losing_reward(*, first):
+    """Groups whose responses all score 1; from sequence number `first` on, 0."""
+
+    def group(seq, versions):
+        return msgspec.structs.replace(make_group(seq, versions), rewards=np.full(2, float(seq < first), np.float32))
+
+    return group
+
+
+def test_a_run_that_collapses_is_told_and_goes_on(tmp_path, caplog):
+    script = Script(figures=moving_away(first=30), group=losing_reward(first=140))
+    config = configured(tmp_path, run={"total_train_steps": 45})
+    reason, run = whole_run(config, script)
+    assert reason == "45 steps are done"
+    health = [report.health for report in run.manager.reports]
+    states = [found.state for found in health]
+    assert sorted(set(states)) == ["collapsing", "healthy", "warning"]
+    assert 30 <= states.index("warning") < 35 <= states.index("collapsing") < 40
+    written = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["health"].get("state", "healthy") for step in written] == states
+    assert health[-1].turn[0].startswith("staleness.max_staleness=1")
+    told = [record.message for record in caplog.records if "staleness.max_staleness=1" in record.message]
+    assert len(told) == 2
+    assert "may be about to fall apart" in told[0]
+    assert "is collapsing" in told[1]
+    assert "reward fallen from 1.000" in told[1]
+    assert {event.call.lr_scale for event in run.workers.named("actor_train")} == {1.0}
+    assert "lr_scale" not in run.manager.reports[-1].metrics
+
+
+def test_a_run_in_trouble_is_slowed_on_all_ranks_alike_and_stays_so_when_it_is_resumed(tmp_path):
+    config = configured(
+        tmp_path,
+        run={"total_train_steps": 46},
+        algorithm={"on_collapse": "slow"},
+        trainer={"data_parallel": 2, "save_every_steps": 36},
+    )
+    script = Script(figures=moving_away(first=30))
+    _, run = whole_run(config, script)
+    whole = [event.call.lr_scale for event in run.workers.named("actor_train")]
+    assert whole[0] == 1.0
+    assert whole[-1] == 0.25
+    assert [report.metrics["lr_scale"] for report in run.manager.reports] == whole
+    again = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, resume_from=str(config.run_dir / "checkpoints" / "step-000036")),
+    )
+    _, resumed = whole_run(again, Script(figures=moving_away(first=30)))
+    assert [event.call.lr_scale for event in resumed.workers.named("actor_train")] == whole[36:]
+
+
+def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tmp_path):
+    async def work():
+        script = Script(figures=moving_away(first=30), group=losing_reward(first=140))
+        config = configured(
+            tmp_path,
+            run={"total_train_steps": 60},
+            algorithm={"on_collapse": "stop"},
+            trainer={"save_every_steps": 4, "keep_checkpoints": 1},
+        )
+        async with pretended(config, script) as run:
+            with pytest.raises(BaseExceptionGroup) as failure:
+                await run.master.run()
+        return str(first_error(failure.value)), run
+
+    said, run = virtually(work())
+    step = len(run.steps)
+    assert 35 < step < 45
+    assert run.manager.reports[-1].health.state == "collapsing"
+    folders = [Path(event.call.folder) for event in run.workers.named("Save")]
+    assert folders[-1].name == f"step-{step:06d}"
+    states = {folder.name: progress.read(folder).watch.health.state for folder in folders}
+    healthy = [folder for folder in folders if states[folder.name] == "healthy"][-1]
+    assert states[folders[-1].name] == "collapsing"
+    for part in ("is collapsing", "reward fallen from", "staleness.max_staleness=1", f"run.resume_from={healthy}"):
+        assert part in said
+    progress.prune(folders[0].parent, keep=1, spare=None)
+    assert {path for path in folders[0].parent.iterdir()} == {healthy, folders[-1]}
 
 
 def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path):

@@ -410,11 +410,11 @@ class Run:
         update = model.update
         seen = self.seen[role] = []
 
-        def recorded(before_update: Callable[[], None]) -> object:
+        def recorded(before_update: Callable[[], None], **more: float) -> object:
             parameters = model._parameters
             weights = {name: weight.detach().clone() for name, weight in parameters.items()}
             seen.append((weights, {name: weight.grad.clone() for name, weight in parameters.items()}))
-            return update(before_update)
+            return update(before_update, **more)
 
         model.update = recorded
 

@@ -6,6 +6,7 @@ over the whole minibatch, so parts of it may be computed one after another, on a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -22,8 +23,16 @@ from streamrl.trainer.algorithms.losses import (
     cispo,
     gspo,
     ppo,
+    sum_of_sequence,
     tokens_of_sequence,
 )
+
+OF_EACH_AGE = frozenset(
+    {"tokens", "clipped", "weight_limited", "policy_shift", "ratio", "ratio_squares", "ratio_deviation", "behavior_kl"}
+)
+"""Sums that are also given for the tokens of each age alone, as `NAME/age_N`."""
+LARGEST_LOG_WEIGHT = 300.0
+"""A response whose weight `Π ρ` is larger than its exponential counts as this, so that squares stay finite."""
 
 
 class Tokens(NamedTuple):
@@ -142,23 +151,47 @@ def _add_figures(
     corrected: BehaviorWeight,
     at_start: Tensor,
 ) -> dict[str, float]:
-    """Fill `sums`; the maxima are returned. `at_start`: log-probabilities before the step's first update."""
-    shift = (tokens.logprobs.detach() - tokens.behavior_logprobs).abs()
-    ratio = (tokens.logprobs.detach() - tokens.behavior_logprobs).exp()
-    sums["tokens"] = len(ratio)
-    sums["clipped"] = float(policy.clipped.sum())
-    sums["behavior_weight"] = float(corrected.weight.sum())
-    sums["weight_limited"] = float(corrected.limited.sum())
-    sums["policy_shift"] = float(shift.sum())
-    sums["entropy"] = float(tokens.entropy.detach().sum())
-    sums["ratio"] = float(ratio.sum())
-    sums["ratio_squares"] = float((ratio.double() ** 2).sum())
-    for age in sorted(set(tokens.age.tolist())):
-        mine = tokens.age == age
-        sums[f"tokens/age_{age}"] = float(mine.sum())
-        sums[f"policy_shift/age_{age}"] = float(shift[mine].sum())
-        sums[f"clipped/age_{age}"] = float(policy.clipped[mine].sum())
-        sums[f"weight_limited/age_{age}"] = float(corrected.limited[mine].sum())
+    """Fill `sums`; the maxima are returned. `at_start`: log-probabilities before the step's first update.
+
+    With ρ = π / π_b of a token, before any limit, in float64. A token is *outward* where the gradient moves π further
+    from π_b (A > 0 and ρ > 1, or A < 0 and ρ < 1), else *restoring*.
+    """
+    log_ratio = tokens.logprobs.detach().double() - tokens.behavior_logprobs.double()
+    ratio = log_ratio.exp()
+    positive, negative = tokens.advantages > 0, tokens.advantages < 0
+    outward = (positive & (log_ratio > 0)) | (negative & (log_ratio < 0))
+    of_tokens = {
+        "tokens": torch.ones_like(ratio),
+        "clipped": policy.clipped,
+        "weight_limited": corrected.limited,
+        "policy_shift": log_ratio.abs(),
+        "ratio": ratio,
+        "ratio_squares": ratio**2,
+        "ratio_deviation": (ratio - 1).abs(),
+        "behavior_kl": torch.expm1(log_ratio) - log_ratio,
+        "log_ratio_squares": log_ratio**2,
+        "ratio_above_2": log_ratio > math.log(2),
+        "ratio_below_half": log_ratio < -math.log(2),
+        "behavior_weight": corrected.weight,
+        "entropy": tokens.entropy.detach(),
+    }
+    for sign, signed in (("positive", positive), ("negative", negative)):
+        for direction, there in (("outward", signed & outward), ("restoring", signed & ~outward)):
+            of_tokens[f"tokens/{sign}_{direction}"] = there
+            of_tokens[f"clipped/{sign}_{direction}"] = there & policy.clipped
+    values = torch.stack([value.double() for value in of_tokens.values()])
+    by_age = values.new_zeros(len(values), int(tokens.age.max()) + 1).index_add_(1, tokens.age, values)
+    ages = tokens.age.bincount().nonzero().flatten().tolist()
+    for name, found in zip(of_tokens, by_age.tolist(), strict=True):
+        sums[name] = sum(found)
+        if name in OF_EACH_AGE:
+            sums |= {f"{name}/age_{age}": found[age] for age in ages}
+    counts = tokens.sequence.bincount(minlength=tokens.sequences)
+    log_weights = sum_of_sequence(log_ratio, tokens.sequence, tokens.sequences, mean=False)[counts > 0]
+    weights = log_weights.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    sums["sequences"] = len(weights)
+    sums["sequence_weight"] = float(weights.sum())
+    sums["sequence_weight_squares"] = float((weights**2).sum())
     maxima = {"ratio": float(ratio.max())}
     difference = (at_start - tokens.behavior_logprobs).abs()[tokens.comparable]
     if len(difference):

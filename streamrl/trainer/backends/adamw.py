@@ -52,9 +52,9 @@ class AdamW:
         )
         self._moments = {key: {n: torch.zeros_like(w) for n, w in self._masters.items()} for key in MOMENTS}
 
-    def step(self, gradients: dict[str, Tensor], *, scale: float) -> float:
-        """Update the weights by `gradients · scale`; answers the learning rate."""
-        lr = learning_rate(self.updates, peak=self._peak, config=self._config, total_steps=self._total)
+    def step(self, gradients: dict[str, Tensor], *, scale: float, lr_scale: float = 1.0) -> float:
+        """Update the weights by `gradients · scale`; answers the learning rate, the schedule's times `lr_scale`."""
+        lr = lr_scale * learning_rate(self.updates, peak=self._peak, config=self._config, total_steps=self._total)
         self.updates += 1
         names = [name for name, weight in self._weights.items() if weight.numel()]
         masters = [self._masters[name] for name in names]

@@ -100,9 +100,10 @@ class ParallelModel(Protocol):
         """
         ...
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         """Sum gradients over the data-parallel ranks, clip, step, and begin anew at zero. Collective.
 
+        `lr_scale`: what the schedule's learning rate is multiplied by; the answer has the product.
         `before_update` is called when the weights are about to change. Raises `TrainingError`, with the
         weights as they were, when the norm is not finite.
         """

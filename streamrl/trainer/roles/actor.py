@@ -106,7 +106,7 @@ class Actor:
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
 
         self.model.accumulate(micros, loss)
-        update = self.model.update(before_update)
+        update = self.model.update(before_update, lr_scale=minibatch.lr_scale)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
         statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
         if self._compares:

@@ -56,6 +56,8 @@ class Minibatch(msgspec.Struct, frozen=True):
     """Trajectories."""
     compared: Sibling | None = None
     """A response whose log-probabilities before the update are wanted, at temperature 1."""
+    lr_scale: float = 1.0
+    """What the policy's learning rate is multiplied by."""
 
 
 def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:

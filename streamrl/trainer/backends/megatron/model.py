@@ -95,10 +95,10 @@ class MegatronModel:
         self._trained()
         self._run(micros, loss)
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         trainable = self._trained()
         with self._computing():
-            return trainable.update(before_update)
+            return trainable.update(before_update, lr_scale=lr_scale)
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return list(self._whole.shapes.items())

@@ -47,7 +47,7 @@ class Trainable:
         )
         self._optimizer = _mixed_precision(self._adam, self.ddp, spec)
 
-    def update(self, before_update: Callable[[], None]) -> Update:
+    def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         """Sum, clip and apply the gradients, as `ParallelModel.update`."""
         finalize_model_grads([self.ddp])
         self._optimizer.prepare_grads()
@@ -60,7 +60,7 @@ class Trainable:
                 )
             before_update()
             self._clip(norm)
-            lr = learning_rate(
+            lr = lr_scale * learning_rate(
                 self.updates, peak=self._peak_lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
             )
             for group in self._adam.param_groups:

@@ -1,0 +1,249 @@
+"""Watches the figures of a run for signs that its policy is about to fall apart. Pure.
+
+Where off-policy training collapses, figures change in an order: the policy moves away from the data that it learns
+from (importance ratios spread, so their effective sample size falls, and gradients grow), and the reward falls last.
+The watch looks for the first, to warn before the last. docs/staleness.md tells what its limits were calibrated on.
+
+What it remembers is a function of the figures of the steps so far and of nothing else, and part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Literal
+
+import msgspec
+
+from streamrl.config import Config
+
+HealthState = Literal["healthy", "warning", "collapsing"]
+
+WINDOW = 5
+"""Steps over whose mean figures are judged."""
+REMEMBERED = 50
+"""Steps that are the measure of the next one."""
+ENOUGH = 20
+"""Steps that make a measure; before, nothing is judged by it."""
+CALM = 10
+"""Steps without a sign after which a run is healthy again."""
+
+LARGEST_DEVIATION = 0.08
+"""Mean |ρ - 1| of a token: what is less does no harm."""
+GROWTH = 4.0
+"""How many times its least of the windows remembered it has to be, too: how far a policy moves in `max_staleness` steps
+depends on the task and the learning rate."""
+PLATEAU_STEPS = 15
+PLATEAU_GAIN = 0.1
+"""Where the reward has gained less in `PLATEAU_STEPS` steps than this share of all that it ever gained, it is not
+rising. While it rises, a policy that moves far is one that learns."""
+SMALLEST_SAMPLE = 0.9
+"""Effective sample size of tokens that is told of beside that. By itself it comes in runs that recover, too."""
+LARGEST_GRADIENT = 3.0
+"""Gradient norm, in medians of the steps before, that is told of beside that. By itself it comes without any staleness,
+where few groups have contrast."""
+REWARD_FALL = 0.1
+"""Share of what the reward had gained that has to be lost."""
+REWARD_ERRORS = 4.0
+"""Standard errors that have to be lost."""
+
+WATCHED = (
+    *("importance_ratio_deviation", "effective_sample_size", "grad_norm", "grad_norm_ratio"),
+    *("reward_mean", "reward_std", "groups"),
+)
+"""Metrics that are remembered."""
+
+SLOWER = 0.5
+"""What a slowed run's learning rate is multiplied by, at once and after each `CALM` steps that the policy is far from
+its data."""
+SLOWEST = 1 / 16
+"""Where that ends. After each `CALM` steps in which it is not, the learning rate is doubled, up to the whole."""
+
+
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a run is."""
+
+    state: HealthState = "healthy"
+    since: int = 0
+    """The step at which this state began."""
+    signs: list[str] = []
+    """What was seen, with figures; empty while healthy."""
+    turn: list[str] = []
+    """Settings to change, the one to try first first; empty while healthy."""
+
+    def __str__(self) -> str:
+        """In one sentence, for people."""
+        match self.state:
+            case "healthy":
+                return "the run is healthy again" if self.since else "the run is healthy"
+            case "warning":
+                found = "the run may be about to fall apart"
+            case "collapsing":
+                found = "the run is collapsing"
+        return f"{found}: {', '.join(self.signs)}; turn {'; '.join(self.turn)}"
+
+
+HEALTHY = Health()
+
+
+class CollapseWatch(msgspec.Struct, frozen=True):
+    """What is remembered of a run's steps, and what follows from it."""
+
+    health: Health = HEALTHY
+    lr_scale: float = 1.0
+    """What the policy's learning rate has to be multiplied by in the next step."""
+    recent: dict[str, list[float]] = {}
+    """Figures of the last `REMEMBERED` steps by name, the latest last."""
+    best: float | None = None
+    """Largest mean reward of a window so far."""
+    worst: float | None = None
+    """Smallest one."""
+    held_out: list[float] = []
+    """Mean reward of each evaluation."""
+    since_sign: int = CALM
+    """Steps since the last sign."""
+    since_lead: int = CALM
+    """Steps since the last sign that the policy is far from its data."""
+    at_scale: int = 0
+    """Steps since `lr_scale` changed."""
+
+    def grad_norm_ratio(self, grad_norm: float) -> float:
+        """A step's gradient norm over the median of the steps before; 1 while they are too few to tell."""
+        norms = self.recent.get("grad_norm", [])
+        usual = median(norms) if len(norms) >= ENOUGH else 0.0
+        return grad_norm / usual if usual > 0 else 1.0
+
+    def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
+        """The watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
+
+        `turn`: what to tell to change; `slow`: lower the learning rate while there are signs.
+        """
+        recent = {
+            name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
+            for name in WATCHED
+        }
+        seen = msgspec.structs.replace(self, recent=recent)
+        return seen._with_best()._judged(step=step, turn=turn)._paced(slow=slow)
+
+    def evaluated(self, reward: float) -> CollapseWatch:
+        """The watch after an evaluation on held-out prompts."""
+        return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
+
+    def resumed(self) -> CollapseWatch:
+        """The watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again."""
+        if self.health.state != "collapsing":
+            return self
+        return msgspec.structs.replace(
+            self, health=msgspec.structs.replace(self.health, state="warning"), since_lead=CALM, recent={}
+        )
+
+    def _means(self, name: str) -> list[float]:
+        """Means of each `WINDOW` steps in a row that are remembered, the latest last."""
+        values = self.recent.get(name, [])
+        return [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+
+    def _mean(self, name: str) -> float | None:
+        """Of the last `WINDOW` steps; None before there are as many."""
+        return fmean(self.recent[name][-WINDOW:]) if len(self.recent.get(name, [])) >= WINDOW else None
+
+    def _with_best(self) -> CollapseWatch:
+        reward = self._mean("reward_mean")
+        if reward is None:
+            return self
+        return msgspec.structs.replace(
+            self,
+            best=reward if self.best is None else max(self.best, reward),
+            worst=reward if self.worst is None else min(self.worst, reward),
+        )
+
+    def _rises(self) -> bool:
+        """Whether the reward still gains a good part of what it ever gained; so it is while nobody can tell."""
+        rewards = self._means("reward_mean")
+        if len(rewards) <= PLATEAU_STEPS or self.best is None or self.worst is None:
+            return True
+        return rewards[-1] - rewards[-1 - PLATEAU_STEPS] > PLATEAU_GAIN * (self.best - self.worst)
+
+    def _leading_signs(self) -> list[str]:
+        """That the policy has moved away from its data, which comes before the reward falls, and what goes with it."""
+        deviations = self._means("importance_ratio_deviation")
+        if self._rises() or len(deviations) < ENOUGH:
+            return []
+        least, now = min(deviations), deviations[-1]
+        if now <= max(LARGEST_DEVIATION, GROWTH * least):
+            return []
+        signs = [f"importance ratios are {now:.2f} away from 1, {now / max(least, 1e-4):.0f} times as far as before"]
+        sample = self._mean("effective_sample_size")
+        if sample is not None and sample < SMALLEST_SAMPLE:
+            signs.append(f"effective sample size {sample:.2f}")
+        gradient = max(self.recent.get("grad_norm_ratio", [])[-WINDOW:], default=0.0)
+        if gradient > LARGEST_GRADIENT:
+            signs.append(f"gradient norm up to {gradient:.0f} times the usual")
+        return signs
+
+    def _falls(self) -> list[str]:
+        """Rewards that have fallen."""
+        signs = []
+        reward, spread = self._mean("reward_mean"), self._mean("reward_std")
+        if reward is not None and self.best is not None and self.worst is not None:
+            error = (spread or 0.0) / (max(self._mean("groups") or 1.0, 1.0) * WINDOW) ** 0.5
+            lost = self.best - reward
+            if lost > max(REWARD_FALL * (self.best - self.worst), REWARD_ERRORS * error) and lost > 0:
+                signs.append(f"reward fallen from {self.best:.3f} to {reward:.3f}")
+        if len(self.held_out) >= 3:
+            least, most, now = min(self.held_out), max(self.held_out), max(self.held_out[-2:])
+            if most - now > REWARD_FALL * (most - least):
+                signs.append(f"held-out reward fallen from {most:.3f} to {now:.3f} in two evaluations")
+        return signs
+
+    def _judged(self, *, step: int, turn: Sequence[str]) -> CollapseWatch:
+        leading, falls = self._leading_signs(), self._falls()
+        since_sign = 0 if leading or falls else self.since_sign + 1
+        since_lead = 0 if leading else self.since_lead + 1
+        now = self.health.state
+        state: HealthState = now
+        if falls and (since_lead < CALM or now == "collapsing"):
+            state = "collapsing"
+        elif leading or falls:
+            state = "collapsing" if now == "collapsing" else "warning"
+        elif since_sign >= CALM:
+            state = "healthy"
+        if state == "healthy":
+            health = Health(since=self.health.since if now == "healthy" else step)
+        else:
+            health = Health(
+                state=state,
+                since=self.health.since if now == state else step,
+                signs=[*leading, *falls] or self.health.signs,
+                turn=list(turn),
+            )
+        return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
+
+    def _paced(self, *, slow: bool) -> CollapseWatch:
+        """With the learning rate of the next step. A reward that has fallen does not lower it: it has to be learned
+        again."""
+        if not slow:
+            return self
+        scale, at_scale = self.lr_scale, self.at_scale + 1
+        if self.since_lead == 0 and (scale == 1.0 or at_scale >= CALM):
+            scale = max(SLOWEST, scale * SLOWER)
+        elif self.since_lead >= CALM and at_scale >= CALM:
+            scale = min(1.0, scale / SLOWER)
+        return msgspec.structs.replace(self, lr_scale=scale, at_scale=0 if scale != self.lr_scale else at_scale)
+
+
+def _is_known(figures: Mapping[str, float], name: str) -> bool:
+    """Whether there is such a figure, and it is a number."""
+    return math.isfinite(figures.get(name, math.nan))
+
+
+def advice(config: Config) -> list[str]:
+    """What to change in a run that is about to fall apart, the first to try first, as `key=value`."""
+    eta, lr, pull = config.staleness.max_staleness, config.trainer.lr, config.algorithm.behavior_kl_coef
+    found = []
+    if eta > 0:
+        found.append(f"staleness.max_staleness={eta // 2} (it is {eta})")
+    found.append(f"trainer.lr={lr / 2:g} (it is {lr:g})")
+    if eta > 0:
+        found.append(f"algorithm.behavior_kl_coef={2 * pull or 0.1:g} (it is {pull:g})")
+    return found

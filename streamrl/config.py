@@ -190,6 +190,10 @@ class RolloutConfig(Section, frozen=True):
     reward: RewardConfig = RewardConfig()
 
 
+PACE_SIGMA = 0.25
+"""Spread of the paces of a simulated engine's requests (log-normal) around `token_seconds`."""
+
+
 class SimulationConfig(Section, frozen=True):
     """A simulated engine: no model, random tokens, long-tailed lengths and times."""
 

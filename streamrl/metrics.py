@@ -20,6 +20,8 @@ from streamrl.line_file import LineFile
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+LENGTHS_KEPT = 256
+"""Responses in a step whose lengths are written down."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -39,6 +41,9 @@ class StepReport(msgspec.Struct, frozen=True):
     """The sequence numbers that were trained on."""
     health: Health = HEALTHY
     """Whether the run is about to fall apart, as far as this step's figures and those before it tell."""
+    response_lengths: list[list[int]] = []
+    """Sampled tokens of each sibling, of the first groups of the batch: a sample of `LENGTHS_KEPT` responses or some
+    more."""
 
     def finite(self) -> StepReport:
         """Without the scalars that JSON cannot carry: infinities, and what is not a number."""

@@ -27,6 +27,7 @@ from streamrl.transport.control.members import (
     SilentProcess,
     Topology,
 )
+from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +99,19 @@ class Members:
                 self._fell_silent(member)
             if self._state.over:
                 self.tell_over(member)
-            if member.role in ("gserver", "rollout"):
+            self._timeline.heartbeat(
+                HeartbeatEntry(
+                    time=time.time(),
+                    role=member.role,
+                    index=member.index,
+                    stats=member.stats,
+                    waiting_for=member.waiting_for,
+                )
+            )
+            if member.role == "master":  # of which there is one, so the manager beats as often
+                own = {**processor_seconds(), MACHINE_SECONDS: machine_seconds()}
                 self._timeline.heartbeat(
-                    HeartbeatEntry(
-                        time=time.time(),
-                        role=member.role,
-                        index=member.index,
-                        stats=member.stats,
-                        waiting_for=member.waiting_for,
-                    )
+                    HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own, waiting_for="")
                 )
         return HeartbeatReply(
             stop=self._state.over,

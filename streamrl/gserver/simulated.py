@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from streamrl.checksum import WeightsChecksum
-from streamrl.config import SimulationConfig
+from streamrl.config import PACE_SIGMA, SimulationConfig
 from streamrl.gserver.engine import Job, Lent, Output, QueueFull, Refused, Ticket
 from streamrl.gserver.receiver import WeightReceiver
 from streamrl.transport.generation import (
@@ -32,8 +32,6 @@ from streamrl.transport.generation import (
 
 ANY_TOKEN = 2**31
 """Prompts come from the tokenizer of some model; their tokens are not looked at."""
-PACE_SIGMA = 0.25
-"""Spread of the requests' paces (log-normal) around `token_seconds`."""
 
 
 class _Simulated:

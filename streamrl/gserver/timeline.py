@@ -34,7 +34,7 @@ class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["heartbeat"] = "heartbeat"
     time: float
     """Seconds since the epoch."""
-    role: Role
+    role: Role | Literal["manager"]
     index: int
     stats: dict[str, float]
     waiting_for: str

@@ -27,6 +27,8 @@ class Activity:
         self.groups_rejected = 0
         self.groups_uniform = 0
         self.reward_errors = 0
+        self.reward_busy_seconds: Callable[[], float] = float
+        """Asked what the reward processes have been busy for; 0 where there are none."""
         self._requests = 0
         self._held_back = 0
         self._scores = 0
@@ -57,6 +59,7 @@ class Activity:
             "tokens_generated_total": self._tokens,
             "interruptions_total": self._interruptions,
             "reward_seconds_total": self._reward_seconds,
+            "reward_busy_seconds_total": self.reward_busy_seconds(),
             "reward_errors_total": self.reward_errors,
         }
         if self._rewards:

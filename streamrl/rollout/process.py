@@ -90,6 +90,8 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
     rewards = None if config.reward_model.path is not None else RewardPool.of(config)
     if rewards is not None:
         seat.owned.push_async_callback(rewards.close)
+        pool = rewards
+        seat.activity.reward_busy_seconds = lambda: pool.busy_seconds
     workflow = load_workflow(config.rollout.workflow)
     async with asyncio.TaskGroup() as starting:
         if rewards is not None:

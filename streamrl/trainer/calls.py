@@ -202,6 +202,8 @@ class Trained(msgspec.Struct, frozen=True):
     compared: list[float] = []
     """Log-probabilities, at temperature 1, of the first `MOST_COMPARED` sampled tokens of the response that was named;
     empty if another rank computes it."""
+    update_seconds: float = 0.0
+    """Of `compute_seconds`, in the optimizer."""
 
 
 class BeingScored(msgspec.Struct, frozen=True):

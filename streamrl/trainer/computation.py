@@ -183,6 +183,7 @@ class Computation:
         )
         credits = dict(zip(batch, found, strict=True))
         compared: list[float] = []
+        update_seconds = 0.0
         for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
             items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
             if number < len(call.minibatches) and isinstance(role, Actor):  # the first epoch
@@ -200,6 +201,7 @@ class Computation:
                 before_update=self._wait_for_publication,
             )
             compared = compared or statistics.compared
+            update_seconds += statistics.update_seconds
             for name, value in statistics.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in statistics.maxima.items():
@@ -213,6 +215,7 @@ class Computation:
             sums=sums if told else {},
             maxima=maxima,
             token_ages=ages if told else {},
+            update_seconds=update_seconds,
             compared=compared,
         )
 

@@ -35,7 +35,7 @@ from streamrl.trainer.history import History
 from streamrl.trainer.holdings import Holdings
 from streamrl.trainer.hooks import EvaluateHook, SaveHook
 from streamrl.trainer.mismatch import Comparison, MismatchWatch, response_to_compare
-from streamrl.trainer.report import batch_metrics, token_ages, train_metrics
+from streamrl.trainer.report import batch_metrics, sample_of_lengths, token_ages, train_metrics
 from streamrl.trainer.run_control import RunControl, RunOver
 from streamrl.trainer.save_desk import SaveDesk
 from streamrl.trainer.settlement import Settlement
@@ -461,6 +461,7 @@ class Master:
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=[meta.seq for meta in batch],
             health=self._history.watch.health,
+            response_lengths=sample_of_lengths(batch),
         )
 
     async def _publish(

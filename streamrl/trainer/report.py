@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from streamrl.metrics import LENGTHS_KEPT
 from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.calls import Trained
 from streamrl.types import SampleMeta
@@ -71,6 +72,7 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "lr": maxima.get("lr", 0.0),
         "tokens_computed": sums.get("computed_tokens", 0.0),
         "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
+        "update_seconds": max((rank.update_seconds for rank in trained), default=0.0),
     }
     for metric, count, weight in (
         ("effective_sample_size", "tokens", "ratio"),
@@ -93,6 +95,18 @@ def effective_sample_size(sums: Mapping[str, float], count: str, weight: str, *,
     n is `sums[count]`, Σw `sums[weight]`, Σw² `sums[weight_squares]`, each with `part` appended.
     """
     return sums[weight + part] ** 2 / (sums[count + part] * sums[f"{weight}_squares{part}"])
+
+
+def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
+    """`StepReport.response_lengths` of a training batch."""
+    lengths: list[list[int]] = []
+    counted = 0
+    for meta in batch:
+        if counted >= LENGTHS_KEPT:
+            break
+        lengths.append(meta.response_lengths)
+        counted += meta.size
+    return lengths
 
 
 def token_ages(trained: Sequence[Trained]) -> dict[int, int]:

@@ -6,7 +6,11 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
 
 from streamrl import essential
 from streamrl.errors import PeerLost, StreamRLError, first_error
@@ -15,6 +19,13 @@ from streamrl.transport.control.client import PATIENCE_SECONDS, ControlClient
 from streamrl.transport.control.members import Heartbeat, Leave, Register, Role
 
 log = logging.getLogger(__name__)
+
+PROCESSOR_SECONDS = "processor_seconds_total"
+"""In each heartbeat: processor seconds of the process, all threads of it."""
+CHILDREN_SECONDS = "children_processor_seconds_total"
+"""Of the children that it has: reward processes, a real SGLang server."""
+MACHINE_SECONDS = "machine_processor_seconds_total"
+"""Of all processes on the machine, whosever they are."""
 
 
 class Membership:
@@ -116,7 +127,7 @@ class Membership:
             Heartbeat(
                 role=self.role,
                 index=self.index,
-                stats={} if error else finite(self._stats()),
+                stats={} if error else {**finite(self._stats()), **processor_seconds()},
                 waiting_for=self.waiting_for,
                 error=error,
             ),
@@ -131,3 +142,30 @@ class Membership:
             self.stopping.set()
         elif not reply.known and not error:
             await self._register(self._patience)
+
+
+def processor_seconds() -> dict[str, float]:
+    """Processor seconds that this process has used, and its living children, all threads of them.
+
+    The children of the main thread are counted, where Linux names them.
+    """
+    me = os.getpid()
+    try:
+        children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+    except OSError:
+        children = []
+    seconds = 0.0
+    for child in children:
+        try:
+            used = psutil.Process(int(child)).cpu_times()
+        except psutil.Error:
+            continue
+        seconds += used.user + used.system
+    return {PROCESSOR_SECONDS: time.process_time(), CHILDREN_SECONDS: seconds}
+
+
+def machine_seconds() -> float:
+    """Processor seconds that all processes on this machine have used since it started, but for those that give way
+    (by `nice`); seconds that its host gave to others count as used."""
+    used = psutil.cpu_times()
+    return float(used.user + used.system + getattr(used, "steal", 0.0))

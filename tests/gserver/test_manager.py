@@ -18,6 +18,7 @@ from streamrl.gserver.timeline import Timeline
 from streamrl.ledger import Fate
 from streamrl.metrics import StepReport
 from streamrl.transport.control.groups import Admit, Reject, Route, Settle
+from streamrl.transport.control.members import Role
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
@@ -61,6 +62,21 @@ async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path) -> 
         assert not (await run.beat("rollout", 3)).known
         with pytest.raises(PeerError, match="rollout/3 is not registered"):
             await run.admit(worker=3)
+
+
+async def test_heartbeats_of_all_and_of_the_manager_are_in_the_timeline(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.register("model_worker", address="tcp://w")
+        await run.register("master", address="tcp://m")
+        roles: tuple[Role, ...] = ("gserver", "rollout", "model_worker", "master")
+        for role in roles:
+            await run.beat(role)
+    lines = [json.loads(line) for line in (run.config.run_dir / "timeline.jsonl").read_text().splitlines()]
+    beats = {line["role"]: line["stats"] for line in lines if line["kind"] == "heartbeat"}
+    assert set(beats) == {"gserver", "rollout", "model_worker", "master", "manager"}
+    assert beats["manager"]["processor_seconds_total"] > 0
+    assert beats["manager"]["machine_processor_seconds_total"] > 0
 
 
 async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> None:

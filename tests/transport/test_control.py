@@ -42,7 +42,7 @@ from streamrl.transport.control.groups import (
 )
 from streamrl.transport.control.members import Done, FinishRun, HeartbeatReply, Register, RegisterReply, Topology
 from streamrl.transport.control.publication import Wanted
-from streamrl.transport.membership import Membership
+from streamrl.transport.membership import CHILDREN_SECONDS, PROCESSOR_SECONDS, Membership
 from tests.evaluations import make_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -308,7 +308,8 @@ async def test_a_member_beats_with_what_it_can_tell() -> None:
         assert beat == {
             "role": "rollout",
             "index": 2,
-            "stats": {"tokens_total": 5.0},
+            "stats": {"tokens_total": 5.0}
+            | {name: beat["stats"][name] for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)},
             "waiting_for": "room",
             "error": "",
         }

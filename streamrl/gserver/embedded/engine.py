@@ -270,6 +270,7 @@ class EmbeddedEngine:
             "tokens_generated_total": float(scheduler.tokens_generated),
             "prompt_tokens_total": float(scheduler.prompt_tokens),
             "prompt_tokens_cached_total": float(scheduler.prompt_tokens_cached),
+            "decode_steps_total": float(scheduler.decode_steps),
             "busy_seconds_total": scheduler.busy_seconds,
             "slot_seconds_total": scheduler.slot_seconds,
             "requests_total": float(self._requests_total),

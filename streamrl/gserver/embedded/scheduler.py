@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.events: list[Event] = []
         self.tokens_generated = 0
+        self.decode_steps = 0
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.busy_seconds = 0.0
@@ -137,6 +138,7 @@ class Scheduler:
         self._admit()
         self._close_holes()
         slots, admitted = len(self.running), time.perf_counter()
+        self.decode_steps += slots > 0
         self._decode()
         ended = time.perf_counter()
         self.decode_seconds = ended - admitted

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping
 from typing import cast
@@ -77,6 +78,8 @@ class RewardPool:
         self._calls: set[asyncio.Task[float]] = set()
         self._function = setup.function
         self._timeout = timeout
+        self.busy_seconds = 0.0
+        """Of all processes, in calls that have ended; waiting for a process not included."""
 
     @classmethod
     def of(cls, config: Config) -> RewardPool:
@@ -134,9 +137,11 @@ class RewardPool:
         return await asyncio.shield(call)
 
     async def _call(self, child: _Child, call: Call) -> float:
+        began = time.monotonic()
         try:
             return await self._answer(child, call)
         finally:
+            self.busy_seconds += time.monotonic() - began
             self._idle.put_nowait(child)
 
     async def _answer(self, child: _Child, call: Call) -> float:

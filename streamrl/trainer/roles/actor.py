@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,9 +107,17 @@ class Actor:
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
 
         self.model.accumulate(micros, loss)
-        update = self.model.update(before_update, lr_scale=minibatch.lr_scale)
+        updating = time.perf_counter()
+
+        def update_begins() -> None:
+            nonlocal updating
+            before_update()
+            updating = time.perf_counter()
+
+        update = self.model.update(update_begins, lr_scale=minibatch.lr_scale)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
         statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
+        statistics.update_seconds = time.perf_counter() - updating
         if self._compares:
             statistics.maxima["kl_coef"] = self._kl.value
         return statistics

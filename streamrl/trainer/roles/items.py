@@ -45,6 +45,8 @@ class StepStatistics(msgspec.Struct):
     maxima: dict[str, float]
     compared: list[float] = []
     """Log-probabilities of `Minibatch.compared`; empty if another rank computes it."""
+    update_seconds: float = 0.0
+    """In the optimizer."""
 
 
 class Minibatch(msgspec.Struct, frozen=True):

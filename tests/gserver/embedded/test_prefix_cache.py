@@ -109,6 +109,16 @@ async def test_flushing_forgets(folder: Path) -> None:
     assert output.cached_tokens == 0
 
 
+async def test_a_response_takes_a_decode_step_less_than_it_has_tokens(folder: Path, model: Any) -> None:
+    """The prompt gives the first one; together, requests take the steps of the longest."""
+    async with engine_for(folder) as engine:
+        alone = await generate(engine, [job("alone", prompt(20))])
+        assert engine.stats()["decode_steps_total"] == len(alone[0].output_ids) - 1
+        both = await generate(engine, [job("a", prompt(20, seed=5)), job("b", prompt(20, seed=6))])
+        steps = engine.stats()["decode_steps_total"] - (len(alone[0].output_ids) - 1)
+        assert steps <= max(len(output.output_ids) for output in both)
+
+
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(folder: Path, model: Any) -> None:
     async with engine_for(folder, max_running=4, max_context=2048, prefill_tokens=CHUNK_TOKENS) as engine:
         scheduler = engine._scheduler

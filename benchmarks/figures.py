@@ -214,6 +214,34 @@ def trainer(results: Results) -> str:
     return f"{table}\n\n{'. '.join([f'Threads: {threads}', *notes])}."
 
 
+def plan(results: Results) -> str:
+    """What was predicted, and what runs then did."""
+    header = "case", "changed from the calibration", "compared", "groups per second", "mean age", "masked", "met"
+    rows = []
+    for row in results["rows"]:
+        told, did = row["predicted"], row["actual"]
+        rows.append(
+            [
+                row["case"],
+                " ".join(f"`{word}`" for word in row["changed"]) or "nothing",
+                row["stretch"],
+                f"{told['groups_per_second']:.2f} for {did['groups_per_second']:.2f} ({row['rate_error']:+.0%})",
+                f"{told['mean_token_age']:.2f} for {did['mean_token_age']:.2f}",
+                f"{told['masked_share']:.1%} for {did['masked_share']:.1%}",
+                "yes" if row["met"] else "no",
+            ]
+        )
+    large = results["settings"]["thousand_gservers"]
+    settings = results["settings"]
+    rates = sum(abs(row["rate_error"]) <= settings["rate_tolerance"] for row in results["rows"])
+    ages = sum(abs(row["age_error"]) <= settings["age_tolerance"] for row in results["rows"])
+    return (
+        f"{markdown(header, rows)}\n\nThroughput is met in {rates} of {len(rows)}, the mean age in {ages}. "
+        f"{large['gservers']:,} gservers with {large['responses']:,} responses are simulated in "
+        f"{large['seconds']:.1f} s ({large['events']:,} events)."
+    )
+
+
 def demo(results: Results) -> str:
     rows = results["rows"]
     systems = unique(row["system"] for row in rows)
@@ -310,6 +338,7 @@ TABLES = (
     Table("docs/figures.md", "bench_weights", weights),
     Table("docs/figures.md", "bench_trainer", trainer),
     Table("docs/figures.md", "bench_demo", demo),
+    Table("docs/planning.md", "bench_plan", plan),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
 )

@@ -249,6 +249,31 @@ def check(
 
 
 @app.command(rich_help_panel=LOOK)
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN_DIR", help="Take what things cost from this run, and make no short one."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
+) -> None:
+    """Tell what a run would do, at these settings and others, and which to take. Makes a short run first."""
+    from streamrl import config as configuration
+    from streamrl.launch.planning import plan_run
+
+    found = plan_run(configuration.load(config, overrides or ()), run_dir=run_dir, console=_console(stderr=True))
+    if as_json:
+        from streamrl.planner.advice import as_json as encoded
+
+        typer.echo(encoded(found))
+    else:
+        from streamrl.planner.advice import shown
+
+        _console().print(shown(found))
+
+
+@app.command(rich_help_panel=LOOK)
 def graph(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import typer
 from rich.markup import render
 
 from streamrl import cli
+from tests.planner.runs import write_calibration
 from tests.runs import write_run
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +67,8 @@ def test_help_loads_nothing_heavy() -> None:
     said = several(["--help"], then=f"[name for name in {HEAVY!r} if name in sys.modules]")
     *text, loaded = said.splitlines()
     assert loaded == "[]"
-    for command in ("run", "manager", "gserver", "rollout", "trainer", "check", "status", "report", "replay"):
+    shown = ("run", "manager", "gserver", "rollout", "trainer", "check", "plan", "status", "report", "replay")
+    for command in shown:
         assert any(command in line for line in text)
     assert not any("model-worker" in line or "replay-rank" in line for line in text)
 
@@ -140,6 +143,13 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 2, "streamrl.config has no nothing"),
         (["gserver", "CONFIG", "trainer.lr=-1", "--manager", "http://127.0.0.1:1"], 2, "trainer.lr"),
         (["gserver", "CONFIG"], 2, "--manager"),
+        (["plan", "CONFIG", "--from", "nowhere"], 2, "nowhere: no such folder"),
+        (["plan", "CONFIG", "staleness.max_staleness=-1"], 2, "staleness.max_staleness"),
+        (
+            ["plan", "CONFIG", "trainer.graph=synchronous", "staleness.max_staleness=0"],
+            2,
+            "only the asynchronous graph",
+        ),
     ],
 )
 def test_errors(config: Path, words: list[str], code: int, said: str) -> None:
@@ -168,6 +178,19 @@ def test_report_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "run trial: finished" in done.stdout
     assert (folder / "plots" / "timeline.png").stat().st_size > 5000
+
+
+def test_plan_command(config: Path, tmp_path: Path) -> None:
+    folder = write_calibration(tmp_path / "calibrated")
+    words = ("plan", str(config), "trainer.batch_groups=4", "rollout.group_size=2", "--from", str(folder))
+    shown = streamrl(*words, COLUMNS="200")
+    assert shown.returncode == 0, shown.stderr
+    assert "calibrated from calibrated: 10 steps in 20 s" in shown.stdout
+    assert "steps/h" in shown.stdout
+    found = json.loads(streamrl(*words, "--json").stdout)
+    assert found["present"]["settings"] == {}
+    assert found["present"]["prediction"]["steps_per_hour"] > 0
+    assert found["change"] == [f"{key}={value}" for key, value in found["recommended"]["settings"].items()]
 
 
 def test_graph_command(tmp_path: Path) -> None:

@@ -1,0 +1,265 @@
+"""How near `streamrl plan` comes to what runs then do.
+
+    python benchmarks/bench_plan.py [--runs FOLDER] [--cases NAME ...]
+
+Each case is calibrated as a user's configuration is, by a short run of its own; then come runs of the same settings and
+of others, and each is compared with what the planner says of it from that one calibration. Runs of a case are kept in
+FOLDER if one is given; those that are there already are not made again, so predictions can be compared again with runs
+that were made on a quiet machine. What other work took of the machine's cores during a run is left out of those that
+its prediction has. Generation is SIMULATED in the case whose name says so. Last: how long a thousand gservers take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from common import ROOT, write_results
+from rich.console import Console
+from rich.table import Table
+from throughput import SIMULATED
+
+from streamrl.config import from_dict, load
+from streamrl.metrics import StepReport
+from streamrl.planner.calibration import Calibration, make_short_run, read_calibration
+from streamrl.planner.simulation import Costs, simulate
+from streamrl.records import read_records
+from streamrl.report import total_ages, values
+
+RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
+"""Of the throughput, as a share; and of the mean age, in versions."""
+QUIET: Mapping[str, object] = {
+    "run.stop_at_reward": 2,
+    "trainer.save_at_end": "false",
+    "metrics.plots": "false",
+    "metrics.tensorboard": "false",
+    "evaluation.every_steps": 0,
+    "evaluation.at_start": "false",
+    "evaluation.at_end": "false",
+}
+"""Runs go on as long as they are told to, and do nothing that planning does not know."""
+
+
+class Case(NamedTuple):
+    name: str
+    example: str
+    settings: Mapping[str, object]
+    runs: tuple[tuple[Mapping[str, object], int], ...]
+    """Settings that differ from the calibrated ones, and how many steps are made with them."""
+    learns: bool = False
+    """So quickly that later steps have other responses than those of the calibration: both stretches are compared."""
+
+
+ETA = "staleness.max_staleness"
+CASES = (
+    Case("copy_scratch", "copy_scratch", {}, (({}, 80), ({ETA: 0}, 50))),
+    Case("smollm2_addition", "smollm2_addition", {}, (({}, 16),), learns=True),
+    Case("chain_sum", "chain_sum", {}, (({}, 8),), learns=True),
+    Case(
+        "SIMULATED long tail",
+        "copy_scratch",
+        SIMULATED,
+        (({}, 60), ({ETA: 2}, 40), ({"staleness.over_age": "wait"}, 40)),
+    ),
+)
+
+
+def run(case: Case, folder: Path, changed: Mapping[str, object], steps: int) -> Path:
+    """The folder of a run of `case` with settings that are `changed`; made unless it is there."""
+    name = "-".join(["run", *(f"{key.rpartition('.')[2]}-{value}" for key, value in changed.items())])
+    if (folder / name / "final.json").exists():
+        return folder / name
+    settings = {**case.settings, **QUIET, **changed, "run.total_train_steps": steps}
+    settings |= {"run.dir": folder, "run.name": name}
+    command = [sys.executable, "-m", "streamrl", "run", str(example(case)), *words(settings)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    return folder / name
+
+
+def example(case: Case) -> Path:
+    return ROOT / "examples" / f"{case.example}.toml"
+
+
+def words(settings: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def calibration_of(case: Case, folder: Path) -> Calibration:
+    """Made as `streamrl plan` makes it, unless it is there."""
+    if not (folder / "calibration").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = load(example(case), words({**case.settings, **QUIET}))
+        make_short_run(config, folder=folder, tell=lambda _: None)
+    return read_calibration(folder / "calibration")
+
+
+class Stretch(NamedTuple):
+    """What a run did from the end of one step to that of another."""
+
+    name: str
+    steps: Sequence[StepReport]
+    """The first one only begins it."""
+
+    def figures(self) -> dict[str, float]:
+        begun, *steps = self.steps
+        seconds = steps[-1].time - begun.time
+        ages = total_ages(steps)
+        tokens, masked = sum(values(steps, "tokens_trained")), sum(values(steps, "tokens_masked"))
+        return {
+            "groups_per_second": sum(values(steps, "groups")) / seconds,
+            "tokens_per_second": tokens / seconds,
+            "mean_token_age": sum(age * count for age, count in ages.items()) / sum(ages.values()),
+            "masked_share": masked / (tokens + masked),
+        }
+
+
+def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch]:
+    """Of a run in a case that was calibrated with so many steps after the first."""
+    steps = read_records(run_dir).steps
+    if case.learns:
+        yield Stretch(f"steps 2 to {calibrated + 1}", steps[: calibrated + 1])
+        yield Stretch(f"steps {calibrated + 2} to {len(steps)}", steps[calibrated:])
+    else:
+        yield Stretch(f"steps {len(steps) // 5 + 1} to {len(steps)}", steps[len(steps) // 5 - 1 :])
+
+
+def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, Any]]:
+    """A row for each stretch of each run of `case`, which are made in `folder` unless they are there."""
+    console.print(f"{case.name}: calibration …")
+    calibration = calibration_of(case, folder)
+    for changed, steps in case.runs:
+        console.print(f"{case.name}: {words(changed) or 'the same settings'}, {steps} steps …")
+        run_dir = run(case, folder, changed, steps)
+        config = load(run_dir / "config.toml")
+        cores = read_calibration(run_dir).costs.cores  # what other work left of them in this run
+        found = simulate(config, msgspec.structs.replace(calibration.costs, cores=cores))
+        predicted = {
+            "groups_per_second": found.groups_per_second,
+            "tokens_per_second": found.tokens_trained_per_second,
+            "mean_token_age": found.mean_token_age,
+            "masked_share": found.masked_share,
+        }
+        for stretch in stretches(case, run_dir, calibrated=calibration.steps):
+            actual = stretch.figures()
+            rate = predicted["groups_per_second"] / actual["groups_per_second"] - 1
+            age = predicted["mean_token_age"] - actual["mean_token_age"]
+            yield {
+                "case": case.name,
+                "simulated_generation": config.gserver.engine == "simulated",
+                "changed": words(changed),
+                "stretch": stretch.name,
+                "predicted": predicted,
+                "actual": actual,
+                "rate_error": rate,
+                "age_error": age,
+                "met": abs(rate) <= RATE_TOLERANCE and abs(age) <= AGE_TOLERANCE,
+                "calibration_steps": calibration.steps,
+                "calibration_seconds": calibration.seconds,
+                "calibration_cores": calibration.costs.cores,
+                "cores": cores,
+            }
+
+
+def thousand_gservers() -> dict[str, Any]:
+    """How long the simulation of a large run takes."""
+    config = from_dict(
+        {
+            "staleness": {"max_staleness": 2},
+            "trainer": {"batch_groups": 1000},
+            "rollout": {"group_size": 8, "workers": 32},
+            "gserver": {"count": 1000, "max_running": 32},
+        }
+    )
+    costs = Costs(
+        response_lengths=[[length, 2 * length, 4 * length, 8 * length] * 2 for length in (200, 500, 1000)],
+        prompt_tokens=200.0,
+        step_seconds=0.01,
+        request_seconds=0.0003,
+        prompt_token_seconds=2e-5,
+        train_seconds=5.0,
+        train_token_seconds=2e-6,
+    )
+    began = time.perf_counter()
+    found = simulate(config, costs, steps=10, warm_up=4)
+    return {
+        "gservers": 1000,
+        "steps": 14,
+        "responses": 14 * 8000,
+        "events": found.events,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    result = Table(title="predicted and actual (cases whose name says so: generation is simulated)")
+    for column in (
+        "case",
+        "changed",
+        "stretch",
+        "groups/s",
+        "actual",
+        "error",
+        "age",
+        "actual",
+        "masked",
+        "actual",
+        "met",
+    ):
+        result.add_column(column)
+    for row in rows:
+        predicted, actual = row["predicted"], row["actual"]
+        result.add_row(
+            row["case"],
+            " ".join(row["changed"]),
+            row["stretch"],
+            f"{predicted['groups_per_second']:.2f}",
+            f"{actual['groups_per_second']:.2f}",
+            f"{row['rate_error']:+.0%}",
+            f"{predicted['mean_token_age']:.2f}",
+            f"{actual['mean_token_age']:.2f}",
+            f"{predicted['masked_share']:.1%}",
+            f"{actual['masked_share']:.1%}",
+            "yes" if row["met"] else "no",
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="where runs are kept, and taken from if they are there")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="by default all")
+    options = parser.parse_args()
+    console = Console(width=180)
+    chosen = [case for case in CASES if not options.cases or case.name in options.cases]
+    with nullcontext(options.runs) if options.runs else tempfile.TemporaryDirectory() as folder:
+        rows = list(
+            itertools.chain.from_iterable(
+                compared(case, Path(folder) / case.name.replace(" ", "_"), console) for case in chosen
+            )
+        )
+    console.print(table(rows))
+    large = thousand_gservers()
+    console.print(f"a thousand gservers: {large['events']:,} events in {large['seconds']:.1f} s")
+    settings = {
+        "quick": bool(options.cases),
+        "rate_tolerance": RATE_TOLERANCE,
+        "age_tolerance": AGE_TOLERANCE,
+        "simulated": SIMULATED,
+        "thousand_gservers": large,
+    }
+    console.print(f"written to {write_results('bench_plan', settings, rows)}")
+
+
+if __name__ == "__main__":
+    main()

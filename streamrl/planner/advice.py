@@ -1,0 +1,326 @@
+"""Which settings to take: the present ones and others are played, and the best are named, with the reason.
+
+The fastest are those with most tokens that enter a loss in a second. Of all that come within `MARGIN` of the fastest,
+those with the freshest tokens are recommended: what staleness costs in learning, no simulation knows. For the same
+reason another batch size or `drop` (which trains on shorter responses than the policy writes) is shown and never
+recommended, unless it is what is set already. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.planner.calibration import Calibration, value_of
+from streamrl.planner.simulation import (
+    GENERATING,
+    NO_BATCH,
+    NO_PLACE,
+    NO_ROOM,
+    ON_THE_WAY,
+    TRAINING,
+    Prediction,
+    simulate,
+)
+
+MARGIN = 0.05
+"""Share of the throughput that fresher tokens are worth."""
+AGE_STEP = 0.5
+"""Versions: what is nearer to each other in mean age is as fresh."""
+MOST_MASKED = 0.1
+"""A larger share of masked tokens is not recommended."""
+STEPS, FEWEST_STEPS = 40, 8
+"""Training steps of a simulation; fewer where there is very much in one."""
+EVENTS = 400_000
+"""That a simulation may have before it gets fewer steps."""
+ROUNDS = 4
+"""Settings that are changed one after another at most."""
+
+ETA, OVER_AGE = "staleness.max_staleness", "staleness.over_age"
+SLOTS, BATCH, PLACES = "gserver.max_running", "trainer.batch_groups", "rollout.max_concurrent_groups"
+GSERVERS, RANKS = "gserver.count", "trainer.data_parallel"
+GSERVER_THREADS, TRAINER_THREADS = "gserver.threads", "trainer.threads"
+STALENESS_VALUES = (0, 1, 2, 4, 8, 16)
+
+Settings = Mapping[str, int | str]
+"""Key of the configuration → value."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """Settings that were played."""
+
+    settings: Settings
+    """That differ from the present ones; empty: the present ones."""
+    prediction: Prediction
+
+    @property
+    def tokens(self) -> float:
+        """What options are compared by."""
+        return self.prediction.tokens_trained_per_second
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the planner found."""
+
+    recommended: Option
+    present: Option
+    others: list[Option]
+    """By throughput, the highest first."""
+    reasons: list[str]
+    """Why, in sentences."""
+    change: list[str]
+    """`key=value` words that make the present settings the recommended ones."""
+    calibration: Calibration
+
+
+def make_plan(
+    config: Config, calibration: Calibration, *, seed: int = 0, tell: Callable[[str], None] = lambda _: None
+) -> Plan:
+    """Play `config` and its alternatives at the costs of `calibration`. `tell` hears what is being played."""
+    player = _Player(config, calibration, seed=seed, tell=tell)
+    present = player.play({})
+    for changed in alternatives(config, calibration):
+        player.play(changed)
+    best = present
+    for _ in range(ROUNDS):
+        for changed in alternatives(player.config_of(best.settings), calibration):
+            player.play({**best.settings, **changed})
+        found = choose(present, player.options)
+        if found.settings == best.settings:
+            break
+        best = found
+    reasons = [_standing(present), *_reasons(present, best, player)]
+    others = [option for option in player.options if option.settings not in ({}, best.settings)]
+    return Plan(
+        recommended=best,
+        present=present,
+        others=sorted(others, key=lambda option: -option.tokens),
+        reasons=reasons,
+        change=[f"{key}={value}" for key, value in best.settings.items()],
+        calibration=calibration,
+    )
+
+
+def choose(present: Option, options: Sequence[Option]) -> Option:
+    """The one to recommend."""
+    allowed = [option for option in options if _may_be_recommended(option)] or [present]
+    fastest = max(option.tokens for option in allowed)
+    near = [option for option in allowed if option.tokens >= (1 - MARGIN) * fastest]
+    return min(near, key=lambda o: (round(o.prediction.mean_token_age / AGE_STEP), len(o.settings), -o.tokens))
+
+
+def _may_be_recommended(option: Option) -> bool:
+    if not option.settings:
+        return True
+    changed = BATCH in option.settings or option.settings.get(OVER_AGE) == "drop"
+    return not changed and option.prediction.masked_share <= MOST_MASKED
+
+
+def alternatives(config: Config, calibration: Calibration) -> Iterator[Settings]:
+    """Single changes of `config`, and of both pools' shares of the machine."""
+    costs = calibration.costs
+    yield from ({ETA: value} for value in STALENESS_VALUES if value != config.staleness.max_staleness)
+    if config.staleness.max_staleness:
+        yield from ({OVER_AGE: policy} for policy in ("mask", "wait", "drop") if policy != config.staleness.over_age)
+    slots, batch = config.gserver.max_running, config.trainer.batch_groups
+    yield from ({SLOTS: value} for value in (slots // 2, slots * 2, slots * 4) if value)
+    yield from ({BATCH: value} for value in (batch // 2, batch * 2) if value)
+    yield {PLACES: config.rollout.max_concurrent_groups * 2}
+    threads = range(1, math.ceil(costs.cores or 1) + 1)
+    if costs.trainer_on_cores:
+        yield from ({TRAINER_THREADS: value} for value in threads if value != config.trainer.threads)
+    if costs.gservers_on_cores:
+        yield from ({GSERVER_THREADS: value} for value in threads if value != config.gserver.threads)
+        if costs.cores is not None and config.gserver.count < costs.cores:
+            yield {GSERVERS: config.gserver.count + 1}
+    if not (costs.trainer_on_cores or costs.gservers_on_cores or config.gserver.engine == "simulated"):
+        devices = config.gserver.count + config.trainer.data_parallel
+        for step in (-4, -2, -1, 1, 2, 4):
+            gservers = config.gserver.count + step
+            if 0 < gservers < devices:
+                yield {GSERVERS: gservers, RANKS: devices - gservers}
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """`config` with `settings` in place of its own; raises `ConfigError` where they are not allowed."""
+    tree: dict[str, Any] = tomllib.loads(configuration.to_toml(config))
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return configuration.from_dict(tree, where="an alternative")
+
+
+class _Player:
+    """Plays each choice of settings once."""
+
+    def __init__(self, config: Config, calibration: Calibration, *, seed: int, tell: Callable[[str], None]) -> None:
+        self._config = config
+        self._calibration = calibration
+        self._seed = seed
+        self._tell = tell
+        self._steps = STEPS
+        self._played: dict[tuple[tuple[str, int | str], ...], Option | None] = {}
+
+    @property
+    def options(self) -> list[Option]:
+        return [option for option in self._played.values() if option is not None]
+
+    def config_of(self, settings: Mapping[str, object]) -> Config:
+        return with_settings(self._config, settings)
+
+    def play(self, settings: Settings) -> Option:
+        """The option; that of the present settings where `settings` are not allowed."""
+        settings = {key: value for key, value in sorted(settings.items()) if value != value_of(self._config, key)}
+        key = tuple(settings.items())
+        if key not in self._played:
+            self._tell(", ".join(f"{name}={value}" for name, value in key) or "the present settings")
+            self._played[key] = self._simulate(settings)
+        return self._played[key] or self._present
+
+    @property
+    def _present(self) -> Option:
+        found = self._played[()]
+        assert found is not None, "the present settings were checked when they were read"
+        return found
+
+    def _simulate(self, settings: Settings) -> Option | None:
+        try:
+            prediction = simulate(self.config_of(settings), self._calibration.costs, steps=self._steps, seed=self._seed)
+        except ConfigError:
+            if not settings:
+                raise
+            return None
+        if not settings and prediction.events > EVENTS:
+            self._steps = max(FEWEST_STEPS, round(STEPS * EVENTS / prediction.events))
+        return Option(settings, prediction)
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _standing(present: Option) -> str:
+    """What holds the present settings back."""
+    found = present.prediction
+    trains, waits = found.trainer.get(TRAINING, 0.0), found.trainer.get(NO_BATCH, 0.0)
+    generates = found.gservers.get(GENERATING, 0.0)
+    idle = {state: found.gservers.get(state, 0.0) for state in (NO_ROOM, NO_PLACE, ON_THE_WAY)}
+    most = max(idle, key=lambda state: idle[state])
+    told = f"At present the trainer trains {trains:.0%} of the time and waits for groups {waits:.0%}; a gserver "
+    told += f"generates {generates:.0%} of the time"
+    if idle[most] >= 0.01:
+        told += f" and {most} {idle[most]:.0%}"
+    busy = found.cores_busy
+    if busy is not None and busy > 0.9:
+        return f"{told}. The cores are busy {busy:.0%} of the time: they are what limits it."
+    if waits < 0.05:
+        return f"{told}. The trainer is what limits it."
+    if idle[NO_ROOM] > idle[NO_PLACE] and idle[NO_ROOM] > 0.05:
+        return f"{told}. The two wait for each other, as far as max_staleness makes them."
+    return f"{told}. Generation is what limits it."
+
+
+def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
+    """Why the one that is recommended is."""
+    if not best.settings:
+        yield (
+            f"Nothing that was tried trains on more than {MARGIN:.0%} more tokens in a second without older ones, so "
+            "the present settings are recommended."
+        )
+        return
+    gain = best.tokens / max(present.tokens, 1e-9)
+    age, before = best.prediction.mean_token_age, present.prediction.mean_token_age
+    if gain > 1 + MARGIN:
+        yield (
+            f"The recommended settings train on {gain:.2f} times as many tokens in a second, of a mean age of "
+            f"{age:.1f} versions (now {before:.1f})."
+        )
+    else:
+        yield (
+            f"The recommended settings train on {gain:.2f} times as many tokens in a second, and on fresher ones: of a "
+            f"mean age of {age:.1f} versions in place of {before:.1f}."
+        )
+    for key, value in best.settings.items():
+        without = player.play({name: other for name, other in best.settings.items() if name != key})
+        share = without.tokens / max(best.tokens, 1e-9)
+        yield (
+            f"{key}={value}: without it {share:.2f} of these tokens in a second, at a mean age of "
+            f"{without.prediction.mean_token_age:.1f}."
+        )
+
+
+def as_json(plan: Plan) -> str:
+    """All of the plan but the lengths of single responses."""
+    tree = msgspec.to_builtins(plan, str_keys=True)
+    del tree["calibration"]["costs"]["response_lengths"]
+    return msgspec.json.format(msgspec.json.encode(tree), indent=2).decode()
+
+
+def shown(plan: Plan) -> RenderableType:
+    """The plan for people: the recommended settings, the present ones, and what single changes would do."""
+    calibration = plan.calibration
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, caption_justify="left")
+    table.add_column("settings", overflow="fold", min_width=len(ETA) + 3)
+    for heading in ("steps/h", "trained", "made", "age", "old", "trains", "makes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def row(option: Option, label: str, *, style: str = "", last: bool = False) -> None:
+        found = option.prediction
+        table.add_row(
+            label,
+            f"{found.steps_per_hour:,.0f}",
+            f"{found.tokens_trained_per_second:,.0f}",
+            f"{found.tokens_generated_per_second:,.0f}",
+            f"{found.mean_token_age:.1f}≤{max(found.token_ages, default=0)}",
+            f"{found.masked_share + found.dropped_share:.0%}",
+            f"{found.trainer.get(TRAINING, 0.0):.0%}",
+            f"{found.gservers.get(GENERATING, 0.0):.0%}",
+            style=style,
+            end_section=last,
+        )
+
+    def words(option: Option) -> str:
+        return "\n".join(f"{key}={value}" for key, value in option.settings.items())
+
+    if plan.recommended.settings:
+        row(plan.recommended, f"recommended:\n{words(plan.recommended)}", style="bold green")
+        row(plan.present, "present", last=True)
+    else:
+        row(plan.present, "present, recommended", style="bold green", last=True)
+    for option in plan.others:
+        if len(option.settings) == 1 or option.settings.keys() == {GSERVERS, RANKS}:
+            row(option, words(option))
+    table.caption = (
+        "trained, made: tokens in a second; age: of the tokens trained on, in policy versions, on average and at most; "
+        "old: share of tokens masked or dropped; trains, makes: share of the time in which trainer and gservers do"
+    )
+    ages = plan.recommended.prediction.token_ages
+    lines = [
+        f"calibrated from {calibration.of}: {calibration.steps} steps in {calibration.seconds:.0f} s",
+        *(f"note: {note}" for note in calibration.notes),
+    ]
+    parts: list[RenderableType] = [Text(line, style="dim") for line in lines]
+    parts += [table, *(Text(reason) for reason in plan.reasons)]
+    for title, states in (
+        ("the trainer", plan.recommended.prediction.trainer),
+        ("a gserver", plan.recommended.prediction.gservers),
+        ("tokens trained on, by age", {f"{age}": share for age, share in ages.items()}),
+    ):
+        told = ", ".join(f"{state} {share:.0%}" for state, share in states.items() if share >= 0.005)
+        parts.append(Text.assemble((f"{title}: ", "bold"), told))
+    if plan.change:
+        parts.append(Text.assemble(("to change: ", "bold"), " ".join(plan.change)))
+    return Group(*parts)

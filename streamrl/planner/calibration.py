@@ -1,0 +1,393 @@
+"""What things cost, found out from the folder of a run: one that there is, or a short one made for it.
+
+A run's steps say what it trained on and how long that took, its heartbeats how many tokens were made in how many
+decode steps, and how much processor time each process has used. Where everything shares the cores of one machine,
+processor time is what counts: seconds of the wall clock also hold waiting for a core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl import config as configuration
+from streamrl.config import PACE_SIGMA, Config
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.launch.plan import visible_gpus
+from streamrl.metrics import METRICS_FILE, StepReport
+from streamrl.planner.simulation import Costs
+from streamrl.records import Records, TimelineEntry, read_records
+from streamrl.trainer_config import ASYNCHRONOUS
+from streamrl.transport.membership import CHILDREN_SECONDS, MACHINE_SECONDS, PROCESSOR_SECONDS
+
+CALIBRATION_SECONDS = 60.0
+"""A calibration takes no longer than that, unless the run has not made `LEAST_STEPS` by then."""
+PATIENCE_SECONDS = 180.0
+"""That long it may take in all; a run that is slower has to be given with `--from`."""
+ENOUGH_STEPS = 24
+LEAST_STEPS = 3
+FIRST_STEPS = 1
+"""Left out: things are made and loaded in them."""
+HEARTBEAT_SECONDS = 0.25
+LOOK_SECONDS = 0.25
+SAME_COSTS = (
+    "model.path",
+    "data.path",
+    "gserver.engine",
+    "gserver.dtype",
+    "trainer.backend",
+    "trainer.dtype",
+    "rollout.sampling.max_new_tokens",
+    "rollout.reward.function",
+)
+"""Keys of what costs depend on, and no simulation changes."""
+ROLES = ("manager", "master", "model_worker", "gserver", "rollout", "evaluator")
+LEAST_CORES = 0.5
+"""That are left to a run, whatever else its machine does."""
+NOTABLE_WAIT_SECONDS = 0.005
+"""That a reward takes longer than it computes; less is waiting for a core."""
+NOTABLE_CORES = 0.15
+"""More of them in other work are worth a note."""
+END_SECONDS = 60.0
+"""A run that was told to stop may take so long to end."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has shown."""
+
+    costs: Costs
+    of: str
+    """Whose figures these are, for people."""
+    steps: int
+    seconds: float
+    """Of the run that the figures are of."""
+    notes: list[str] = []
+    """What could not be told from it, and was assumed."""
+
+
+def check_plannable(config: Config, *, calibrated: bool) -> None:
+    """Raise `ConfigError` where no plan can be made of `config`. `calibrated`: no short run has to be made for it."""
+    if config.trainer.graph != ASYNCHRONOUS:
+        raise ConfigError(
+            f'trainer.graph = "{config.trainer.graph}": only the asynchronous graph can be planned; in another one the '
+            "master decides when to generate, and pools do not overlap as they do there"
+        )
+    if config.gserver.sglang.addresses and not calibrated:
+        raise ConfigError(
+            "gserver.sglang.addresses names servers that run already, and a short run would leave its own weights in "
+            "them; give the folder of a run with --from"
+        )
+
+
+def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None]) -> Path:
+    """Make a short run of `config` below `folder`, without checkpoints; answers its folder. `tell` hears how it goes.
+
+    Raises `StreamRLError` when the run fails, or makes too few steps in `PATIENCE_SECONDS`.
+    """
+    run_dir = folder / "calibration"
+    file = folder / "calibration.toml"
+    file.write_text(configuration.to_toml(_short(config, folder)))
+    command = [sys.executable, "-m", "streamrl", "run", str(file)]
+    said = folder / "calibration.log"
+    began = time.monotonic()
+    with said.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as running:
+        stopped = False
+        try:
+            while running.poll() is None and not stopped:
+                time.sleep(LOOK_SECONDS)
+                seconds, steps = time.monotonic() - began, _count_lines(run_dir / METRICS_FILE)
+                tell(f"a short run: {steps} steps after {seconds:.0f} s")
+                enough = ENOUGH_STEPS if seconds < CALIBRATION_SECONDS else FIRST_STEPS + LEAST_STEPS
+                stopped = steps >= enough or seconds > PATIENCE_SECONDS
+        finally:
+            _end(running)
+    if _count_lines(run_dir / METRICS_FILE) < FIRST_STEPS + LEAST_STEPS:
+        if not stopped:
+            raise StreamRLError(f"the calibration's run failed:\n{_tail(said)}")
+        raise StreamRLError(
+            f"a run of this configuration makes fewer than {FIRST_STEPS + LEAST_STEPS} steps in "
+            f"{PATIENCE_SECONDS:.0f} s; make a longer run with `streamrl run`, and give its folder with --from"
+        )
+    return run_dir
+
+
+def _end(running: subprocess.Popen[bytes]) -> None:
+    if running.poll() is None:
+        running.terminate()  # SIGINT is ignored by what a shell has started in the background
+        try:
+            running.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            running.kill()
+
+
+def _short(config: Config, folder: Path) -> Config:
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        run=replace(
+            config.run,
+            name="calibration",
+            dir=str(folder),
+            total_train_steps=ENOUGH_STEPS + 1,
+            total_train_epochs=None,
+            stop_at_reward=None,
+            resume_from=None,
+        ),
+        manager=replace(config.manager, heartbeat_seconds=HEARTBEAT_SECONDS),
+        trainer=replace(
+            config.trainer, save_at_end=False, save_every_epochs=0, save_every_steps=0, save_every_seconds=0.0
+        ),
+        evaluation=type(config.evaluation)(),
+        metrics=replace(config.metrics, tensorboard=False, plots=False),
+    )
+
+
+def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int | None = None) -> Calibration:
+    """What the run in `run_dir` has shown of its costs. `planned`: what is to run at them; where that computes
+    something else, a note says so. `cores`: of the machine it ran on; None: as many as here.
+
+    Raises `ConfigError`, naming what is missing, where the folder does not tell enough.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
+    records = read_records(run_dir)
+    config = records.config
+    if config is None:
+        raise ConfigError(f"{run_dir}: config.toml is missing or cannot be read, so nobody knows what ran there")
+    made, needed = len(records.steps), FIRST_STEPS + LEAST_STEPS
+    if made < needed:
+        raise ConfigError(
+            f"{run_dir}: {METRICS_FILE} tells of {made} training steps, and {needed} are needed; let the run go on"
+        )
+    steps = records.steps[max(FIRST_STEPS, made // 5) - 1 :]  # in the first fifth of a long run much builds up
+    lengths = [group for step in steps for group in step.response_lengths if group]
+    if not lengths:
+        raise ConfigError(
+            f"{run_dir}: {METRICS_FILE} does not tell the lengths of responses (an older version wrote it); make "
+            "another run, or leave --from away"
+        )
+    for role in ("gserver", "rollout"):
+        if not any(name.startswith(f"{role}/") for name in records.heartbeats):
+            raise ConfigError(f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes")
+    found = _Reader(config, records, steps, cores=cores or os.cpu_count() or 1).calibration(run_dir.name)
+    others = [] if planned is None else [key for key in SAME_COSTS if value_of(config, key) != value_of(planned, key)]
+    notes = [f"the run had {key} = {value_of(config, key)!r}: its costs are taken all the same" for key in others]
+    return msgspec.structs.replace(found, notes=[*found.notes, *notes])
+
+
+def value_of(config: Config, key: str) -> object:
+    """What `config` has for `key`, for example `trainer.lr`."""
+    found: object = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class _Reader:
+    """The figures of a run from the end of the first of `steps` to the end of the last."""
+
+    def __init__(self, config: Config, records: Records, steps: Sequence[StepReport], *, cores: int) -> None:
+        self._config = config
+        self._records = records
+        self._lengths = [group for step in steps for group in step.response_lengths if group]
+        self._begin, self._end = steps[0].time, steps[-1].time
+        self._steps = steps[1:]
+        self._gaps = [after.time - before.time for before, after in itertools.pairwise(steps)]
+        self._cores = cores
+        self._notes: list[str] = []
+        self._on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not visible_gpus())
+        self._told = any(
+            PROCESSOR_SECONDS in entry.stats for entries in records.heartbeats.values() for entry in entries
+        )
+
+    def calibration(self, name: str) -> Calibration:
+        """All of it."""
+        config, groups = self._config, self._sum("groups")
+        seconds = self._end - self._begin
+        done = self._counted("rollout", "groups_done_total") or groups
+        simulated = config.gserver.engine == "simulated"
+        if not self._told:
+            self._notes.append(
+                "the run does not tell what processes cost the processor (an older version made it): seconds of the "
+                "clock are taken, in which waiting for a core counts as work"
+            )
+        decode = self._decode()
+        gain = self._trainer_gain()
+        train = self._mean("train_seconds")
+        publish = max(0.0, self._mean("publish_seconds") - self._mean("pause_seconds"))
+        if self._on_cpu and self._told:
+            threads = config.trainer.workers * config.trainer.threads
+            used = self._used("model_worker") / len(self._steps)
+            publish *= gain
+            train = min(train, max(0.1 * used, used - publish) / threads)
+        fixed = min(train, gain * self._mean("update_seconds"))
+        prompt_tokens = self._prompt_tokens()
+        tokens = (self._sum("tokens_sampled") + prompt_tokens * groups) / len(self._steps)
+        rejected = self._counted("rollout", "groups_rejected_total") + self._counted("rollout", "groups_uniform_total")
+        responses = self._counted("rollout", "groups_done_total") * config.rollout.group_size
+        worker = self._counted("rollout", PROCESSOR_SECONDS)
+        reward = (worker / 2 + self._counted("rollout", CHILDREN_SECONDS)) / max(1.0, responses)
+        waits = self._counted("rollout", "reward_busy_seconds_total") / max(1.0, responses) - reward
+        control = self._counted("manager", PROCESSOR_SECONDS) + self._counted("master", PROCESSOR_SECONDS)
+        if simulated:
+            control += self._used("gserver")
+        others = self._others()
+        if others > NOTABLE_CORES:
+            self._notes.append(
+                f"other work on the machine kept {others:.1f} of its {self._cores} cores busy meanwhile: it is taken "
+                "to go on like this"
+            )
+        gaps = [
+            gap - step.metrics.get("wait_seconds", 0.0) - step.metrics.get("train_seconds", 0.0)
+            for gap, step in zip(self._gaps, self._steps, strict=True)
+        ]
+        costs = Costs(
+            response_lengths=self._lengths,
+            prompt_tokens=prompt_tokens,
+            step_seconds=decode[0],
+            request_seconds=decode[1],
+            prompt_token_seconds=decode[2],
+            pace_sigma=PACE_SIGMA if simulated else 0.0,
+            group_seconds=worker / 2 / max(1.0, done + rejected),
+            reward_seconds=reward,
+            reward_wait_seconds=waits if waits > NOTABLE_WAIT_SECONDS else 0.0,
+            overhead_seconds=control / groups,
+            train_seconds=fixed,
+            train_token_seconds=max(0.0, train - fixed) * config.trainer.workers / max(1.0, tokens),
+            between_seconds=gain * max(0.0, float(np.median(gaps))),
+            publish_seconds=publish,
+            pause_seconds=gain * self._mean("pause_seconds"),
+            rejected_share=rejected / max(1.0, done + rejected),
+            gserver_threads=config.gserver.threads,
+            trainer_threads=config.trainer.threads,
+            cores=max(LEAST_CORES, self._cores - others) if self._told else None,
+            gservers_on_cores=self._on_cpu and not simulated and self._told,
+            trainer_on_cores=self._on_cpu and self._told,
+        )
+        if self._on_cpu:
+            self._notes.append(f"two threads are assumed to compute {costs.thread_gain:g} times as much as one")
+        return Calibration(costs=costs, of=name, steps=len(self._steps), seconds=seconds, notes=self._notes)
+
+    def _trainer_gain(self) -> float:
+        """Share of a core that a thread of the trainer had while it computed; 1 where it had it for itself."""
+        if not (self._on_cpu and self._told):
+            return 1.0
+        threads = self._config.trainer.workers * self._config.trainer.threads
+        wall = (self._sum("train_seconds") + self._sum("publish_seconds")) * threads
+        return min(1.0, self._used("model_worker") / wall) if wall else 1.0
+
+    def _others(self) -> float:
+        """Cores that other work on the machine kept busy; 0 where nobody knows, or where the run had several hosts."""
+        machine = self._counted("manager", MACHINE_SECONDS)
+        ours = sum(self._used(role) for role in ROLES)
+        return min(max(0.0, machine - ours) / (self._end - self._begin), self._cores)
+
+    def _decode(self) -> tuple[float, float, float]:
+        """Seconds of a decode step, of each request in it, and of each token of a prompt.
+
+        The least squares fit, without negative terms, of what each gserver computed between two heartbeats.
+        """
+        rows: list[tuple[float, float, float, float]] = []
+        simulated = self._config.gserver.engine == "simulated"
+        on_cores = self._on_cpu and self._told and not simulated
+        spending = (PROCESSOR_SECONDS, CHILDREN_SECONDS) if on_cores else ("busy_seconds_total",)
+        for entries in self._of_role("gserver"):
+            for before, after in itertools.pairwise(entries):
+                if not self._begin <= before.time <= after.time <= self._end:
+                    continue
+                tokens, slots, busy = (
+                    _growth(before, after, f"{name}_total")
+                    for name in ("tokens_generated", "slot_seconds", "busy_seconds")
+                )
+                if min(tokens, slots, busy) <= 0:
+                    continue
+                steps = _growth(before, after, "decode_steps_total") or tokens * busy / slots
+                spent = sum(_growth(before, after, counter) for counter in spending)
+                rows.append((spent, steps, tokens, _growth(before, after, "prompt_tokens_total")))
+        if not rows:
+            raise ConfigError(
+                f"{self._records.config.run.name if self._records.config else 'the run'}: its gservers made no tokens "
+                "between two heartbeats of timeline.jsonl; let the run go on for longer"
+            )
+        table = np.array(rows)
+        if simulated:  # each request has a pace of its own, whatever others do
+            return float(table[:, 0].sum() / table[:, 1].sum()), 0.0, 0.0
+        step, request, prompt = fit(table[:, 1:], table[:, 0])
+        return step, request, prompt
+
+    def _prompt_tokens(self) -> float:
+        """Of one prompt."""
+        requests = self._counted("gserver", "requests_total")
+        computed = self._counted("gserver", "prompt_tokens_total")
+        cached = self._counted("gserver", "prompt_tokens_cached_total")
+        if not requests:
+            self._notes.append("the gservers do not tell how long prompts are: they are taken to cost nothing")
+            return 0.0
+        return (computed + cached) / requests
+
+    def _of_role(self, role: str) -> list[list[TimelineEntry]]:
+        return [entries for name, entries in self._records.heartbeats.items() if name.startswith(f"{role}/")]
+
+    def _counted(self, role: str, counter: str) -> float:
+        """How much `counter` grew in all processes of `role` from the first step to the last."""
+        total = 0.0
+        for entries in self._of_role(role):
+            times = [entry.time for entry in entries]
+            growths = (_growth(a, b, counter) for a, b in itertools.pairwise(entries))
+            grown = list(itertools.accumulate(growths, initial=0.0))
+            total += float(np.interp(self._end, times, grown) - np.interp(self._begin, times, grown))
+        return total
+
+    def _used(self, role: str) -> float:
+        """Processor seconds of all processes of `role` and of their children."""
+        return self._counted(role, PROCESSOR_SECONDS) + self._counted(role, CHILDREN_SECONDS)
+
+    def _sum(self, metric: str) -> float:
+        return sum(step.metrics.get(metric, 0.0) for step in self._steps)
+
+    def _mean(self, metric: str) -> float:
+        return self._sum(metric) / len(self._steps)
+
+
+def _growth(before: TimelineEntry, after: TimelineEntry, counter: str) -> float:
+    """Of a counter, which begins anew where a process was started anew."""
+    old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
+    return new - old if new >= old else new
+
+
+def fit(terms: NDArray[np.float64], sums: NDArray[np.float64]) -> tuple[float, ...]:
+    """Weights, none of them negative, with which `terms`, [rows, n], add up to `sums`, [rows], as nearly as can be.
+
+    Nearest in the sum of squares; of all sets of terms the best whose weights come out positive, which is the
+    solution, since n is small and the problem convex. Terms that are 0 throughout have weight 0.
+    """
+    n = terms.shape[1]
+    best, best_error = np.zeros(n), math.inf
+    scale = np.abs(terms).max(axis=0)
+    for count in range(1, n + 1):
+        for chosen in itertools.combinations(np.flatnonzero(scale), count):
+            part = terms[:, chosen] / scale[list(chosen)]
+            weights, *_ = np.linalg.lstsq(part, sums, rcond=None)
+            error = float(((part @ weights - sums) ** 2).sum())
+            if (weights >= 0).all() and error < best_error:
+                best, best_error = np.zeros(n), error
+                best[list(chosen)] = weights / scale[list(chosen)]
+    return tuple(float(weight) for weight in best)
+
+
+def _count_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _tail(file: Path) -> str:
+    return file.read_text(errors="replace")[-2000:].strip()

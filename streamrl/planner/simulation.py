@@ -1,0 +1,761 @@
+"""A run in virtual time: what the settings of a configuration make of given costs.
+
+Admission, routing and the forming of batches are not modelled but done, by the code that does them in a run
+(`Ledger`, `Admissions`, `Fleet`, `HeldGroups`, `BatchFormer`). Simulated are the things that take time: decode steps,
+rollout workers, rewards, training, publications. Pure and seeded: the same arguments give the same answer.
+
+Time goes from event to event. Where pools share the cores of one machine, work is counted in processor seconds and
+every thread that computes gets the same share of the cores (`_Processor`). A gserver computes whole decode steps of all
+its requests together; as many as nothing happens in are one event (`_Gserver`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.gserver.admissions import Admissions
+from streamrl.gserver.embedded.chunks import budget
+from streamrl.gserver.load import Work
+from streamrl.gserver.routing import Fleet, Standing
+from streamrl.held import HeldGroups
+from streamrl.ledger import Fate, Ledger
+from streamrl.trainer.batches import BatchFormer
+from streamrl.transport.generation import ServerInfo
+from streamrl.types import SampleMeta
+
+IN_FLIGHT_SECONDS = 0.02
+"""How long rollout workers collect what they tell the manager of requests that ended (`rollout/in_flight.py`)."""
+TIE = 1e-9
+"""Seconds that rounding may put between two things that happen together."""
+
+GENERATING, PAUSED, NO_ROOM, NO_PLACE, ON_THE_WAY = (
+    "generates",
+    "is paused for new weights",
+    "waits for room in the ledger",
+    "waits for a place in a rollout worker",
+    "waits for requests on their way",
+)
+"""What a gserver may be at."""
+TRAINING, NO_BATCH, PUBLISHING, BETWEEN = (
+    "trains",
+    "waits for groups",
+    "waits for the publication of the last weights",
+    "is between steps",
+)
+"""What the trainer may be at."""
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What things take. Seconds of computing are processor seconds of one thread where something computes on the cores
+    that all processes share; else seconds of the device that does it, of which every gserver and the trainer have their
+    own."""
+
+    response_lengths: list[list[int]]
+    """Sampled tokens of each sibling, of some groups: what responses are drawn from."""
+    prompt_tokens: float
+    """Of one prompt, on average."""
+    step_seconds: float
+    """Of a decode step, however many requests are in it."""
+    request_seconds: float
+    """Of each request in a decode step."""
+    prompt_token_seconds: float = 0.0
+    """Of each token of a prompt, which siblings share."""
+    pace_sigma: float = 0.0
+    """Spread of the requests' paces: standard deviation of their logarithm. 0: a token in each step."""
+    group_seconds: float = 0.0
+    """Processor time of a rollout worker to begin a group."""
+    reward_seconds: float = 0.0
+    """Processor time of one reward, and of what a rollout worker does with the response; rewards wait for a reward
+    process that is free."""
+    reward_wait_seconds: float = 0.0
+    """For which a reward waits for something else, and keeps its reward process."""
+    overhead_seconds: float = 0.0
+    """Processor time of manager and master for one group."""
+    train_seconds: float
+    """Of a training step, however many tokens are in it, on each rank."""
+    train_token_seconds: float
+    """Of each computed token of a training step, shared by the ranks. A group's prompt is computed once."""
+    between_seconds: float = 0.0
+    """From the end of a training step to the next batch, at least."""
+    publish_seconds: float = 0.0
+    """Of a publication, pause not included."""
+    pause_seconds: float = 0.0
+    """For which generation pauses in a publication."""
+    rejected_share: float = 0.0
+    """Of all groups made."""
+    thread_gain: float = 1.8
+    """How many times as much two threads compute as one."""
+    gserver_threads: int = 1
+    trainer_threads: int = 1
+    """With which the times above were measured."""
+    cores: float | None = None
+    """That processes share, without what other work on the machine takes of them; None: enough for all of them."""
+    gservers_on_cores: bool = False
+    """Whether generation is computed there, and not on devices of its own."""
+    trainer_on_cores: bool = False
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run does once it is under way."""
+
+    steps_per_hour: float
+    tokens_trained_per_second: float
+    """That entered a loss."""
+    tokens_generated_per_second: float
+    groups_per_second: float
+    """Trained on."""
+    trainer: dict[str, float]
+    """What the trainer is at → share of the time."""
+    gservers: dict[str, float]
+    """What a gserver is at → share of the time, on average."""
+    slots_used: float
+    """Mean share of the requests that gservers can run together."""
+    cores_busy: float | None
+    """Share of the cores that compute; None where none are shared."""
+    token_ages: dict[int, float]
+    """Age in policy versions → share of the tokens that entered a loss."""
+    mean_token_age: float
+    masked_share: float
+    """Of the sampled tokens of training batches."""
+    dropped_share: float
+    """Of all finished groups."""
+    mean_group_seconds: float
+    """From admission to arrival at the trainer."""
+    seconds: float
+    """Of virtual time that the figures are of."""
+    events: int
+    """Simulated in all."""
+
+
+def simulate(config: Config, costs: Costs, *, steps: int = 40, warm_up: int | None = None, seed: int = 0) -> Prediction:
+    """Play a run of `config` at `costs`; answers the figures of `steps` training steps.
+
+    Those of the first `warm_up` (by default as many as staleness takes to build up) are left out. The graph is taken to
+    be the asynchronous one. Raises `ConfigError` where nothing would ever be trained on.
+    """
+    if not any(costs.response_lengths):
+        raise ConfigError("no length of a response is known: there is nothing to simulate")
+    warm = 2 * config.staleness.max_staleness + 4 if warm_up is None else warm_up
+    return _Run(config, costs, seed=seed).play(steps, warm)
+
+
+class _Processor:
+    """Cores that threads share evenly; `now` is of the run's clock.
+
+    What a thread has got since the beginning, `got`, grows equally for all, so what is to be done next is a heap.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self.cores = cores
+        self.threads = 0
+        """That compute now."""
+        self.got = 0.0
+        self.used = 0.0
+        """Processor seconds, of all threads."""
+        self._now = 0.0
+        self._due: list[tuple[float, int, _Job]] = []
+        self._count = 0
+
+    def advance(self, now: float) -> None:
+        got = (now - self._now) * self._rate
+        self.got += got
+        self.used += got * self.threads
+        self._now = now
+
+    def begin(self, seconds: float, done: Callable[[], None], *, threads: int = 1) -> _Job:
+        """Have each of `threads` compute for `seconds`."""
+        job = _Job(done, threads)
+        self.threads += threads
+        self.set_end(job, self.got + seconds)
+        return job
+
+    def set_end(self, job: _Job, got: float) -> None:
+        """`job` ends when each thread has got so much since the beginning."""
+        job.end = got
+        self._count += 1
+        heapq.heappush(self._due, (got, self._count, job))
+
+    def next_end(self) -> float:
+        """When the next job is done."""
+        while self._due and (self._due[0][2].ended or self._due[0][2].end != self._due[0][0]):
+            heapq.heappop(self._due)
+        return self._now + max(0.0, self._due[0][0] - self.got) / self._rate if self._due else math.inf
+
+    def end_next(self) -> Callable[[], None]:
+        """End the job that is done now; answers what follows from it."""
+        _, _, job = heapq.heappop(self._due)
+        self.got = max(self.got, job.end)
+        job.ended = True
+        self.threads -= job.threads
+        return job.done
+
+    @property
+    def _rate(self) -> float:
+        return min(1.0, self.cores / self.threads) if self.threads else 1.0
+
+
+class _Job:
+    __slots__ = ("done", "end", "ended", "threads")
+
+    def __init__(self, done: Callable[[], None], threads: int) -> None:
+        self.done = done
+        self.threads = threads
+        self.end = 0.0
+        self.ended = False
+
+
+class _Request:
+    """One response on its way."""
+
+    __slots__ = ("begin", "group", "length", "steps")
+
+    def __init__(self, group: _Group, length: int, steps: int) -> None:
+        self.group = group
+        self.length = length
+        self.steps = steps
+        """Decode steps that it takes: one less than tokens, of which the prompt gives the first."""
+        self.begin = 0
+        """Steps that its gserver had made when it got its slot."""
+
+
+class _Group:
+    __slots__ = ("admitted", "drops", "left", "lengths", "seq", "unscored", "versions", "worker")
+
+    def __init__(self, seq: int, worker: int, lengths: list[int], *, now: float) -> None:
+        self.seq = seq
+        self.worker = worker
+        self.lengths = lengths
+        self.left = self.unscored = len(lengths)
+        self.versions: dict[int, int] = {}
+        self.admitted = now
+
+
+class _Gserver:
+    """Decodes the requests in its slots, step by step."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        self.index = index
+        self.steps = 0
+        """Made since the beginning."""
+        self.waiting: deque[_Request] = deque()
+        self.running: list[tuple[int, int, _Request]] = []
+        """A heap: (steps made when it ends, order, request)."""
+        self.versions: list[int] = [0]
+        self.version_begins: list[int] = [0]
+        """Steps that were made when each of `versions` came."""
+        self.tokens = 0
+        self.state = ON_THE_WAY
+        self._run = run
+        self._costs = run.costs
+        self._slots = run.config.gserver.max_running
+        self._prefill_tokens = run.config.gserver.prefill_tokens
+        self._threads = run.config.gserver.threads
+        self._speed = run.speed(self._threads, measured_with=run.costs.gserver_threads)
+        self._device = run.cores if run.costs.gservers_on_cores else run.devices
+        self._job: _Job | None = None
+        self._first_end = 0.0
+        """What a thread will have got when the first step of the job is done."""
+        self._each = 0.0
+        """Of each further step."""
+        self._planned = 0
+        """Steps of the job."""
+        self._count = 0
+        self._to_recompute = 0.0
+        """Tokens of contexts that a pause has cost."""
+        self._paused = False
+        self._pause: Callable[[], None] | None = None
+
+    def submit(self, requests: Sequence[_Request]) -> None:
+        self.waiting.extend(requests)
+        if self._job is None:
+            self._next()
+        elif len(self.running) < self._slots:
+            self._cut()
+
+    def pause(self, paused: Callable[[], None]) -> None:
+        """Stop after the step that is being computed, and call `paused`."""
+        self._pause = paused
+        if self._job is None:
+            self._next()
+        else:
+            self._cut()
+
+    def resume(self, version: int) -> None:
+        if self._run.config.weights.pause_mode != "in_place":  # what they have so far is computed again
+            for _, _, request in self.running:
+                made = request.length * (self.steps - request.begin) // request.steps
+                self._to_recompute += self._costs.prompt_tokens + made
+        self.versions.append(version)
+        self.version_begins.append(self.steps)
+        self._paused = False
+        self._next()
+
+    def show(self, state: str) -> None:
+        """Account for the time up to now as what it was at."""
+        self._run.account(self)
+        self.state = state
+
+    def _cut(self) -> None:
+        """Let the job end with the step that is being computed."""
+        assert self._job is not None
+        got = self._device.got
+        made = 0 if got < self._first_end else 1 + math.floor((got - self._first_end) / self._each + TIE)
+        if made + 1 < self._planned:
+            self._planned = made + 1
+            self._device.set_end(self._job, self._first_end + made * self._each)
+
+    def _stepped(self) -> None:
+        self._job = None
+        self.steps += self._planned
+        while self.running and self.running[0][0] <= self.steps:
+            _, _, request = heapq.heappop(self.running)
+            self._finish(request)
+        self._next()
+
+    def _next(self) -> None:
+        """Begin the next job, if there is something to compute."""
+        if self._pause is not None:
+            self._paused, paused, self._pause = True, self._pause, None
+            self.show(PAUSED)
+            paused()
+            return
+        if self._paused or self._job is not None:
+            return
+        prompts = self._admit() + self._to_recompute
+        self._to_recompute = 0.0
+        if not self.running:
+            self.show(self._run.idle_because)
+            return
+        if self.state != GENERATING or prompts:
+            self.show(GENERATING)
+        costs = self._costs
+        self._each = (costs.step_seconds + costs.request_seconds * len(self.running)) / self._speed
+        prefill = prompts * costs.prompt_token_seconds / self._speed
+        self._planned = self.running[0][0] - self.steps
+        if self.waiting and len(self.running) < self._slots:
+            self._planned = 1
+        self._first_end = self._device.got + prefill + self._each
+        self._job = self._device.begin(prefill + self._planned * self._each, self._stepped, threads=self._threads)
+
+    def _admit(self) -> float:
+        """Put waiting requests into free slots; answers how many tokens of prompts that costs."""
+        free = self._slots - len(self.running)
+        if not (free and self.waiting):
+            return 0.0
+        self._run.account(self)  # as many slots were in use as there are until now
+        left = float(budget(free=free, slots=self._slots, most=self._prefill_tokens))
+        prompts, group = 0.0, None
+        while self.waiting and len(self.running) < self._slots and left > 0:
+            request = self.waiting.popleft()
+            if request.group is not group:
+                group = request.group
+                prompts += self._costs.prompt_tokens
+                left -= self._costs.prompt_tokens
+            request.begin = self.steps
+            self._count += 1
+            heapq.heappush(self.running, (self.steps + request.steps, self._count, request))
+        return prompts
+
+    def _finish(self, request: _Request) -> None:
+        """Date its tokens, and hand it on."""
+        self._run.account(self, finished=1)
+        self.tokens += request.length
+        first = bisect_right(self.version_begins, request.begin) - 1
+        found, told = request.group.versions, 0
+        for place in range(first, len(self.versions)):
+            last = place + 1 == len(self.versions) or self.version_begins[place + 1] >= request.begin + request.steps
+            made = request.steps if last else self.version_begins[place + 1] - request.begin
+            tokens = request.length if last else 1 + (request.length - 1) * made // request.steps
+            if made and tokens > told:
+                found[self.versions[place]] = found.get(self.versions[place], 0) + tokens - told
+                told = tokens
+            if last:
+                break
+        self._run.responded(request)
+
+
+class _RolloutWorker:
+    """Begins one group after another."""
+
+    def __init__(self, run: _Run) -> None:
+        self.held = 0
+        self.untold: dict[int, _Group] = {}
+        """Groups of which requests have ended that the manager has not heard of."""
+        self._run = run
+        self._queue: deque[Callable[[], None]] = deque()
+        self._busy = False
+
+    def do(self, then: Callable[[], None]) -> None:
+        """What it costs to begin a group, and then `then`."""
+        self._queue.append(then)
+        self._next()
+
+    def _next(self) -> None:
+        if not self._busy and self._queue:
+            self._busy = True
+            self._run.cores.begin(self._run.costs.group_seconds, self._done)
+
+    def _done(self) -> None:
+        self._busy = False
+        self._queue.popleft()()
+        self._next()
+
+
+class _Run:
+    """Everything together."""
+
+    def __init__(self, config: Config, costs: Costs, *, seed: int) -> None:
+        self.config = config
+        self.costs = costs
+        self.now = 0.0
+        self.cores = _Processor(costs.cores if costs.cores is not None else math.inf)
+        self.devices = _Processor(math.inf)
+        self._trainer_device = self.cores if costs.trainer_on_cores else self.devices
+        self.idle_because = ON_THE_WAY
+        self._draw = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._event_count = 0
+        self._ledger = Ledger(
+            groups_per_batch=config.trainer.batch_groups,
+            max_staleness=config.staleness.max_staleness,
+            lease_seconds=math.inf,
+        )
+        self._fleet = Fleet()
+        self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
+        self._former = BatchFormer(config)
+        self._held = HeldGroups()
+        self._workers = [_RolloutWorker(self) for _ in range(config.rollout.workers)]
+        self._turn = 0
+        self._gservers: dict[str, _Gserver] = {}
+        for index in range(config.gserver.count):
+            gserver = self._fleet.join(index, str(index))
+            gserver.info = ServerInfo(max_running_requests=config.gserver.max_running)
+            gserver.standing = Standing.SERVING
+            self._gservers[gserver.address] = _Gserver(self, index)
+        self._groups: dict[int, _Group] = {}
+        self._drops: dict[int, int] = {}
+        self._lengths = [group for group in costs.response_lengths if group]
+        self._rewards_waiting: deque[_Group] = deque()
+        self._reward_processes = config.rollout.reward.processes * config.rollout.workers
+        self._version = 0
+        self._training = False
+        self._publishing = False
+        self._pausing = 0
+        self._trained_batch: list[SampleMeta] | None = None
+        self._trainer_state = NO_BATCH
+        self._since = [0.0] * config.gserver.count
+        self._requests = [0] * config.gserver.count
+        self._clear_figures()
+
+    # --- figures ---
+
+    def _clear_figures(self) -> None:
+        self._begin = self.now
+        self._trainer_since = self.now
+        self._trainer_times: dict[str, float] = {}
+        self._gserver_times: dict[str, float] = {}
+        self._slot_seconds = 0.0
+        self._used_before = self.cores.used
+        self._generated = 0
+        self._sampled = self._finished = self._dropped = self._arrived = 0
+        self._ages: dict[int, int] = {}
+        self._group_seconds = 0.0
+        self._steps = 0
+        self._since = [self.now] * len(self._since)
+
+    def account(self, gserver: _Gserver, *, finished: int = 0) -> None:
+        """Book the time since the last call as what `gserver` was at."""
+        seconds = self.now - self._since[gserver.index]
+        if seconds > 0:
+            self._since[gserver.index] = self.now
+            self._gserver_times[gserver.state] = self._gserver_times.get(gserver.state, 0.0) + seconds
+            self._slot_seconds += seconds * (len(gserver.running) + finished)
+
+    def _trainer_is(self, state: str) -> None:
+        self._trainer_times[self._trainer_state] = (
+            self._trainer_times.get(self._trainer_state, 0.0) + self.now - self._trainer_since
+        )
+        self._trainer_state, self._trainer_since = state, self.now
+
+    def speed(self, threads: int, *, measured_with: int) -> float:
+        """How many times as fast each step goes on `threads` as on as many as it was measured with."""
+        return float((threads / measured_with) ** math.log2(self.costs.thread_gain))
+
+    # --- the clock ---
+
+    def at(self, time: float, then: Callable[[], None]) -> None:
+        self._event_count += 1
+        heapq.heappush(self._events, (time, self._event_count, then))
+
+    def play(self, steps: int, warm_up: int) -> Prediction:
+        """See `simulate`."""
+        self._admit()
+        warm = warm_up == 0
+        events = 0
+        while not warm or self._steps < steps:
+            core, device = self.cores.next_end(), self.devices.next_end()
+            event = self._events[0][0] if self._events else math.inf
+            first = min(core, device, event)
+            if first == math.inf:
+                raise ConfigError(f"nothing would ever be trained on: {self._stalled()}")
+            self.now = max(self.now, first)
+            self.cores.advance(self.now)
+            self.devices.advance(self.now)
+            events += 1
+            if first == core:
+                self.cores.end_next()()
+            elif first == device:
+                self.devices.end_next()()
+            else:
+                heapq.heappop(self._events)[2]()
+            if not warm and self._version >= warm_up:
+                warm = True
+                self._clear_figures()
+        return self._prediction(events)
+
+    def _stalled(self) -> str:
+        lacking = self.config.trainer.batch_groups - len(self._held)
+        return (
+            f"a batch of {self.config.trainer.batch_groups} groups lacks {lacking}, {self._ledger.running} are on "
+            f"their way, and the ledger has room for {self._ledger.room}"
+        )
+
+    # --- generation ---
+
+    def _admit(self) -> None:
+        """Give workers with free places as many groups as may start."""
+        workers, limit = self._workers, self.config.rollout.max_concurrent_groups
+        full = 0
+        while full < len(workers) and self._admissions.possible:
+            index = self._turn = (self._turn + 1) % len(workers)
+            free = limit - workers[index].held
+            if free <= 0:
+                full += 1
+                continue
+            full = 0
+            for admission in self._admissions.take(
+                f"rollout/{index}", free, workers=len(workers), ticket="", now=self.now
+            ):
+                group = _Group(admission.seq, index, self._draw_lengths(), now=self.now)
+                self._groups[group.seq] = group
+                workers[index].held += 1
+                workers[index].do(partial(self._start, group, self._gservers[admission.gserver]))
+        self._explain_idleness(places=full < len(workers))
+
+    def _explain_idleness(self, *, places: bool) -> None:
+        reason = NO_ROOM if self._ledger.room == 0 else ON_THE_WAY if places else NO_PLACE
+        if reason != self.idle_because:
+            self.idle_because = reason
+            for gserver in self._gservers.values():
+                if gserver.state in (NO_ROOM, NO_PLACE, ON_THE_WAY):
+                    gserver.show(reason)
+
+    def _draw_lengths(self) -> list[int]:
+        """Of one group's siblings, which are alike in a group that was seen."""
+        size = self.config.rollout.group_size
+        seen = self._draw.choice(self._lengths)
+        limit = self.config.rollout.sampling.max_new_tokens * (self.config.rollout.workflow.name == "single_turn")
+        drawn = list(seen) if len(seen) == size else self._draw.choices(seen, k=size)
+        return [min(length, limit) if limit else length for length in drawn]
+
+    def _start(self, group: _Group, gserver: _Gserver) -> None:
+        gserver.submit([_Request(group, max(1, length), self._steps_of(max(1, length))) for length in group.lengths])
+
+    def _steps_of(self, length: int) -> int:
+        sigma = self.costs.pace_sigma
+        pace = math.exp(self._draw.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
+        return max(1, round((length - 1) * pace))
+
+    def responded(self, request: _Request) -> None:
+        """A response is there."""
+        group = request.group
+        self._generated += request.length
+        group.left -= 1
+        worker = self._workers[group.worker]
+        if not worker.untold:
+            self.at(self.now + IN_FLIGHT_SECONDS, partial(self._tell, worker))
+        worker.untold[group.seq] = group
+        if self.costs.reward_seconds or self.costs.reward_wait_seconds:
+            self._rewards_waiting.append(group)
+            self._score()
+        else:
+            self._scored(group)
+
+    def _tell(self, worker: _RolloutWorker) -> None:
+        """The manager hears which requests have ended."""
+        untold, worker.untold = worker.untold, {}
+        for seq, group in untold.items():
+            if group.left or group.unscored:
+                self._admissions.in_flight(f"rollout/{group.worker}", seq, Work(group.left, 0), now=self.now)
+        self._admit()
+
+    def _score(self) -> None:
+        while self._reward_processes and self._rewards_waiting:
+            self._reward_processes -= 1
+            self.cores.begin(self.costs.reward_seconds, partial(self._computed, self._rewards_waiting.popleft()))
+
+    def _computed(self, group: _Group) -> None:
+        if self.costs.reward_wait_seconds:
+            self.at(self.now + self.costs.reward_wait_seconds, partial(self._end_score, group))
+        else:
+            self._end_score(group)
+
+    def _end_score(self, group: _Group) -> None:
+        self._reward_processes += 1
+        self._scored(group)
+        self._score()
+
+    def _scored(self, group: _Group) -> None:
+        group.unscored -= 1
+        if not group.unscored:
+            self._arrive(group)
+
+    def _arrive(self, group: _Group) -> None:
+        """The group is with the trainer, or given up."""
+        seq = group.seq
+        self._workers[group.worker].held -= 1
+        if self._draw.random() < self.costs.rejected_share:
+            self._admissions.reject(f"rollout/{group.worker}", seq, "as in the calibration")
+            self._former.reject([seq])
+            del self._groups[seq]
+        else:
+            self._arrived += 1
+            self._group_seconds += self.now - group.admitted
+            self._admissions.settle([Fate(seq, 2 * self._drops.get(seq, 0) + 1)])
+            self._held[seq] = SampleMeta(
+                seq=seq,
+                head=0,
+                worker="",
+                size=len(group.lengths),
+                tokens=sum(group.lengths),
+                rewards=[],
+                response_lengths=group.lengths,
+                version_counts=group.versions,
+                generation_seconds=self.now - group.admitted,
+            )
+        if self.costs.overhead_seconds:
+            self.cores.begin(self.costs.overhead_seconds, _nothing)
+        self._admit()
+        self._form_batch()
+
+    # --- training ---
+
+    def _form_batch(self) -> None:
+        """Train on the next batch if there is one and the trainer has nothing else to do."""
+        if self._training:
+            return
+        selection = self._former.select(self._held, policy_version=self._version)
+        for seq in selection.drop:
+            self._drops[seq] = self._drops.get(seq, 0) + 1
+            self._dropped += 1
+            del self._held[seq], self._groups[seq]
+            self._admissions.settle([Fate(seq, 2 * self._drops[seq])])
+        if selection.drop:
+            self._admit()
+            self._form_batch()
+        elif selection.batch:
+            self._train([self._held[seq] for seq in selection.batch])
+        else:
+            self._trainer_is(NO_BATCH)
+
+    def _train(self, batch: list[SampleMeta]) -> None:
+        self._training = True
+        self._trainer_is(TRAINING)
+        trainer, costs = self.config.trainer, self.costs
+        tokens = sum(meta.sampled_tokens for meta in batch) + costs.prompt_tokens * len(batch)
+        each = costs.train_seconds + tokens * costs.train_token_seconds / trainer.workers
+        each /= self.speed(trainer.threads, measured_with=costs.trainer_threads)
+        threads = trainer.threads * trainer.workers
+        self._trainer_device.begin(each, partial(self._trained, batch), threads=threads)
+
+    def _trained(self, batch: list[SampleMeta]) -> None:
+        """The step is computed; its weights may take the place of the last ones once those are published."""
+        if self._publishing:
+            self._trained_batch = batch
+            self._trainer_is(PUBLISHING)
+            return
+        self._trained_batch = None
+        self._count(batch)
+        for meta in batch:
+            del self._held[meta.seq], self._groups[meta.seq]
+            self._drops.pop(meta.seq, None)
+        self._former.trained([meta.seq for meta in batch])
+        self._version += 1
+        self._steps += 1
+        self._trainer_is(BETWEEN)
+        self._publishing = True
+        self._trainer_device.begin(self.costs.publish_seconds, partial(self._published, self._version))
+        self.at(self.now + self.costs.between_seconds, self._next_batch)
+
+    def _next_batch(self) -> None:
+        self._training = False
+        self._form_batch()
+
+    def _count(self, batch: list[SampleMeta]) -> None:
+        for meta in batch:
+            self._finished += 1
+            self._sampled += meta.sampled_tokens
+            for version, tokens in meta.version_counts.items():
+                age = self._version - version
+                if age <= self._former.max_staleness:
+                    self._ages[age] = self._ages.get(age, 0) + tokens
+
+    def _published(self, version: int) -> None:
+        """The weights are staged everywhere: pause, swap, resume."""
+        self._pausing = len(self._gservers)
+        for gserver in self._gservers.values():
+            gserver.pause(partial(self._paused, version))
+
+    def _paused(self, version: int) -> None:
+        self._pausing -= 1
+        if not self._pausing:
+            self.at(self.now + self.costs.pause_seconds, partial(self._swapped, version))
+
+    def _swapped(self, version: int) -> None:
+        self._ledger.advance(version)
+        for gserver in self._gservers.values():
+            gserver.resume(version)
+        self._publishing = False
+        self._admit()
+        if self._trained_batch is not None:
+            self._trained(self._trained_batch)
+
+    def _prediction(self, events: int) -> Prediction:
+        for gserver in self._gservers.values():
+            self.account(gserver)
+        self._trainer_is(self._trainer_state)
+        seconds = max(self.now - self._begin, TIE)
+        gserver_seconds = seconds * len(self._gservers)
+        tokens = sum(self._ages.values())
+        cores = self.costs.cores
+        return Prediction(
+            steps_per_hour=3600 * self._steps / seconds,
+            tokens_trained_per_second=tokens / seconds,
+            tokens_generated_per_second=self._generated / seconds,
+            groups_per_second=self._finished / seconds,
+            trainer={state: time / seconds for state, time in sorted(self._trainer_times.items()) if time},
+            gservers={state: time / gserver_seconds for state, time in sorted(self._gserver_times.items()) if time},
+            slots_used=self._slot_seconds / (gserver_seconds * self.config.gserver.max_running),
+            cores_busy=(self.cores.used - self._used_before) / (cores * seconds) if cores is not None else None,
+            token_ages={age: count / tokens for age, count in sorted(self._ages.items())} if tokens else {},
+            mean_token_age=sum(age * count for age, count in self._ages.items()) / tokens if tokens else 0.0,
+            masked_share=1 - tokens / self._sampled if self._sampled else 0.0,
+            dropped_share=self._dropped / max(1, self._dropped + self._finished),
+            mean_group_seconds=self._group_seconds / max(1, self._arrived),
+            seconds=seconds,
+            events=events,
+        )
+
+
+def _nothing() -> None:
+    """Follows from work that nobody waits for."""

@@ -29,8 +29,9 @@ ENOUGH = 20
 CALM = 10
 """Steps without a sign after which a run is healthy again."""
 
-LARGEST_DEVIATION = 0.08
-"""Mean |ρ - 1| of a token: what is less does no harm."""
+LARGEST_DEVIATION = 0.05
+"""Mean |ρ - 1| of a token in a window without its largest step, which a single token can make: what is less does no
+harm."""
 GROWTH = 4.0
 """How many times its least of the windows remembered it has to be, too: how far a policy moves in `max_staleness` steps
 depends on the task and the learning rate."""
@@ -58,7 +59,8 @@ SLOWER = 0.5
 """What a slowed run's learning rate is multiplied by, at once and after each `CALM` steps that the policy is far from
 its data."""
 SLOWEST = 1 / 16
-"""Where that ends. After each `CALM` steps in which it is not, the learning rate is doubled, up to the whole."""
+"""Where that ends. After each `REMEMBERED` steps in which it is not, the learning rate is doubled, up to the whole: a
+policy that had moved away once did so again soon after."""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,7 +105,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Mean reward of each evaluation."""
     since_sign: int = CALM
     """Steps since the last sign."""
-    since_lead: int = CALM
+    since_lead: int = REMEMBERED
     """Steps since the last sign that the policy is far from its data."""
     at_scale: int = 0
     """Steps since `lr_scale` changed."""
@@ -138,10 +140,10 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             self, health=msgspec.structs.replace(self.health, state="warning"), since_lead=CALM, recent={}
         )
 
-    def _means(self, name: str) -> list[float]:
-        """Means of each `WINDOW` steps in a row that are remembered, the latest last."""
+    def _windows(self, name: str) -> list[list[float]]:
+        """Each `WINDOW` steps in a row that are remembered, the latest last."""
         values = self.recent.get(name, [])
-        return [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+        return [values[end - WINDOW : end] for end in range(WINDOW, len(values) + 1)]
 
     def _mean(self, name: str) -> float | None:
         """Of the last `WINDOW` steps; None before there are as many."""
@@ -159,14 +161,14 @@ class CollapseWatch(msgspec.Struct, frozen=True):
 
     def _rises(self) -> bool:
         """Whether the reward still gains a good part of what it ever gained; so it is while nobody can tell."""
-        rewards = self._means("reward_mean")
+        rewards = [fmean(window) for window in self._windows("reward_mean")]
         if len(rewards) <= PLATEAU_STEPS or self.best is None or self.worst is None:
             return True
         return rewards[-1] - rewards[-1 - PLATEAU_STEPS] > PLATEAU_GAIN * (self.best - self.worst)
 
     def _leading_signs(self) -> list[str]:
         """That the policy has moved away from its data, which comes before the reward falls, and what goes with it."""
-        deviations = self._means("importance_ratio_deviation")
+        deviations = [fmean(sorted(window)[:-1]) for window in self._windows("importance_ratio_deviation")]
         if self._rises() or len(deviations) < ENOUGH:
             return []
         least, now = min(deviations), deviations[-1]
@@ -227,7 +229,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         scale, at_scale = self.lr_scale, self.at_scale + 1
         if self.since_lead == 0 and (scale == 1.0 or at_scale >= CALM):
             scale = max(SLOWEST, scale * SLOWER)
-        elif self.since_lead >= CALM and at_scale >= CALM:
+        elif self.since_lead >= REMEMBERED and at_scale >= REMEMBERED:
             scale = min(1.0, scale / SLOWER)
         return msgspec.structs.replace(self, lr_scale=scale, at_scale=0 if scale != self.lr_scale else at_scale)
 

@@ -59,17 +59,34 @@ def commit() -> dict[str, Any]:
     return {"id": name, "date": date, "changed": bool(changed)}
 
 
-def write_results(name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write `results/latest/<name>.json` as `{commit, machine, time, settings, rows}`; return its path."""
+def write_results(
+    name: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    measured_at: Mapping[str, Any] | None = None,
+    row_per_line: bool = False,
+) -> Path:
+    """Write `results/latest/<name>.json` as `{commit, machine, time, settings, rows}`; return its path.
+
+    `measured_at`: in place of `commit()`, where rows were measured earlier. `row_per_line`: for rows with long lists.
+    The file is replaced as a whole.
+    """
     path = latest(f"{name}.json")
     content = {
-        "commit": commit(),
+        "commit": dict(measured_at or commit()),
         "machine": machine(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "settings": dict(settings),
-        "rows": [dict(row) for row in rows],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    if row_per_line:
+        lines = ",\n  ".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows)
+        text = json.dumps(content, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}'
+    else:
+        text = json.dumps(content | {"rows": [dict(row) for row in rows]}, indent=1)
+    written = path.with_suffix(".writing")
+    written.write_text(text + "\n")
+    written.replace(path)
     return path
 
 

@@ -1,6 +1,6 @@
 """Measure what README and docs show, all of it at one state of the code on one machine, and write the tables.
 
-    python benchmarks/figures.py                      # run all of it, keep the results, write the tables
+    python benchmarks/figures.py                      # run all but `staleness`, keep the results, write the tables
     python benchmarks/figures.py --run throughput …   # only these
     python benchmarks/figures.py --keep throughput …  # keep what a run by hand has measured, write the tables
     python benchmarks/figures.py --render             # write the tables from the results that are kept
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import staleness
 from common import KEPT, LATEST, ROOT, read_results
 
 Results = dict[str, Any]
@@ -45,6 +46,8 @@ STREAMS = {
     "send_pyobj": "send_pyobj",
     "mp_queue": "multiprocessing.Queue",
 }
+BY_NAME_ONLY = {"staleness"}
+"""Benchmarks that take the better part of a day: run only when they are named."""
 MISSING = "–"
 SHOWN_STEPS = 3
 """Of the demo, in the README: so many of the first and of the last."""
@@ -258,6 +261,82 @@ def demo(results: Results) -> str:
     return markdown(["system", seconds, "relative to the first", "steps", "reached in"], cells)
 
 
+def staleness_verdict(results: Results) -> str:
+    return staleness.verdict(results["rows"])
+
+
+def staleness_default(results: Results) -> str:
+    """The default objective by task and η."""
+    header = "task | η | runs | fell | steps to 0.9 | seconds to 0.9 | area per token | area per second"
+    header += " | worst after it was learned | effective sample size, least | mean age of a token"
+    rows = [
+        [
+            s.kind.task,
+            f"{s.kind.eta}",
+            f"{s.runs}",
+            f"{s.fell}",
+            s.steps_to_nearly.said(".0f"),
+            s.seconds_to_nearly.said(".0f"),
+            s.area_per_token.said(),
+            s.area_per_second.said(),
+            s.worst.said(),
+            s.sample_size.said(),
+            s.mean_age.said(".1f"),
+        ]
+        for s in staleness.summaries(results["rows"])
+        if s.kind.objective == "default" and s.kind.over_age == "mask"
+    ]
+    return f"{markdown(header.split(' | '), rows)}\n\n{staleness.at_once(results['rows'])}"
+
+
+def staleness_objectives(results: Results) -> str:
+    """All objectives where there is more than the default."""
+    found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
+    compared = {(s.kind.task, s.kind.eta) for s in found if s.kind.objective != "default"}
+    header = "task", "η", "objective", "runs", "fell", "worst after it was learned", "reward at the end"
+    header += "steps to 0.9", "area per token", "effective sample size, least"
+    places = sorted(compared, key=lambda place: (list(staleness.TASKS).index(place[0]), place[1]))
+    rows = [
+        [
+            s.kind.task,
+            f"{s.kind.eta}",
+            s.kind.objective,
+            f"{s.runs}",
+            f"{s.fell}",
+            s.worst.said(),
+            s.final.said(),
+            s.steps_to_nearly.said(".0f"),
+            s.area_per_token.said(),
+            s.sample_size.said(),
+        ]
+        for place in places
+        for s in sorted(found, key=lambda s: list(staleness.OBJECTIVES).index(s.kind.objective))
+        if (s.kind.task, s.kind.eta) == place
+    ]
+    return markdown(header, rows)
+
+
+def staleness_over_age(results: Results) -> str:
+    """What the policies for over-age tokens train on, where answers differ in length."""
+    header = "η", "over-age tokens", "runs", "masked or dropped", "tokens per response in the loss / generated"
+    header += "steps to 0.9", "area per token", "worst after it was learned"
+    rows = [
+        [
+            f"{s.kind.eta}",
+            f"`{s.kind.over_age}`",
+            f"{s.runs}",
+            s.rejected.said(".1%"),
+            s.length_ratio.said(".3f"),
+            s.steps_to_nearly.said(".0f"),
+            s.area_per_token.said(),
+            s.worst.said(),
+        ]
+        for s in staleness.summaries(results["rows"])
+        if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default"
+    ]
+    return markdown(header, rows)
+
+
 def demo_printed(results: Results) -> str:
     """The first and the last steps, and how it ended."""
     steps, _ = _steps_and_summary(results)
@@ -341,6 +420,10 @@ TABLES = (
     Table("docs/planning.md", "bench_plan", plan),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
+    Table("docs/staleness.md", "staleness", staleness_verdict),
+    Table("docs/staleness.md", "staleness", staleness_default),
+    Table("docs/staleness.md", "staleness", staleness_objectives),
+    Table("docs/staleness.md", "staleness", staleness_over_age),
 )
 BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
@@ -447,7 +530,9 @@ def main() -> None:
     optional = [name for needed in NEEDED.values() for name in needed]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--run", nargs="+", choices=benchmarks, default=benchmarks, help="by default all")
+    quick_enough = [name for name in benchmarks if name not in BY_NAME_ONLY]
+    but = f"by default all but {', '.join(sorted(BY_NAME_ONLY))}"
+    what.add_argument("--run", nargs="+", choices=benchmarks, default=quick_enough, help=but)
     what.add_argument("--keep", nargs="+", choices=benchmarks, help="keep their latest results; run nothing")
     what.add_argument("--render", action="store_true", help="run nothing")
     parser.add_argument("--without", nargs="+", choices=optional, default=[], help="contenders that are left out")

@@ -17,13 +17,54 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def copy_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """`1234=`, to be answered `1234`; for the scratch model."""
-    text = "".join(random.Random(f"copy/{seed}/{index}").choices("0123456789", k=digits))
+    """`1234=`, to be answered `1234`; for the scratch model, like the four that follow."""
+    text = _digits(f"copy/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": text}
 
 
+def increment_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
+    """`1239=`, to be answered `2340`: each digit and one, without carrying."""
+    text = _digits(f"increment/{seed}/{index}", digits)
+    return {"prompt": f"{text}=", "answer": "".join(str((int(digit) + 1) % 10) for digit in text)}
+
+
+def sort_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
+    """`4213=`, to be answered `1234`."""
+    text = _digits(f"sort/{seed}/{index}", digits)
+    return {"prompt": f"{text}=", "answer": "".join(sorted(text))}
+
+
+def modular_addition(index: int, seed: int, *, modulus: int = 10) -> dict[str, Any]:
+    """`7 8=`, to be answered `5`: the sum modulo `modulus`. All numbers have as many digits as `modulus - 1`."""
+    if modulus < 2:
+        raise ValueError(f"modulus = {modulus}: it has to be 2 or more")
+    numbers = random.Random(f"modular addition/{seed}/{index}")
+    x, y = numbers.randrange(modulus), numbers.randrange(modulus)
+    width = len(str(modulus - 1))
+    return {"prompt": f"{x:0{width}} {y:0{width}}=", "answer": f"{(x + y) % modulus:0{width}}"}
+
+
+def repeat_digit(index: int, seed: int, *, most: int = 16) -> dict[str, Any]:
+    """`7 03=`, to be answered `777`: a digit, and how many of it, from 1 to `most`, each as often as the others.
+
+    Answers differ in length by what is asked, so that a bias to short responses can be seen.
+    """
+    if most < 1:
+        raise ValueError(f"most = {most}: it has to be 1 or more")
+    chance = random.Random(f"repeat/{seed}/{index}")
+    digit, count = chance.choice("0123456789"), chance.randint(1, most)
+    return {"prompt": f"{digit} {count:0{len(str(most))}}=", "answer": digit * count}
+
+
+def _digits(key: str, count: int) -> str:
+    return "".join(random.Random(key).choices("0123456789", k=count))
+
+
 def copy_reward(response: Response, prompt: Prompt) -> float:
-    """Share of positions that are right, the end of the response being the last of them."""
+    """Share of positions that are right, the end of the response being the last of them.
+
+    For every task above whose answer is a string of characters.
+    """
     wanted, given = str(prompt.answer), response.text
     ended = response.finish_reason == "stop"
     right = sum(a == b for a, b in zip(wanted, given, strict=False)) + (ended and len(given) == len(wanted))

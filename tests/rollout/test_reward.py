@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import RewardError, RewardTimeout
@@ -19,7 +22,16 @@ from streamrl.rollout.data import PromptSource
 from streamrl.rollout.reward.functions import extract_answer
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.tasks import addition, addition_reward, copy_digits, copy_reward
+from streamrl.rollout.tasks import (
+    addition,
+    addition_reward,
+    copy_digits,
+    copy_reward,
+    increment_digits,
+    modular_addition,
+    repeat_digit,
+    sort_digits,
+)
 from streamrl.types import Prompt
 from tests.processes import lives
 from tests.rollout.characters import make_chat
@@ -326,3 +338,58 @@ def test_own_tasks_are_pure_and_varied() -> None:
     numbers = [addition(i, 0, low=2, high=3) for i in range(50)]
     assert {row["answer"] for row in numbers} == {"4", "5", "6"}
     assert numbers[0]["prompt"].startswith("What is ")
+
+
+@pytest.mark.parametrize("task", [copy_digits, increment_digits, sort_digits, modular_addition, repeat_digit])
+@given(index=st.integers(0, 10_000), seed=st.integers(0, 10))
+def test_answers_are_scored_in_full_and_differ_by_row(task: Any, index: int, seed: int) -> None:
+    row = task(index, seed)
+    assert row == task(index, seed)
+    assert row["prompt"].endswith("=")
+    assert set(row["prompt"] + row["answer"]) <= set("0123456789= "), "the alphabet of the scratch model"
+    assert copy_reward(response(row["answer"], "stop"), prompt(row["answer"])) == 1.0
+    assert len({task(i, seed)["prompt"] for i in range(index, index + 100)}) > 40
+
+
+@given(index=st.integers(0, 10_000), digits=st.integers(1, 8))
+def test_each_digit_is_incremented_without_carrying(index: int, digits: int) -> None:
+    row = increment_digits(index, 0, digits=digits)
+    assert len(row["prompt"]) == digits + 1
+    assert [(int(b) - int(a)) % 10 for a, b in zip(row["prompt"][:-1], row["answer"], strict=True)] == [1] * digits
+
+
+@given(index=st.integers(0, 10_000), digits=st.integers(1, 8))
+def test_the_same_digits_are_in_order(index: int, digits: int) -> None:
+    row = sort_digits(index, 0, digits=digits)
+    assert sorted(row["prompt"][:-1]) == list(row["answer"])
+    assert len(row["answer"]) == digits
+
+
+@given(index=st.integers(0, 10_000), modulus=st.integers(2, 200))
+def test_sums_stay_below_the_modulus_and_have_one_width(index: int, modulus: int) -> None:
+    row = modular_addition(index, 0, modulus=modulus)
+    x, y = row["prompt"].removesuffix("=").split(" ")
+    assert (int(x) + int(y) - int(row["answer"])) % modulus == 0
+    assert max(int(x), int(y), int(row["answer"])) < modulus
+    assert {len(text) for text in (x, y, row["answer"])} == {len(str(modulus - 1))}
+
+
+@given(index=st.integers(0, 10_000), most=st.integers(1, 120))
+def test_a_digit_is_repeated_as_often_as_asked(index: int, most: int) -> None:
+    row = repeat_digit(index, 0, most=most)
+    digit, count = row["prompt"].removesuffix("=").split(" ")
+    assert row["answer"] == digit * int(count)
+    assert 1 <= int(count) <= most
+    assert len(count) == len(str(most))
+
+
+def test_all_lengths_are_asked_for_alike() -> None:
+    lengths = Counter(len(repeat_digit(i, 0, most=4)["answer"]) for i in range(4000))
+    assert sorted(lengths) == [1, 2, 3, 4]
+    assert all(850 < count < 1150 for count in lengths.values())
+
+
+@pytest.mark.parametrize(("task", "wrong"), [(modular_addition, {"modulus": 1}), (repeat_digit, {"most": 0})])
+def test_a_task_that_cannot_be_is_refused(task: Any, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="it has to be"):
+        task(0, 0, **wrong)

@@ -1,0 +1,867 @@
+"""How stale a run may be: real asynchronous runs over tasks, `max_staleness` (η), objectives and seeds.
+
+    python benchmarks/staleness.py                                   # all of it: many hours; can be stopped and resumed
+    python benchmarks/staleness.py --quick                           # four short runs, in minutes: nothing is kept
+    python benchmarks/staleness.py --only task=sort,copy eta=4,8     # a part of it
+    python benchmarks/staleness.py --dry-run                         # what is missing, and how long it would take
+    python benchmarks/staleness.py --report                          # tables and plot of what there is; nothing is run
+
+Each run is a process of its own, started as a user would start it, with the settings of an example and those of its
+`Cell`. It goes on for three times as many steps as its task takes to be learned at η = 0: what is learned has to last.
+
+A finished run is a row of `results/latest/staleness.json`, written when the run ends, and is not run again as long as
+these three are what they were:
+
+- its cell (task, objective, η, over-age policy, seed);
+- its settings: the resolved configuration, defaults included, without the names of its folders;
+- the code: every Python file of `streamrl/` as a syntax tree without docstrings, and every C file, except for what only
+  starts or shows a run (`NOT_CODE`). Comments, documentation, tests and benchmarks do not count.
+
+`--any-code` takes the rows of other code for finished, too. A run that fails is said, and is no row.
+
+What is reported, in terms of the reward of a step, which is the mean over its training batch:
+
+- a reward is *smoothed* by the mean over `WINDOW` steps, the last of which is the step;
+- *learned* is a run from the first step whose smoothed reward is `LEARNED`; *steps to 0.9* are those to the first one
+  with a smoothed reward of `NEARLY`;
+- the *worst reward after it was learned* is the least smoothed reward from there to the end. A run *fell* if that is
+  below `NEARLY`;
+- *area per token* is the mean reward over the tokens of the training batches (over-age ones included), divided by that
+  of the synchronous run of the default objective with the same task and seed, over the tokens that both have; *area per
+  second* the same over the seconds of training;
+- *tokens per response* are those that entered a loss, by the responses in training batches; *generated* are those of
+  all finished responses, dropped ones included.
+
+With `--jobs` several runs share the machine. What they learn does not suffer, except that pools which wait for a core
+shift the ages within their bound; seconds do, so tables say how many ran at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import KEPT, ROOT, commit, latest, read_results, write_results
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.config import load, to_toml
+
+NAME, QUICK_NAME = "staleness", "staleness-quick"
+TASK_CODE = "streamrl.rollout.tasks"
+WINDOW = 3
+"""Steps over which a reward is smoothed."""
+LEARNED, NEARLY = 0.95, 0.9
+EVERY = 5
+"""Steps that share one figure in a kept curve, except for the reward and the time, which each step has."""
+NOT_CODE = ("launch/", "cli.py", "report.py", "plots.py", "records.py", "records/", "__main__.py")
+"""Of streamrl/: what starts a run or shows it, and so has no part in what it learns."""
+DEADLINE_SECONDS = 5400.0
+"""Longest time of one run."""
+STOPPING_SECONDS = 60.0
+"""Longest time that a run may take to end once it was told to."""
+
+
+# --- what is run ---------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    example: str
+    settings: Mapping[str, Any]
+    """By section and key, beside those of the example."""
+    steps: int
+    """Three times what learning takes at η = 0 (to a mean reward of 0.95 over five steps, seed 0)."""
+    seconds: float
+    """A guess at the time of one run, used until there is a row."""
+
+
+def _scratch(function: str, *, steps: int, seconds: float = 120.0, **settings: Any) -> Task:
+    """The example copy_scratch with another data function of `TASK_CODE`; `a__b` stands for the setting `a.b`."""
+    others = {key.replace("__", "."): value for key, value in settings.items()}
+    return Task("copy_scratch.toml", {"data.path": f"{TASK_CODE}:{function}", **others}, steps, seconds)
+
+
+NO_EVALUATION = {"evaluation.every_steps": 0, "evaluation.at_start": "false", "evaluation.at_end": "false"}
+
+TASKS: dict[str, Task] = {
+    "copy": _scratch("copy_digits", steps=200),
+    "increment": _scratch("increment_digits", steps=200),
+    "sort": _scratch("sort_digits", steps=240),
+    "modular-addition": _scratch("modular_addition", steps=200, rollout__sampling__max_new_tokens=3),
+    "repeat": _scratch("repeat_digit", steps=300, rollout__sampling__max_new_tokens=20),
+    "smollm2-addition": Task("smollm2_addition.toml", {}, 36, 400.0),
+    "smollm2-chain-sum": Task("chain_sum.toml", NO_EVALUATION, 60, 600.0),
+}
+LENGTH_TASK = "repeat"
+"""The task whose answers differ in length: the one for the over-age policies."""
+SIDE_BY_SIDE = "increment"
+"""The task on which all objectives have all values of η."""
+SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
+PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
+
+_DECOUPLED = {
+    "objective": "ppo",
+    "proximal": "auto",
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "behavior_weight_level": "token",
+    "behavior_weight_limit": "truncate",
+    "behavior_weight_cap": 5.0,
+    "behavior_weight_floor": 0.0,
+    "loss_aggregation": "token",
+}
+
+OBJECTIVES: dict[str, Mapping[str, Any]] = {
+    "default": {},
+    "decoupled": _DECOUPLED,
+    "ppo": _DECOUPLED | {"proximal": "behavior"},
+    "truncated": _DECOUPLED | {"behavior_weight_cap": 2.0},
+    "masked": _DECOUPLED | {"behavior_weight_limit": "mask", "behavior_weight_floor": 0.5},
+    "gspo": _DECOUPLED
+    | {
+        "objective": "gspo",
+        "proximal": "behavior",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "loss_aggregation": "sequence",
+    },
+    "cispo": _DECOUPLED | {"objective": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
+}
+"""Settings of [algorithm] by name. The default is what an example has; each of the others names all that it consists
+of, so that it stays what it is when defaults change. `decoupled` has the clip around the policy at the start of the
+step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
+`masked` with that of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md."""
+
+ETAS = (0, 1, 2, 4, 8, 16)
+CLOSE_ETAS = (4, 8)
+"""Where the other objectives are run on the other tasks from scratch."""
+SMALL_ETAS = (0, 1, 2, 4, 8)
+"""For SmolLM2, whose runs take minutes."""
+POLICY_ETAS = (1, 2, 4)
+"""Where the over-age policies are compared."""
+SEEDS = (0, 1, 2)
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    task: str
+    objective: str
+    eta: int
+    over_age: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.objective}, η {self.eta}, {self.over_age}, seed {self.seed}"
+
+
+def study() -> list[Cell]:
+    """All runs, first those that say most; a seed of all of a part comes before the next seed of it."""
+    parts: list[list[tuple[str, str, int, str]]] = [
+        [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS],
+        [(SIDE_BY_SIDE, objective, eta, "mask") for objective in OBJECTIVES if objective != "default" for eta in ETAS],
+        [(LENGTH_TASK, "default", 0, "mask")]
+        + [(LENGTH_TASK, "default", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")],
+        [(task, "default", eta, "mask") for task in PRETRAINED for eta in SMALL_ETAS],
+        [
+            (task, objective, eta, "mask")
+            for task in SCRATCH
+            if task != SIDE_BY_SIDE
+            for objective in OBJECTIVES
+            if objective != "default"
+            for eta in CLOSE_ETAS
+        ],
+    ]
+    return [Cell(*kind, seed) for part in parts for seed in SEEDS for kind in part]
+
+
+def quick() -> list[Cell]:
+    """Enough to see that all of it works."""
+    return [Cell(SIDE_BY_SIDE, objective, eta, "mask", 0) for objective in ("default", "decoupled") for eta in (0, 4)]
+
+
+QUICK_STEPS = 40
+
+
+def chosen(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Those of `cells` that `only` names: `field=value,value`, of which each has to hold; exit where nothing fits."""
+    wanted: dict[str, set[str]] = {}
+    for text in only:
+        name, equals, values = text.partition("=")
+        if name not in Cell._fields or not equals:
+            raise SystemExit(f"--only {text}: write FIELD=VALUE,…; fields are {', '.join(Cell._fields)}")
+        known = {str(getattr(cell, name)) for cell in cells}
+        wanted[name] = set(values.split(","))
+        if unknown := wanted[name] - known:
+            raise SystemExit(
+                f"--only {text}: there is no {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
+            )
+    found = [cell for cell in cells if all(str(getattr(cell, name)) in values for name, values in wanted.items())]
+    if not found:
+        raise SystemExit(f"--only {' '.join(only)}: no run of the study is all of that at once")
+    return found
+
+
+def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
+    """Overrides of the example of a cell's task, by section and key."""
+    task = TASKS[cell.task]
+    return {
+        **task.settings,
+        "run.seed": cell.seed,
+        "run.total_train_steps": steps,
+        "run.stop_at_reward": 1e9,  # never: what is learned has to last
+        "staleness.max_staleness": cell.eta,
+        "staleness.over_age": cell.over_age,
+        "trainer.save_at_end": "false",
+        "trainer.save_every_seconds": 0,
+        "metrics.plots": "false",
+        "metrics.tensorboard": "false",
+        **{f"algorithm.{name}": value for name, value in OBJECTIVES[cell.objective].items()},
+    }
+
+
+def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def settings_digest(cell: Cell, *, steps: int) -> str:
+    """Of the resolved configuration of a run, defaults included."""
+    resolved = load(ROOT / "examples" / TASKS[cell.task].example, arguments_of(settings_of(cell, steps=steps)))
+    return hashlib.blake2b(to_toml(resolved).encode(), digest_size=6).hexdigest()
+
+
+def code_digest(package: Path = ROOT / "streamrl") -> str:
+    """Of all code that may change what a run learns; not of comments and docstrings."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package).as_posix()
+        if path.suffix not in (".py", ".c", ".h") or name.startswith(NOT_CODE):
+            continue
+        digest.update(name.encode())
+        digest.update(_bare(path.read_text()).encode() if path.suffix == ".py" else path.read_bytes())
+    return digest.hexdigest()
+
+
+def _bare(source: str) -> str:
+    """The syntax tree of a module, without strings that stand alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [part for part in body if not _stands_alone(part)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _stands_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+class RunFailed(Exception):
+    """A run that did not end as it should, with what it said last."""
+
+
+def run(cell: Cell, *, steps: int) -> dict[str, Any]:
+    """One run as a user would start it; return its row. Raises `RunFailed`."""
+    with tempfile.TemporaryDirectory(prefix="staleness-") as folder:
+        where = {"run.dir": folder, "run.name": "run"}
+        example = str(ROOT / "examples" / TASKS[cell.task].example)
+        arguments = arguments_of(settings_of(cell, steps=steps) | where)
+        command = [sys.executable, "-m", "streamrl", "run", example, *arguments]
+        begin = time.time()
+        with open(Path(folder) / "said", "w+") as said:
+            running = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
+            try:
+                code: int | str = running.wait(DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                code = f"not over after {DEADLINE_SECONDS:.0f} s"
+            finally:
+                if running.poll() is None:
+                    running.terminate()
+                    try:
+                        running.wait(STOPPING_SECONDS)
+                    except subprocess.TimeoutExpired:
+                        running.kill()
+            if code:
+                said.seek(0)
+                raise RunFailed(f"{cell}: {code}; {' '.join(command)} said last:\n{said.read()[-3000:]}")
+        return row_of(cell, Path(folder) / "run") | {"wall_seconds": round(time.time() - begin)}
+
+
+def row_of(cell: Cell, run_dir: Path) -> dict[str, Any]:
+    """What is kept of a finished run."""
+    reports = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    final = json.loads((run_dir / "final.json").read_text())
+    group_size = load(run_dir / "config.toml").rollout.group_size
+    metrics = [report["metrics"] for report in reports]
+    windows = [reports[first : first + EVERY] for first in range(0, len(reports), EVERY)]
+    sampled = np.cumsum([found["tokens_sampled"] for found in metrics])
+    responses = group_size * sum(found["groups"] for found in metrics)
+    dropped = (final["status"] or {}).get("ledger", {}).get("dropped", 0)
+    return {
+        **cell._asdict(),
+        "steps": len(reports),
+        "mean_token_age": short(summary["mean_token_age"] or 0.0),
+        "oldest_token_age": summary["oldest_token_age"],
+        "masked_share": short(summary["masked_share"] or 0.0),
+        "dropped_share": short(dropped / (dropped + responses / group_size)),
+        "response_tokens_trained": short(sum(found["tokens_trained"] for found in metrics) / responses),
+        "response_tokens_generated": short(
+            (int(sampled[-1]) + final["tokens_dropped"]) / (responses + dropped * group_size)
+        ),
+        "curve": {
+            "reward": [round(found["reward_mean"], 3) for found in metrics],
+            "seconds": [round(found["run_seconds"], 1) for found in metrics],
+            "tokens": [int(sampled[min(first + EVERY, len(reports)) - 1]) for first in range(0, len(reports), EVERY)],
+            "effective_sample_size": [least(window, "effective_sample_size") for window in windows],
+            "grad_norm": [largest(window, "grad_norm") for window in windows],
+            "age": [short(mean_age(window)) for window in windows],
+        },
+    }
+
+
+def least(window: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """Over the steps of `window` that have it (a figure that is not a number is left out of a report)."""
+    return min((short(report["metrics"][metric]) for report in window if metric in report["metrics"]), default=None)
+
+
+def largest(window: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    return max((short(report["metrics"][metric]) for report in window if metric in report["metrics"]), default=None)
+
+
+def mean_age(window: Sequence[Mapping[str, Any]]) -> float:
+    """Of the tokens that entered a loss, in versions; 0 without any."""
+    tokens = [(int(age), count) for report in window for age, count in report["token_ages"].items()]
+    return sum(age * count for age, count in tokens) / max(1, sum(count for _, count in tokens))
+
+
+def short(value: float) -> float:
+    """To three significant digits."""
+    return float(f"{value:.3g}")
+
+
+# --- the results ---------------------------------------------------------------------------------
+
+
+class Results:
+    """The rows of all finished runs in `results/latest/`, or where there are none yet, those that are kept.
+
+    Several processes may add rows: each reads the file anew under a lock and replaces it as a whole.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def rows(self) -> list[dict[str, Any]]:
+        files = (latest(f"{self._name}.json"), KEPT / f"{self._name}.json")
+        there = next((file for file in files if file.exists()), None)
+        found: list[dict[str, Any]] = read_results(there)["rows"] if there else []
+        return found
+
+    def add(self, row: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Add a row, in place of an earlier one of the same cell."""
+        with open(latest(f".{self._name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            rows = [other for other in self.rows() if cell_of(other) != cell_of(row)]
+            rows.append(dict(row))
+            write_results(self._name, settings, rows, measured_at=commits(rows), row_per_line=True)
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    return Cell(*(row[name] for name in Cell._fields))
+
+
+def commits(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of the code that `rows` were measured at, as one: their names, the latest date."""
+    found = {row["commit"]["id"]: row["commit"]["date"] for row in rows}
+    return {
+        "id": " and ".join(sorted(name for name in found if name)) or None,
+        "date": max((date for date in found.values() if date), default=None),
+        "changed": any(row["commit"]["changed"] for row in rows),
+    }
+
+
+# --- what results say ----------------------------------------------------------------------------
+
+
+def smoothed(rewards: Sequence[float]) -> list[float]:
+    """The mean of each and up to `WINDOW - 1` before it."""
+    return [fmean(rewards[max(0, last - WINDOW + 1) : last + 1]) for last in range(len(rewards))]
+
+
+def first_at(rewards: Sequence[float], level: float) -> int | None:
+    """The first step, from 1, whose smoothed reward is `level` or more; None: there is none. The first `WINDOW - 1`
+    steps, which have too few to be smoothed over, do not count."""
+    found = smoothed(rewards)
+    return next((step + 1 for step in range(WINDOW - 1, len(found)) if found[step] >= level), None)
+
+
+def worst_after_learned(rewards: Sequence[float]) -> float | None:
+    """The least smoothed reward from the step on which it was learned; None: it was not."""
+    learned = first_at(rewards, LEARNED)
+    return None if learned is None else min(smoothed(rewards)[learned - 1 :])
+
+
+def area(rewards: Sequence[float], until: Sequence[float], end: float) -> float:
+    """The mean reward from 0 to `end`, where step i has its reward from `until[i - 1]` (or 0) to `until[i]`."""
+    edges = np.minimum(np.concatenate([[0.0], np.asarray(until, dtype=float)]), end)
+    return float(np.asarray(rewards) @ np.diff(edges) / edges[-1])
+
+
+def tokens_until(curve: Mapping[str, Any]) -> list[float]:
+    """Tokens of all training batches up to each step; the kept ones are those at the end of `EVERY` steps."""
+    steps = len(curve["reward"])
+    known = [0, *(min(steps, (number + 1) * EVERY) for number in range(len(curve["tokens"])))]
+    return [float(value) for value in np.interp(np.arange(1, steps + 1), known, [0, *curve["tokens"]])]
+
+
+def area_ratio(row: Mapping[str, Any], synchronous: Mapping[str, Any], *, by: str) -> float:
+    """Mean reward over the `tokens` or `seconds` that both runs have, relative to the synchronous one."""
+    sides = []
+    for each in (row, synchronous):
+        curve = each["curve"]
+        sides.append((curve["reward"], tokens_until(curve) if by == "tokens" else curve["seconds"]))
+    end = min(until[-1] for _, until in sides)
+    mine, theirs = (area(rewards, until, end) for rewards, until in sides)
+    return mine / theirs
+
+
+class Spread(NamedTuple):
+    """A figure of several runs; of those that have it."""
+
+    values: list[float]
+    runs: int
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    def said(self, form: str = ".2f") -> str:
+        """Mean, least to most, and how many runs do not have it."""
+        if not self.values:
+            return f"never ({self.runs})" if self.runs else "–"
+        text = f"{self.mean:{form}}"
+        if len(self.values) > 1:
+            text += f" ({min(self.values):{form}} to {max(self.values):{form}})"
+        missing = self.runs - len(self.values)
+        return f"{text}, {missing} never" if missing else text
+
+
+def at_once(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many runs shared the machine, which is what their seconds depend on; empty where each had it for itself."""
+    most = max((row["jobs"] for row in rows), default=1)
+    return f"Up to {most} runs shared the machine: compare seconds with that in mind." if most > 1 else ""
+
+
+class Kind(NamedTuple):
+    """What runs have in common that differ in nothing but the seed."""
+
+    task: str
+    objective: str
+    eta: int
+    over_age: str
+
+
+class Summary(NamedTuple):
+    """Of the runs of one kind."""
+
+    kind: Kind
+    runs: int
+    fell: int
+    """How many had `LEARNED` and then less than `NEARLY`."""
+    steps_to_nearly: Spread
+    seconds_to_nearly: Spread
+    worst: Spread
+    """Least smoothed reward after it was learned."""
+    final: Spread
+    """Mean reward of the last tenth of the steps."""
+    area_per_token: Spread
+    """Against the synchronous run of the same seed."""
+    area_per_second: Spread
+    sample_size: Spread
+    """Effective sample size, the least of any step, as a share of the tokens."""
+    mean_age: Spread
+    rejected: Spread
+    """Masked tokens and dropped groups, as a share."""
+    length_ratio: Spread
+    """Tokens in the loss of a response in a training batch, relative to those of a finished response."""
+
+
+def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
+    """One for each kind, in the order of the study."""
+    by_cell = {cell_of(row): row for row in rows}
+    order = {cell[:4]: number for number, cell in enumerate(study())}
+    kinds: dict[Kind, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        kinds[Kind(*cell_of(row)[:4])].append(row)
+
+    def place(kind: Kind) -> tuple[int, int, int]:
+        return list(TASKS).index(kind.task) if kind.task in TASKS else len(TASKS), order.get(tuple(kind), 0), kind.eta
+
+    return [_summary(kind, kinds[kind], by_cell) for kind in sorted(kinds, key=place)]
+
+
+def _summary(kind: Kind, rows: Sequence[Mapping[str, Any]], by_cell: Mapping[Cell, Mapping[str, Any]]) -> Summary:
+    def spread(values: Sequence[float | None]) -> Spread:
+        return Spread([value for value in values if value is not None], len(rows))
+
+    rewards = [row["curve"]["reward"] for row in rows]
+    nearly = [first_at(each, NEARLY) for each in rewards]
+    worst = [worst_after_learned(each) for each in rewards]
+    pairs = [
+        (row, by_cell[yardstick])
+        for row in rows
+        if (yardstick := Cell(kind.task, "default", 0, "mask", row["seed"])) in by_cell
+    ]
+    return Summary(
+        kind=kind,
+        runs=len(rows),
+        fell=sum(value is not None and value < NEARLY for value in worst),
+        steps_to_nearly=spread(nearly),
+        seconds_to_nearly=spread(
+            [step and row["curve"]["seconds"][step - 1] for step, row in zip(nearly, rows, strict=True)]
+        ),
+        worst=spread(worst),
+        final=spread([fmean(each[-max(1, len(each) // 10) :]) for each in rewards]),
+        area_per_token=Spread([area_ratio(*pair, by="tokens") for pair in pairs], len(pairs)),
+        area_per_second=Spread([area_ratio(*pair, by="seconds") for pair in pairs], len(pairs)),
+        sample_size=spread(
+            [min((v for v in row["curve"]["effective_sample_size"] if v is not None), default=None) for row in rows]
+        ),
+        mean_age=spread([row["mean_token_age"] for row in rows]),
+        rejected=spread([row["masked_share"] + row["dropped_share"] for row in rows]),
+        length_ratio=spread([row["response_tokens_trained"] / row["response_tokens_generated"] for row in rows]),
+    )
+
+
+AREA_WANTED = {1: 0.95, 2: 0.95, 4: 0.95, 8: 0.9}
+"""By η: least mean area per token, relative to synchronous."""
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the criterion holds for the default objective, in words, and by how much.
+
+    At η = 1, 2, 4 and 8 no run of any task and seed falls below 0.9 after it had 0.95, and the mean area per token is
+    at least `AREA_WANTED`. Runs of the study that are missing, and runs that never had 0.95, keep it from holding.
+    """
+    wanted = [cell for cell in study() if cell.objective == "default" and cell.eta in AREA_WANTED]
+    kinds = {Kind(*cell[:4]) for cell in wanted}
+    found = [summary for summary in summaries(rows) if summary.kind in kinds]
+    here = [row for row in rows if cell_of(row) in set(wanted)]
+    fell = sum(summary.fell for summary in found)
+    never = sum(summary.runs - len(summary.worst.values) for summary in found)
+    compared = [summary for summary in found if summary.area_per_token.values]
+    short_of = [summary for summary in compared if summary.area_per_token.mean < AREA_WANTED[summary.kind.eta]]
+    missing = len(wanted) - len(here)
+    if fell or short_of or never:
+        first = "**The criterion does not hold.**"
+    elif missing or len(compared) < len(kinds):
+        first = "**Not decided yet: runs of the study are missing.** In those that there are the criterion holds."
+    else:
+        first = "**The criterion holds.**"
+    said = [
+        f"{first} At the default objective and η = 1, 2, 4, 8, {fell} of {len(here)} runs fell below {NEARLY} after "
+        f"they had {LEARNED}{_named_falls(here)}, and {never} never had it."
+    ]
+    for name, etas in (("η ≤ 4", (1, 2, 4)), ("η = 8", (8,))):
+        mine = [summary for summary in compared if summary.kind.eta in etas]
+        if mine:
+            low = min(mine, key=lambda summary: summary.area_per_token.mean)
+            said.append(
+                f"Area per token, relative to the synchronous run, is at least {low.area_per_token.mean:.3f} at {name} "
+                f"({low.kind.task}, η {low.kind.eta}; wanted: {AREA_WANTED[etas[0]]})."
+            )
+        else:
+            said.append(f"Area per token at {name} has not been measured.")
+    if missing:
+        said.append(f"Of this part of the study {len(here)} of {len(wanted)} runs are there.")
+    if fell or short_of:
+        said.append(_best(rows))
+    return " ".join(part for part in said if part)
+
+
+def _named_falls(rows: Sequence[Mapping[str, Any]], most: int = 6) -> str:
+    """The runs that fell, the deepest first."""
+    falls = [
+        (worst, cell_of(row)) for row in rows if (worst := worst_after_learned(row["curve"]["reward"])) is not None
+    ]
+    falls = sorted(fall for fall in falls if fall[0] < NEARLY)
+    if not falls:
+        return ""
+    names = [
+        f"{cell.task}, η {cell.eta}, {cell.over_age}, seed {cell.seed}: {worst:.2f}" for worst, cell in falls[:most]
+    ]
+    return f" ({'; '.join(names)}{'; …' if len(falls) > most else ''})"
+
+
+def _best(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which objective loses least where all of them were run at the criterion's η; empty where that is nowhere."""
+    worst: dict[str, dict[tuple[Any, ...], float | None]] = defaultdict(dict)
+    for row in rows:
+        if row["eta"] in AREA_WANTED:
+            place = tuple(row[name] for name in ("task", "eta", "over_age", "seed"))
+            worst[row["objective"]][place] = worst_after_learned(row["curve"]["reward"])
+    common = set.intersection(*map(set, worst.values())) if worst else set()
+    if not common or len(worst) < 2:
+        return ""
+    failed = {
+        objective: sum((value := found[place]) is None or value < NEARLY for place in common)
+        for objective, found in worst.items()
+    }
+    best = min(failed, key=lambda objective: failed[objective])
+    counts = ", ".join(f"{objective} {count}" for objective, count in sorted(failed.items(), key=lambda item: item[1]))
+    return (
+        f"The best that was found is the objective {best}: of the {len(common)} runs that each objective has at these "
+        f"η, so many fell or were never learned: {counts}."
+    )
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+COLUMNS = (
+    "task",
+    "objective",
+    "η",
+    "over-age",
+    "runs",
+    "fell",
+    f"steps to {NEARLY}",
+    f"seconds to {NEARLY}",
+    "area per token",
+    "area per second",
+    "worst after learned",
+    "final",
+    "least ESS",
+    "mean age",
+    "trained/generated",
+)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Mean over seeds, and least to most."""
+    result = Table(title="mean over seeds (least to most)")
+    for name in COLUMNS:
+        result.add_column(name, justify="left" if name in ("task", "objective", "over-age") else "right")
+    for s in summaries(rows):
+        result.add_row(
+            s.kind.task,
+            s.kind.objective,
+            str(s.kind.eta),
+            s.kind.over_age,
+            str(s.runs),
+            str(s.fell),
+            s.steps_to_nearly.said(".0f"),
+            s.seconds_to_nearly.said(".0f"),
+            s.area_per_token.said(),
+            s.area_per_second.said(),
+            s.worst.said(),
+            s.final.said(),
+            s.sample_size.said(),
+            s.mean_age.said(".1f"),
+            s.length_ratio.said(".3f"),
+        )
+    return result
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Reward by step for each task at the default; below, what the objectives keep of it by η, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = [task for task in TASKS if any(row["task"] == task and row["objective"] == "default" for row in rows)]
+    columns = max(3, len(tasks))
+    figure, panels = plt.subplots(2, columns, figsize=(3.6 * columns, 7), squeeze=False)
+    colours = {eta: plt.get_cmap("viridis")(number / len(ETAS)) for number, eta in enumerate(ETAS)}
+    for panel, task in zip(panels[0], tasks, strict=False):
+        shown = set()
+        for row in rows:
+            if row["task"] == task and row["objective"] == "default" and row["over_age"] == "mask":
+                label = None if row["eta"] in shown else f"η {row['eta']}"
+                shown.add(row["eta"])
+                panel.plot(smoothed(row["curve"]["reward"]), color=colours.get(row["eta"]), lw=0.8, label=label)
+        panel.axhline(NEARLY, color="grey", ls=":", lw=0.8)
+        panel.set(title=f"{task}: default", xlabel="step", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.02))
+        panel.legend(fontsize=7)
+    found = [s for s in summaries(rows) if s.kind.task == SIDE_BY_SIDE and s.kind.over_age == "mask"]
+    for panel, (title, figure_of) in zip(
+        panels[1],
+        (
+            ("worst reward after it was learned", lambda s: s.worst),
+            ("area per token, relative to synchronous", lambda s: s.area_per_token),
+            ("least effective sample size", lambda s: s.sample_size),
+        ),
+        strict=False,
+    ):
+        for objective in OBJECTIVES:
+            mine = sorted(
+                (s.kind.eta, figure_of(s)) for s in found if s.kind.objective == objective and figure_of(s).values
+            )
+            if mine:
+                etas = [ETAS.index(eta) if eta in ETAS else eta for eta, _ in mine]
+                means = np.array([spread.mean for _, spread in mine])
+                low = means - [min(spread.values) for _, spread in mine]
+                high = np.array([max(spread.values) for _, spread in mine]) - means
+                panel.errorbar(etas, means, yerr=[low, high], marker="o", ms=3, capsize=2, label=objective)
+        panel.set(title=f"{SIDE_BY_SIDE}: {title}", xlabel="η (versions)", ylim=(0, None))
+        panel.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
+        if panel.has_data():
+            panel.legend(fontsize=7)
+    for panel in [*panels[0, len(tasks) :], *panels[1, 3:]]:
+        panel.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+class Remaining:
+    """How long the runs that are left will take, from those that are over."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], *, jobs: int) -> None:
+        self._jobs = jobs
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            self._seconds[row["task"]].append(row["wall_seconds"])
+
+    def took(self, cell: Cell, seconds: float) -> None:
+        self._seconds[cell.task].append(seconds)
+
+    def seconds(self, left: Sequence[Cell]) -> float:
+        of_task = {task: fmean(self._seconds[task][-12:] or [TASKS[task].seconds]) for task in TASKS}
+        return sum(of_task[cell.task] for cell in left) / self._jobs
+
+
+def hours(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"four runs of {QUICK_STEPS} steps, anew each time")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FIELD=VALUE,…", help=f"runs by {', '.join(Cell._fields)}"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at once; their seconds suffer, what they learn does not"
+    )
+    parser.add_argument("--any-code", action="store_true", help="runs of other code count as finished, too")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="show what is missing, and how long it would take")
+    what.add_argument("--report", action="store_true", help="tables and plot of what there is; nothing is run")
+    options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: it has to be 1 or more")
+    console = Console()
+    name = QUICK_NAME if options.quick else NAME
+    results = Results(name)
+    cells = chosen(quick() if options.quick else study(), options.only)
+    failed: list[str] = []
+    if not options.report:
+        code = code_digest()
+        wanted = {cell: settings_digest(cell, steps=steps_of(cell, quick=options.quick)) for cell in cells}
+        missing = left_to_run(wanted, [] if options.quick else results.rows(), code=None if options.any_code else code)
+        remaining = Remaining(results.rows(), jobs=options.jobs)
+        console.print(
+            f"{len(cells) - len(missing)} of {len(cells)} runs are there; the others take about "
+            f"{hours(remaining.seconds(missing))}"
+        )
+        if options.dry_run:
+            console.print("\n".join(str(cell) for cell in missing), highlight=False)
+            return
+        settings = {"quick": options.quick, "window": WINDOW, "seeds": len(SEEDS)}
+        with contextlib.suppress(KeyboardInterrupt):
+            for cell, found in run_all(missing, jobs=options.jobs, quick=options.quick):
+                if isinstance(found, RunFailed):
+                    failed.append(str(cell))
+                    console.print(f"[red]failed:[/] {cell}", highlight=False)
+                    console.print(str(found), markup=False, highlight=False)
+                    continue
+                row = found | {
+                    "jobs": options.jobs,
+                    "code": code,
+                    "settings": wanted[cell],
+                    "commit": commit(),
+                }
+                results.add(row, settings)
+                remaining.took(cell, row["wall_seconds"])
+                missing.remove(cell)
+                console.print(
+                    f"{len(cells) - len(missing)}/{len(cells)} {told(row)}; "
+                    f"{hours(remaining.seconds([c for c in missing if str(c) not in failed]))} left",
+                    highlight=False,
+                )
+    rows = [row for row in results.rows() if cell_of(row) in set(cells)]
+    if not rows:
+        raise SystemExit("there is no finished run to show" if options.report else "no run was finished")
+    Console(width=max(console.width, 200)).print(table(rows))
+    console.print(verdict(rows), markup=False)
+    picture = latest(f"{name}.png")
+    plot(results.rows(), picture)
+    console.print(f"results: {latest(f'{name}.json')}, {picture}", soft_wrap=True)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed:\n" + "\n".join(failed))
+
+
+def steps_of(cell: Cell, *, quick: bool) -> int:
+    return QUICK_STEPS if quick else TASKS[cell.task].steps
+
+
+def left_to_run(wanted: Mapping[Cell, str], rows: Sequence[Mapping[str, Any]], *, code: str | None) -> list[Cell]:
+    """The cells without a row of their settings and of `code` (None: of any), in their order."""
+    there = {
+        cell_of(row)
+        for row in rows
+        if row["settings"] == wanted.get(cell_of(row)) and (code is None or row["code"] == code)
+    }
+    return [cell for cell in wanted if cell not in there]
+
+
+def run_all(cells: Sequence[Cell], *, jobs: int, quick: bool) -> Iterator[tuple[Cell, dict[str, Any] | RunFailed]]:
+    """Run `cells`, `jobs` at once; yield each as it ends. Interrupted, those that run are waited for."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run, cell, steps=steps_of(cell, quick=quick)): cell for cell in cells}
+        try:
+            for done in as_completed(running):
+                error = done.exception()
+                if error is not None and not isinstance(error, RunFailed):
+                    raise error
+                yield running[done], error if isinstance(error, RunFailed) else done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A finished run in a line."""
+    rewards = row["curve"]["reward"]
+    nearly, worst = first_at(rewards, NEARLY), worst_after_learned(rewards)
+    learned = f"{NEARLY} at step {nearly}" if nearly else f"never {NEARLY}"
+    after = "" if worst is None else f", worst after it was learned {worst:.2f}"
+    return f"{cell_of(row)}: {learned}{after}, {row['wall_seconds']} s"
+
+
+if __name__ == "__main__":
+    main()

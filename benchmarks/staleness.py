@@ -123,6 +123,7 @@ _DECOUPLED = {
     "behavior_weight_limit": "truncate",
     "behavior_weight_cap": 5.0,
     "behavior_weight_floor": 0.0,
+    "behavior_kl_coef": 0.0,
     "loss_aggregation": "token",
 }
 

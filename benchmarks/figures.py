@@ -49,6 +49,7 @@ STREAMS = {
 BY_NAME_ONLY = {"staleness"}
 """Benchmarks that take the better part of a day: run only when they are named."""
 MISSING = "–"
+NOT_MEASURED = "Not measured yet."
 SHOWN_STEPS = 3
 """Of the demo, in the README: so many of the first and of the last."""
 
@@ -286,7 +287,7 @@ def staleness_default(results: Results) -> str:
         for s in staleness.summaries(results["rows"])
         if s.kind.objective == "default" and s.kind.over_age == "mask"
     ]
-    return f"{markdown(header.split(' | '), rows)}\n\n{staleness.at_once(results['rows'])}"
+    return f"{markdown(header.split(' | '), rows)}\n\n{staleness.conditions(results['rows'])}".rstrip()
 
 
 def staleness_objectives(results: Results) -> str:
@@ -313,7 +314,7 @@ def staleness_objectives(results: Results) -> str:
         for s in sorted(found, key=lambda s: list(staleness.OBJECTIVES).index(s.kind.objective))
         if (s.kind.task, s.kind.eta) == place
     ]
-    return markdown(header, rows)
+    return markdown(header, rows) if rows else NOT_MEASURED
 
 
 def staleness_over_age(results: Results) -> str:
@@ -334,7 +335,7 @@ def staleness_over_age(results: Results) -> str:
         for s in staleness.summaries(results["rows"])
         if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default"
     ]
-    return markdown(header, rows)
+    return markdown(header, rows) if rows else NOT_MEASURED
 
 
 def demo_printed(results: Results) -> str:

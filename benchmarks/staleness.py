@@ -466,10 +466,12 @@ class Spread(NamedTuple):
         return f"{text}, {missing} never" if missing else text
 
 
-def at_once(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many runs shared the machine, which is what their seconds depend on; empty where each had it for itself."""
+def conditions(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What else the machine did while `rows` were measured, which is what their seconds depend on; empty: nothing."""
     most = max((row["jobs"] for row in rows), default=1)
-    return f"Up to {most} runs shared the machine: compare seconds with that in mind." if most > 1 else ""
+    said = [f"up to {most} runs at once"] if most > 1 else []
+    said += sorted({row["note"] for row in rows if row["note"]})
+    return f"Seconds are of a machine with {', '.join(said)}." if said else ""
 
 
 class Kind(NamedTuple):
@@ -724,7 +726,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 low = means - [min(spread.values) for _, spread in mine]
                 high = np.array([max(spread.values) for _, spread in mine]) - means
                 panel.errorbar(etas, means, yerr=[low, high], marker="o", ms=3, capsize=2, label=objective)
-        panel.set(title=f"{SIDE_BY_SIDE}: {title}", xlabel="η (versions)", ylim=(0, None))
+        panel.set(title=f"{SIDE_BY_SIDE}: {title}", xlabel="η (versions)", ylim=(0, 1.05))
+        panel.title.set_fontsize(9)
         panel.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
         if panel.has_data():
             panel.legend(fontsize=7)
@@ -769,6 +772,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, help="runs at once; their seconds suffer, what they learn does not"
     )
+    parser.add_argument("--note", default="", help="what else the machine does, said under the table with seconds")
     parser.add_argument("--any-code", action="store_true", help="runs of other code count as finished, too")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="show what is missing, and how long it would take")
@@ -803,6 +807,7 @@ def main() -> None:
                     continue
                 row = found | {
                     "jobs": options.jobs,
+                    "note": options.note,
                     "code": code,
                     "settings": wanted[cell],
                     "commit": commit(),

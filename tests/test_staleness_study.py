@@ -51,6 +51,7 @@ def row(cell, rewards=LEARNS, **others):
         "response_tokens_generated": 5.0,
         "wall_seconds": 100,
         "jobs": 1,
+        "note": "",
         "code": "code",
         "settings": "settings",
         "commit": {"id": "abc", "date": "2026-01-01T00:00:00+00:00", "changed": False},
@@ -395,6 +396,20 @@ def test_tables_are_whole(render):
     widths = {line.count("|") for line in table.splitlines()}
     assert len(widths) == 1
     assert len(table.splitlines()) > 5
+
+
+def test_what_else_the_machine_did_is_said():
+    cell = staleness.study()[0]
+    assert staleness.conditions([row(cell)]) == ""
+    assert staleness.conditions([row(cell, jobs=2), row(cell, note="CI beside them")]) == (
+        "Seconds are of a machine with up to 2 runs at once, CI beside them."
+    )
+    assert figures.staleness_default({"rows": [row(cell, note="CI")]}).endswith("machine with CI.")
+
+
+@pytest.mark.parametrize("render", ["staleness_objectives", "staleness_over_age"])
+def test_a_table_without_rows_says_so(render):
+    assert getattr(figures, render)({"rows": []}) == figures.NOT_MEASURED
 
 
 def test_the_plot_is_drawn(tmp_path):

@@ -85,8 +85,8 @@ class Task(NamedTuple):
     settings: Mapping[str, Any]
     """By section and key, beside those of the example."""
     steps: int
-    """Three times what learning takes at η = 0 (until the smoothed reward is `LEARNED`, seed 0). Measured for `copy` and
-    `increment`; of the other tasks it is what it is thought to be."""
+    """Three times what learning takes at η = 0 (until the smoothed reward is `LEARNED`, seed 0). Measured for
+    `increment` (67 steps); of the other tasks it is a guess."""
     seconds: float
     """A guess at the time of one run, used until there is a row."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -135,12 +136,13 @@ def verdict(outcome: Outcome) -> str:
 
 
 def comparison_table(outcome: Outcome, folder: Path) -> Table:
-    """Some steps as recorded and as replayed."""
+    """Some steps as recorded and as replayed; `age`: the mean of the tokens, `sample size`: the effective one."""
     recorded = {step.step: step for step in read_records(Path(outcome.run)).steps}
     replayed = {step.step: step for step in read_records(folder).steps}
-    table = Table(title=escape(f"{outcome.run}: as recorded → as replayed"), title_justify="left")
-    for heading in ("step", "reward", "mean age", "loss", "gradient norm", "effective sample size", "clipped"):
-        table.add_column(heading, justify="right", no_wrap=" " not in heading)
+    title = escape(f"{outcome.run}: as recorded → as replayed")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    for heading in ("step", "reward", "age", "loss", "grad norm", "sample size", "clipped"):
+        table.add_column(heading, justify="right", no_wrap=True)
     count = len(replayed)
     shown = sorted({round(i * (count - 1) / max(min(count, ROWS) - 1, 1)) for i in range(min(count, ROWS))})
     for number in (sorted(replayed)[place] for place in shown):
@@ -148,10 +150,10 @@ def comparison_table(outcome: Outcome, folder: Path) -> Table:
         figures = [
             _pair(before, now, name, form)
             for name, form in (
-                ("loss", ".4f"),
+                ("loss", ".3f"),
                 ("grad_norm", ".3f"),
                 ("effective_sample_size", ".3f"),
-                ("clip_share", ".1%"),
+                ("clip_share", ".0%"),
             )
         ]
         table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", f"{_mean_age(now):.2f}", *figures)

@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from streamrl import progress
+from streamrl.trainer.recording import read_recording
+from streamrl.trainer.replay_plan import stretch
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, processes_of, run, start, steps, summary
 
 LONG = {
@@ -113,6 +115,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
         "resumed",
         **(QUICK | {"run__total_train_steps": 34, "trainer__save_every_steps": 4}),
         staleness__over_age="wait",  # trains in admission order, so a lost group would be a gap
+        run__record="true",
     )
     process = start(COPY_SCRATCH, settings)
     reader, _ = collected(process)
@@ -143,6 +146,17 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     down = after[saved]["spans"][0][1] - stopped
     assert down > 0
     assert summary(run_dir)["train_seconds"] < after[-1]["time"] - began - down
+
+    recorded = read_recording(run_dir)
+    assert [(part.begins_at, part.last, len(part.folders)) for part in recorded.parts] == [
+        (0, saved, 1),
+        (saved, 34, 2),
+    ]
+    for number in (1, saved, saved + 1, 34):
+        seqs = [group.seq for rank in recorded.load(number) for group in rank.groups]
+        assert sorted(seqs) == sorted(after[number - 1]["seqs"])
+    changed = "from there on the run had another trainer.data_parallel, trainer.shard"
+    assert stretch(recorded) == (1, saved, changed)
 
     done = start(COPY_SCRATCH, [*settings, "run.total_train_steps=32", "--resume"])
     reader, output = collected(done)

@@ -39,6 +39,7 @@ def replay(run_dir: Path, *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_replayed_run_has_the_losses_of_the_run(tmp_path: Path, ranks: int) -> None:
+    """With two, output of model function calls moves between them before it is trained on."""
     more = {"trainer__data_parallel": ranks, "algorithm__minibatches": 2, "algorithm__kl_coef": 0.01}
     run(COPY_SCRATCH, overrides(tmp_path, "live", **SMALL, **(more if ranks == 2 else {})))
     live = tmp_path / "live"

@@ -25,7 +25,7 @@ from streamrl.trainer import replay as replaying
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.assembly import Assembly, resume
 from streamrl.trainer.batches import BatchFormer
-from streamrl.trainer.calls import Inference, MinibatchShare, Save, Sibling, Trained, TrainStep
+from streamrl.trainer.calls import Function, Inference, MinibatchShare, Save, Sibling, Trained, TrainStep
 from streamrl.trainer.computation import Computation
 from streamrl.trainer.executor import hooks_of
 from streamrl.trainer.graph import graph_of
@@ -85,8 +85,9 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
         for mfc in graph.mfcs:
             pre, post = hooks[mfc.name]
             if mfc.interface != "train_step":
+                kind = Function if mfc.interface == "function" else Inference
                 for part in (seqs[:1], seqs[1:]) if mfc.reads == "arrivals" else (seqs,):
-                    computation.carry_out(Inference(mfc.name, part, pre.due(version), post.due(version)))
+                    computation.carry_out(kind(mfc.name, part, pre.due(version), post.due(version)))
                 continue
             minibatches = [
                 MinibatchShare(
@@ -112,6 +113,17 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
         computation.carry_out(Save(str(config.run_dir / "checkpoints" / "mid"), reached, final=True))
     computation.close()
     return found
+
+
+def test_what_a_users_function_gave_is_recorded_and_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, trainer={"graph": "tests.trainer.test_graph:users_graph"})
+    record(config, range(1, 4))
+    (step,) = read_recording(config.run_dir).load(2)
+    assert [array.shape for array in step.given["advantages"]] == [(group.tokens,) for group in step.groups]
+    monkeypatch.setattr("tests.trainer.test_computation.penalise_length", lambda groups, inputs: 1 / 0)
+    assert replay(config, tmp_path).difference is None
 
 
 def replay(config: Config, folder: Path, *overrides: str, to: str = "again", steps: int | None = None) -> Outcome:

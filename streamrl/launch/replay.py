@@ -130,7 +130,7 @@ def verdict(outcome: Outcome) -> str:
     d = outcome.difference
     text = f"step {d.step}, rank {d.rank}: {d.figure} is {d.replayed}, and was recorded as {d.recorded}"
     if not outcome.environment:
-        return f"{text}; nothing is known to differ here: an operation that is not repeatable, or other code"
+        return f"{text}; nothing is known to differ here: it may be an operation that is not repeatable"
     others = ", ".join(f"{key} {now!r} instead of {was!r}" for key, (was, now) in outcome.environment.items())
     return f"{text}; the likely cause: {others}"
 

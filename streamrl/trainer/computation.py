@@ -34,7 +34,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.checkpoint import CheckpointWriter
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.hooks import DataTransfer, Hook, Offload, ParamRealloc
-from streamrl.trainer.recording import FORMAT, Part, Recorder, RecordWriter
+from streamrl.trainer.recording import FORMAT, Part, Recorder, RecordWriter, code
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.items import Minibatch, TrainItem
@@ -123,7 +123,7 @@ class Computation:
             rank=self._rank,
             config=msgspec.to_builtins(config),
             weights=weights,
-            environment=rounding(self._assembly.device),
+            environment=rounding(self._assembly.device) | code(),
         )
         writer = RecordWriter(
             config.run_dir,

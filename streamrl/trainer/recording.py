@@ -13,6 +13,7 @@ slow never ends the run. The files are safetensors, so other programs can read t
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import zlib
@@ -75,7 +76,7 @@ class Part(msgspec.Struct, frozen=True):
     weights: dict[str, str]
     """Role → fingerprint of its first weights, of the roles that are trained; told by rank 0."""
     environment: dict[str, str]
-    """What decides how numbers are rounded (`device.rounding`), by name."""
+    """What decides how numbers are rounded (`device.rounding`), by name, and which code it is (`code`)."""
 
     def settings(self) -> Config:
         """`config`, checked; raises `ConfigError` if this version of streamrl does not take it."""
@@ -371,6 +372,14 @@ def kept_keys(graph: Graph) -> list[str]:
     and what the user's functions gave. What models compute on the batch, a replay computes again."""
     givers = [mfc for mfc in graph.mfcs if mfc.role != ROLLOUT and (mfc.reads == "arrivals" or mfc.function)]
     return sorted({key for mfc in givers for key in mfc.outputs} - {"rewards"})  # rewards are in the group
+
+
+def code() -> dict[str, str]:
+    """For `Part.environment`: fingerprint of the source that computes a training step."""
+    found = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(file.read_bytes())
+    return {"code of streamrl.trainer": found.hexdigest()}
 
 
 def cut(run_dir: Path, *, policy_version: int) -> None:

@@ -36,7 +36,7 @@ from streamrl.trainer.batches import BatchFormer
 from streamrl.trainer.calls import Save, Trained, TrainStep
 from streamrl.trainer.computation import Computation
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.recording import Part, Recording, read_recording
+from streamrl.trainer.recording import Part, Recording, code, read_recording
 from streamrl.trainer.replay_plan import (
     OUTCOME,
     Batch,
@@ -265,6 +265,6 @@ class Rank:
             last_step=last_step,
             changed=self._changed,
             difference=self._difference,
-            environment=differing(self._own, rounding(self._device)),
+            environment=differing(self._own, rounding(self._device) | code()),
         )
         (self._config.run_dir / OUTCOME).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))

@@ -51,6 +51,7 @@ OF_THE_REPLAY = (
     "run.name",
     "run.record",
     "metrics.",
+    "algorithm.on_collapse",
     "trainer.save_at_end",
     "trainer.step_timeout_seconds",
 )

@@ -102,6 +102,7 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
                     *(mfc.name, version, version - former.max_staleness, minibatches, Sibling(seqs[0], 1)),
                     pre_hooks=pre.due(version),
                     post_hooks=post.due(version + 1),
+                    lr_scale=0.5 if step == 2 else 1.0,  # as a run does that notices that it is about to collapse
                 )
             )
             assert isinstance(answer, Trained)
@@ -159,6 +160,7 @@ def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: dict[str, An
     steps = read_records(tmp_path / "again").steps
     assert [step.metrics["loss"].hex() for step in steps] == [answer.sums["loss"].hex() for answer in was]
     assert [step.metrics["grad_norm"].hex() for step in steps] == [answer.maxima["grad_norm"].hex() for answer in was]
+    assert [step.metrics["lr"] for step in steps] == [0.01, 0.005, 0.01, 0.01]
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
     assert [step.seqs for step in steps] == [list(range(n * GROUPS, (n + 1) * GROUPS)) for n in range(1, 5)]
     assert progress.read(tmp_path / "again" / "checkpoints" / "final").policy_version == 4

@@ -1,0 +1,325 @@
+"""Staleness without a system around it: a synchronous loop whose data come from the policy of some versions ago.
+
+    python benchmarks/delay.py [--delays 4 8] [--seeds 3] [--variants default decoupled …] [--append]
+
+One process, one thread, one task (increment each of four digits), the model and the settings of
+examples/copy_scratch.toml. At version v the batch is drawn from the policy of version v - delay, as a whole. Nothing is
+interrupted, no engine differs from the trainer, nothing is late: what goes wrong here is the algorithm's. Variants that
+streamrl has are trained through its own objective; those that it has not are written here from their papers.
+
+A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards, `area`
+the mean reward of all steps. A run takes about a minute on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from common import earlier_rows, write_results
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamrl.config import Config, load
+from streamrl.models import ensure_checkpoint
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.tasks import copy_digits, copy_reward
+from streamrl.trainer.algorithms.advantages import group_advantages
+from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.types import Prompt
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+LEARNED = 0.95
+WINDOW = 3
+"""Steps whose mean reward is looked at."""
+NORMS = 50
+"""Steps whose gradient norms a norm is compared with."""
+CAP = 5.0
+"""Of the weights ρ of the methods written here."""
+
+
+class Variant(NamedTuple):
+    algorithm: Mapping[str, Any] = MappingProxyType({})
+    """Settings of [algorithm]."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    lr_share: Callable[[int], float] = lambda delay: 1.0
+    """Of the learning rate, for a delay."""
+    clip_to_median: float | None = None
+    """Largest gradient norm, as a multiple of the median of the last steps'."""
+    keep: Callable[[Tokens], Tensor] | None = None
+    """Which tokens keep their gradient min(ρ, 5) · A · ∇ log π, in a method that streamrl does not have."""
+
+
+def age_widened(tokens: Tokens) -> Tensor:
+    """PPO's clip around π_b with a range that widens with a token's age d, [0.8^d, 1.28^d], as what A-3PO
+    (https://arxiv.org/abs/2512.06547) comes to with one minibatch."""
+    log_ratio, age = _log_ratio(tokens), tokens.age.clamp(min=1)
+    low, high = age * torch.tensor(0.8).log(), age * torch.tensor(1.28).log()
+    return ~(((tokens.advantages > 0) & (log_ratio > high)) | ((tokens.advantages < 0) & (log_ratio < low)))
+
+
+def divergence_mask(tokens: Tokens) -> Tensor:
+    """DPPO with total variation (https://arxiv.org/abs/2602.04879): no update that moves a token's probability further
+    than 0.2 away from what it was."""
+    moved = tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp()
+    return ~(((tokens.advantages > 0) & (moved > 0.2)) | ((tokens.advantages < 0) & (moved < -0.2)))
+
+
+def _log_ratio(tokens: Tokens) -> Tensor:
+    return tokens.logprobs.detach() - tokens.behavior_logprobs
+
+
+ALONE = {"behavior_kl_coef": 0.0}
+VARIANTS = {
+    "default": Variant(),
+    "decoupled": Variant(ALONE),
+    "ppo": Variant(ALONE | {"proximal": "behavior"}),
+    "masked": Variant(
+        ALONE | {"behavior_weight_limit": "mask", "behavior_weight_floor": 0.5, "behavior_weight_cap": 2.0}
+    ),
+    "cap 1": Variant(ALONE | {"behavior_weight_cap": 1.0}),
+    "age-widened": Variant(ALONE, keep=age_widened),
+    "dppo": Variant(ALONE, keep=divergence_mask),
+    "no entropy bonus": Variant(ALONE | {"entropy_coef": 0.0}),
+    "no deviation": Variant(ALONE | {"advantage": "mean"}),
+    "beta2 0.999": Variant(ALONE, betas=(0.9, 0.999)),
+    "clipped to 3 medians": Variant(ALONE, clip_to_median=3.0),
+    "half the lr, beta2 0.999": Variant(ALONE, betas=(0.9, 0.999), lr_share=lambda delay: 0.5),
+    "lr / (1 + delay)": Variant(ALONE, lr_share=lambda delay: 1 / (1 + delay)),
+    "default, beta2 0.999": Variant(betas=(0.9, 0.999)),
+    "default, age-widened, beta2 0.999": Variant(betas=(0.9, 0.999), keep=age_widened),
+    "a third of the pull": Variant({"behavior_kl_coef": 0.03}),
+    "three times the pull": Variant({"behavior_kl_coef": 0.3}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "decoupled"])
+    parser.add_argument("--delays", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--append", action="store_true", help="keep the rows of the last run by hand")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = earlier_rows("delay") if options.append else []
+    there = {(row["variant"], row["delay"], row["seed"]) for row in rows}
+    for delay in options.delays:
+        for name in options.variants:
+            for seed in options.seeds:
+                if (name, delay, seed) not in there:
+                    rows.append(run(name, delay=delay, seed=seed, steps=options.steps))
+                    shown = ("variant", "delay", "seed", "learned", "worst", "end", "area", "seconds")
+                    print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
+                    write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows)
+
+
+def run(name: str, *, delay: int, seed: int, steps: int) -> dict[str, Any]:
+    """Train for `steps`; return the row of the table, with the curves of reward and mean |ρ - 1|."""
+    config = load(EXAMPLE, [f"run.seed={seed}"])
+    loop = Loop(config, VARIANTS[name], delay=delay)
+    began = time.perf_counter()
+    found = [loop.step() for _ in range(steps)]
+    rewards = [figures["reward"] for figures in found]
+    smooth = [fmean(rewards[max(0, end - WINDOW) : end]) for end in range(1, steps + 1)]
+    learned = next((step for step, reward in enumerate(smooth) if reward >= LEARNED), None)
+    return {
+        "variant": name,
+        "delay": delay,
+        "seed": seed,
+        "learned": learned,
+        "worst": None if learned is None else round(min(smooth[learned:]), 3),
+        "end": round(smooth[-1], 3),
+        "area": round(fmean(rewards), 3),
+        "seconds": round(time.perf_counter() - began, 1),
+        **{key: [round(figures[key], 4) for figures in found] for key in found[0]},
+    }
+
+
+class Batch(NamedTuple):
+    """Responses of `groups` prompts, all siblings of one group after another."""
+
+    prompts: Tensor
+    """`[groups, prompt length]`"""
+    tokens: Tensor
+    """`[responses, longest]`"""
+    logprobs: Tensor
+    """`[responses, longest]`: under the policy that drew them."""
+    mask: Tensor
+    """`[responses, longest]`: False behind a response's end."""
+    advantages: Tensor
+    """`[responses]`"""
+    reward: float
+    contrasted: int
+    """Groups whose siblings did not all score the same."""
+
+
+class Loop:
+    """The policy, its earlier versions, and the optimizer."""
+
+    def __init__(self, config: Config, variant: Variant, *, delay: int) -> None:
+        self._config = config
+        self._variant = variant
+        self._delay = delay
+        self._algorithm = msgspec.structs.replace(config.algorithm, **variant.algorithm)
+        folder = ensure_checkpoint(config)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._sampler = copy.deepcopy(self._model)
+        self._eos: int = self._tokenizer.eos_token_id
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=config.trainer.lr, betas=variant.betas, weight_decay=0.0, fused=True
+        )
+        self._versions: deque[list[Tensor]] = deque(maxlen=delay + 1)
+        self._norms: deque[float] = deque(maxlen=NORMS)
+        self._random = torch.Generator().manual_seed(config.run.seed)
+        self._updates = self._index = 0
+
+    def step(self) -> dict[str, float]:
+        """Draw a batch from the old policy and train the present one on it; return figures of the step."""
+        self._versions.append([weight.detach().clone() for weight in self._model.parameters()])
+        with torch.no_grad():
+            for mine, old in zip(self._sampler.parameters(), self._versions[0], strict=True):
+                mine.copy_(old)
+        batch = self._draw()
+        tokens = self._tokens(batch, age=len(self._versions) - 1)
+        loss = self._loss(tokens)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = self._update()
+        ratio = _log_ratio(tokens).exp()
+        return {
+            "reward": batch.reward,
+            "ratio_deviation": float((ratio - 1).abs().mean()),
+            "grad_norm": norm,
+            "contrasted": batch.contrasted,
+        }
+
+    def _loss(self, tokens: Tokens) -> Tensor:
+        totals = Totals(tokens=len(tokens.logprobs), sequences=tokens.sequences, longest=1)
+        if self._variant.keep is None:
+            return objective(tokens, self._algorithm, kl_coef=0.0, totals=totals).loss
+        weight = _log_ratio(tokens).exp().clamp(max=CAP) * self._variant.keep(tokens)
+        others = objective(
+            tokens._replace(advantages=torch.zeros_like(tokens.advantages)), self._algorithm, kl_coef=0.0, totals=totals
+        )
+        return others.loss - (weight * tokens.advantages * tokens.logprobs).mean()
+
+    def _update(self) -> float:
+        """One step of the optimizer; return the gradient norm before it was clipped."""
+        limit = self._config.trainer.optimizer.grad_clip
+        if self._variant.clip_to_median and len(self._norms) >= 10:
+            limit = min(limit, self._variant.clip_to_median * median(self._norms))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit))
+        self._norms.append(norm)
+        self._updates += 1
+        warmup = min(1.0, self._updates / self._config.trainer.optimizer.warmup_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.trainer.lr * self._variant.lr_share(self._delay) * warmup
+        self._optimizer.step()
+        return norm
+
+    @torch.no_grad()
+    def _draw(self) -> Batch:
+        groups, siblings = self._config.trainer.batch_groups, self._config.rollout.group_size
+        rows = [increment_digits(self._index + i, self._config.run.seed) for i in range(groups)]
+        self._index += groups
+        prompts = torch.tensor([self._tokenizer(row["prompt"], add_special_tokens=False).input_ids for row in rows])
+        output = self._sampler(prompts, use_cache=True)
+        cache = output.past_key_values
+        cache.batch_repeat_interleave(siblings)
+        logits = output.logits[:, -1].repeat_interleave(siblings, 0)
+        alive = torch.ones(len(logits), dtype=torch.bool)
+        drawn, found, mask = [], [], []
+        while bool(alive.any()) and len(drawn) < self._config.rollout.sampling.max_new_tokens:
+            if drawn:
+                logits = self._sampler(drawn[-1][:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+            logprobs = logits.log_softmax(-1)
+            noise = torch.empty_like(logprobs).exponential_(generator=self._random)
+            drawn.append((logprobs - noise.log()).argmax(-1))
+            found.append(logprobs.gather(1, drawn[-1][:, None])[:, 0])
+            mask.append(alive)
+            alive = alive & (drawn[-1] != self._eos)
+        tokens, kept = torch.stack(drawn, 1), torch.stack(mask, 1)
+        rewards = torch.tensor([self._reward(row, kept[i], rows[i // siblings]) for i, row in enumerate(tokens)])
+        grouped = rewards.view(groups, siblings)
+        advantages = [group_advantages(group, kind=self._algorithm.advantage) for group in grouped]
+        contrasted = sum(bool(group.any()) for group in advantages)
+        return Batch(
+            prompts, tokens, torch.stack(found, 1), kept, torch.cat(advantages), float(rewards.mean()), contrasted
+        )
+
+    def _reward(self, tokens: Tensor, mask: Tensor, row: dict[str, Any]) -> float:
+        ids = tokens[mask].tolist()
+        response = Response(
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            finish_reason="stop" if ids[-1] == self._eos else "length",
+            output_tokens=len(ids),
+        )
+        prompt = Prompt(seq=0, index=0, epoch=0, messages=[], input_ids=[], answer=row["answer"], metadata={})
+        return copy_reward(response, prompt)
+
+    def _tokens(self, batch: Batch, *, age: int) -> Tokens:
+        siblings = self._config.rollout.group_size
+        output = self._model(batch.prompts, use_cache=True)
+        cache = output.past_key_values
+        cache.batch_repeat_interleave(siblings)
+        logits = output.logits[:, -1:].repeat_interleave(siblings, 0)
+        if batch.tokens.shape[1] > 1:
+            later = self._model(batch.tokens[:, :-1], past_key_values=cache, use_cache=True).logits
+            logits = torch.cat([logits, later], 1)
+        distribution = logits.log_softmax(-1)
+        logprobs = distribution.gather(2, batch.tokens[..., None])[..., 0][batch.mask]
+        responses = torch.arange(len(batch.tokens))[:, None].expand_as(batch.tokens)[batch.mask]
+        behavior = batch.logprobs[batch.mask]
+        return Tokens(
+            logprobs=logprobs,
+            entropy=-(distribution.exp() * distribution).sum(-1)[batch.mask],
+            behavior_logprobs=behavior,
+            proximal_logprobs=behavior if self._algorithm.proximal == "behavior" else logprobs.detach(),
+            ref_logprobs=None,
+            advantages=batch.advantages[responses],
+            sequence=responses,
+            sequences=len(batch.tokens),
+            age=torch.full_like(responses, age),
+            comparable=torch.zeros_like(responses, dtype=torch.bool),
+        )
+
+
+def increment_digits(index: int, seed: int) -> dict[str, Any]:
+    """`1239=`, to be answered `2340`."""
+    row = copy_digits(index, seed)
+    return row | {"answer": "".join(str((int(digit) + 1) % 10) for digit in row["answer"])}
+
+
+def summarised(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each variant and delay: mean, least and most over the seeds."""
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["delay"], row["variant"]), []).append(row)
+    return [
+        {
+            "delay": delay,
+            "variant": variant,
+            "seeds": len(runs),
+            "learned": [row["learned"] for row in runs],
+            "worst": [row["worst"] for row in runs],
+            "end": [row["end"] for row in runs],
+            "area": fmean(row["area"] for row in runs),
+        }
+        for (delay, variant), runs in found.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ import copy
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -300,25 +300,6 @@ def increment_digits(index: int, seed: int) -> dict[str, Any]:
     """`1239=`, to be answered `2340`."""
     row = copy_digits(index, seed)
     return row | {"answer": "".join(str((int(digit) + 1) % 10) for digit in row["answer"])}
-
-
-def summarised(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each variant and delay: mean, least and most over the seeds."""
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["delay"], row["variant"]), []).append(row)
-    return [
-        {
-            "delay": delay,
-            "variant": variant,
-            "seeds": len(runs),
-            "learned": [row["learned"] for row in runs],
-            "worst": [row["worst"] for row in runs],
-            "end": [row["end"] for row in runs],
-            "area": fmean(row["area"] for row in runs),
-        }
-        for (delay, variant), runs in found.items()
-    ]
 
 
 if __name__ == "__main__":

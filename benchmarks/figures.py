@@ -1,6 +1,6 @@
 """Measure what README and docs show, all of it at one state of the code on one machine, and write the tables.
 
-    python benchmarks/figures.py                      # run all but `staleness`, keep the results, write the tables
+    python benchmarks/figures.py                      # run all but the longest, keep the results, write the tables
     python benchmarks/figures.py --run throughput …   # only these
     python benchmarks/figures.py --keep throughput …  # keep what a run by hand has measured, write the tables
     python benchmarks/figures.py --render             # write the tables from the results that are kept
@@ -46,7 +46,7 @@ STREAMS = {
     "send_pyobj": "send_pyobj",
     "mp_queue": "multiprocessing.Queue",
 }
-BY_NAME_ONLY = {"staleness"}
+BY_NAME_ONLY = {"staleness", "delay"}
 """Benchmarks that take the better part of a day: run only when they are named."""
 MISSING = "–"
 NOT_MEASURED = "Not measured yet."
@@ -338,6 +338,28 @@ def staleness_over_age(results: Results) -> str:
     return markdown(header, rows) if rows else NOT_MEASURED
 
 
+def delay(results: Results) -> str:
+    """What was tried against the collapse of stale runs, by delay."""
+
+    def over(runs: Sequence[dict[str, Any]], key: str, form: str) -> str:
+        values = [run[key] for run in runs if run[key] is not None]
+        if not values:
+            return MISSING
+        least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+        return least if least == most else f"{least} to {most}"
+
+    rows = []
+    by_delay = sorted(results["rows"], key=lambda row: row["delay"])
+    for place in unique((row["delay"], row["variant"]) for row in by_delay):
+        runs = [row for row in results["rows"] if (row["delay"], row["variant"]) == place]
+        cells = [f"{place[0]}", place[1], f"{len(runs)}", over(runs, "learned", "d"), over(runs, "worst", ".2f")]
+        rows.append([*cells, over(runs, "end", ".2f"), over(runs, "area", ".2f")])
+    header = (
+        "delay | variant | runs | learned at step | worst after that | reward at the end | mean reward of all steps"
+    )
+    return markdown(header.split(" | "), rows)
+
+
 def demo_printed(results: Results) -> str:
     """The first and the last steps, and how it ended."""
     steps, _ = _steps_and_summary(results)
@@ -419,6 +441,7 @@ TABLES = (
     Table("docs/figures.md", "bench_trainer", trainer),
     Table("docs/figures.md", "bench_demo", demo),
     Table("docs/planning.md", "bench_plan", plan),
+    Table("docs/staleness.md", "delay", delay),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/staleness.md", "staleness", staleness_verdict),

@@ -90,7 +90,9 @@ HEALTHY = Health()
 
 
 class CollapseWatch(msgspec.Struct, frozen=True):
-    """What is remembered of a run's steps, and what follows from it."""
+    """The state machine: the figures of the last steps, the verdict on them, and the learning rate that follows.
+
+    Immutable: each step makes the next one."""
 
     health: Health = HEALTHY
     lr_scale: float = 1.0
@@ -146,7 +148,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return [values[end - WINDOW : end] for end in range(WINDOW, len(values) + 1)]
 
     def _mean(self, name: str) -> float | None:
-        """Of the last `WINDOW` steps; None before there are as many."""
+        """Return the mean of figure `name` over the last `WINDOW` steps; None while there are fewer."""
         return fmean(self.recent[name][-WINDOW:]) if len(self.recent.get(name, [])) >= WINDOW else None
 
     def _with_best(self) -> CollapseWatch:

@@ -302,14 +302,14 @@ class WeightsConfig(Section, frozen=True):
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of a broadcast. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that `streamrl run` starts
+    """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that `streamrl run` starts
     have to share them: NCCL allows one rank on each."""
     host: str = "127.0.0.1"
     """Where the publisher listens for the weight group; a loopback address: the whole run is on one host."""
     bucket_mb: PositiveFloat = 256.0
     """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
     timeout_seconds: PositiveFloat = 120.0
-    """Of each wait in an update."""
+    """How long each wait in a weight update may take."""
     attempts: Positive = 3
     """How often an update is tried before the run stops."""
 
@@ -331,7 +331,7 @@ class StreamConfig(Section, frozen=True):
 
 
 class MetricsConfig(Section, frozen=True):
-    """What is written while the run goes on."""
+    """Files that a run writes about itself while it goes on."""
 
     tensorboard: bool = True
     plots: bool = True

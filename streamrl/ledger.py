@@ -212,7 +212,7 @@ class Ledger:
         return 0 <= seq < self.next_seq and not elsewhere
 
     def _take_out(self, seq: int) -> None:
-        """Of where it is, unless that is among the accepted."""
+        """Remove `seq` from the leases, the returned and the rejected; the accepted are not listed anywhere."""
         if seq in self._holders:
             self._end_lease(seq)
         self._returned_set.discard(seq)  # its heap entry is skipped later

@@ -7,6 +7,7 @@ processor time is what counts: seconds of the wall clock also hold waiting for a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -104,7 +105,8 @@ def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None])
         stopped = False
         try:
             while running.poll() is None and not stopped:
-                time.sleep(LOOK_SECONDS)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running.wait(LOOK_SECONDS)  # a run that ends by itself is seen at once; steps are only counted
                 seconds, steps = time.monotonic() - began, _count_lines(run_dir / METRICS_FILE)
                 tell(f"a short run: {steps} steps after {seconds:.0f} s")
                 enough = ENOUGH_STEPS if seconds < CALIBRATION_SECONDS else FIRST_STEPS + LEAST_STEPS

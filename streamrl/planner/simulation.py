@@ -63,9 +63,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     response_lengths: list[list[int]]
     """Sampled tokens of each sibling, of some groups: what responses are drawn from."""
     prompt_tokens: float
-    """Of one prompt, on average."""
+    """Mean length of a prompt."""
     step_seconds: float
-    """Of a decode step, however many requests are in it."""
+    """Fixed part of a decode step's time, the same however many requests are in it."""
     request_seconds: float
     """Of each request in a decode step."""
     prompt_token_seconds: float = 0.0

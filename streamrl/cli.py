@@ -260,7 +260,7 @@ def plan(
 ) -> None:
     """Tell what a run would do, at these settings and others, and which to take. Makes a short run first."""
     from streamrl import config as configuration
-    from streamrl.launch.planning import plan_run
+    from streamrl.planner.advice import plan_run
 
     found = plan_run(configuration.load(config, overrides or ()), run_dir=run_dir, console=_console(stderr=True))
     if as_json:

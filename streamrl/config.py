@@ -302,8 +302,8 @@ class WeightsConfig(Section, frozen=True):
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that `streamrl run` starts
-    have to share them: NCCL allows one rank on each."""
+    """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that
+    `streamrl run` starts have to share them: NCCL allows one rank on each."""
     host: str = "127.0.0.1"
     """Where the publisher listens for the weight group; a loopback address: the whole run is on one host."""
     bucket_mb: PositiveFloat = 256.0

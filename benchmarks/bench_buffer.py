@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import from_dict
-from streamrl.held import HeldGroups
-from streamrl.ledger import OverAge, Selection, next_in_order, select_batch
-from streamrl.trainer.buffer import AsyncIOSequenceBuffer
+from streamrl.ledger import HeldGroups, OverAge, Selection, next_in_order, select_batch
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
 
 BATCH = 512

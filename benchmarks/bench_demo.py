@@ -181,9 +181,8 @@ class _Sampler:
         import torch
 
         from streamrl.gserver.embedded.architecture import read_architecture
-        from streamrl.gserver.embedded.cache import KVCache
-        from streamrl.gserver.embedded.model import Model
-        from streamrl.gserver.embedded.parameters import Parameters
+        from streamrl.gserver.embedded.model import KVCache, Model
+        from streamrl.gserver.embedded.weights import Parameters
 
         device, dtype = torch.device("cpu"), torch.float32
         architecture = read_architecture(folder)

@@ -37,9 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config, from_dict
-from streamrl.gserver import manager
+from streamrl.gserver.manager import process
 from streamrl.ledger import Fate
-from streamrl.transport.control.groups import Admit, Settle
+from streamrl.transport.control import Admit, Settle
 
 WORKERS = 16
 RATE = 5000.0
@@ -77,7 +77,7 @@ def serve(folder: str, room: int, core: int | None, url: Any) -> None:
     allow_many_connections()
 
     async def managing() -> None:
-        await manager.serve(config_for(folder, room=room), host="127.0.0.1", port=0, on_ready=url.send)
+        await process.serve(config_for(folder, room=room), host="127.0.0.1", port=0, on_ready=url.send)
 
     uvloop.run(managing())
 

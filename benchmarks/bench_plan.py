@@ -29,11 +29,10 @@ from rich.table import Table
 from throughput import SIMULATED
 
 from streamrl.config import from_dict, load
-from streamrl.metrics import StepReport
 from streamrl.planner.calibration import Calibration, make_short_run, read_calibration
 from streamrl.planner.simulation import Costs, simulate
-from streamrl.records import read_records
-from streamrl.report import total_ages, values
+from streamrl.records.metrics import StepReport
+from streamrl.report.reading import read_run, total_ages, values
 
 RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
 """Of the throughput, as a share; and of the mean age, in versions."""
@@ -126,7 +125,7 @@ class Stretch(NamedTuple):
 
 def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch]:
     """Of a run in a case that was calibrated with so many steps after the first."""
-    steps = read_records(run_dir).steps
+    steps = read_run(run_dir).steps
     if case.learns:
         yield Stretch(f"steps 2 to {calibrated + 1}", steps[: calibrated + 1])
         yield Stretch(f"steps {calibrated + 2} to {len(steps)}", steps[calibrated:])

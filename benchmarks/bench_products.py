@@ -4,7 +4,7 @@
 
 The matrices are those of eight layers of SmolLM2-135M (28 million numbers), multiplied one after another as in a
 forward pass, so that they come from memory and not from a cache. Billions of multiplications and additions per second,
-the best of rounds in which all take turns: torch's plain product, and each library that `gserver/embedded/packing.py`
+the best of rounds in which all take turns: torch's plain product, and each library that `gserver/embedded/products.py`
 knows, with packed weights. The engine takes the fastest of those that pass its trial.
 """
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from streamrl.device import compute_with, keep_freed_memory
-from streamrl.gserver.embedded.packing import PACKINGS, Packing
+from streamrl.gserver.embedded.products import LIBRARIES, ProductLibrary
 
 LAYERS = 8
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -61,15 +61,15 @@ def contenders(dtype: torch.dtype) -> dict[str, Product]:
     """By name."""
     weights = [[torch.randn(shape).to(dtype) for shape in SHAPES] for _ in range(LAYERS)]
     ways: dict[str, Product] = {PLAIN: lambda x, layer, which: F.linear(x, weights[layer][which])}
-    for packing in PACKINGS:
-        if packing.can(dtype):
-            ways[packing.name] = packed_product(packing, weights)
+    for library in LIBRARIES:
+        if library.can(dtype):
+            ways[library.name] = packed_product(library, weights)
     return ways
 
 
-def packed_product(packing: Packing, weights: Sequence[Sequence[Tensor]]) -> Product:
-    packed = [[packing.pack(weight) for weight in layer] for layer in weights]
-    return lambda x, layer, which: packing.product(x, packed[layer][which], weights[layer][which])
+def packed_product(library: ProductLibrary, weights: Sequence[Sequence[Tensor]]) -> Product:
+    packed = [[library.pack(weight) for weight in layer] for layer in weights]
+    return lambda x, layer, which: library.product(x, packed[layer][which], weights[layer][which])
 
 
 def compare(ways: dict[str, Product], dtype: torch.dtype, count: int, *, rounds: int) -> dict[str, float]:

@@ -38,9 +38,8 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.trainer.array_store import ArrayStore
-from streamrl.trainer.data_manager import DataManager
 from streamrl.trainer.redistributor import Name, Piece, deal, redistribute
+from streamrl.trainer.worker.transfers import ArrayStore, DataManager
 from streamrl.transport.collective import destroy_group, form_group, open_store
 
 SIBLINGS = 8

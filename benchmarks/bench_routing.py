@@ -23,8 +23,9 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.gserver.load import Work
-from streamrl.gserver.routing import Fleet, Gserver, Standing
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.generation import ServerInfo
 
 SIBLINGS = 8
@@ -117,9 +118,10 @@ def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 
     fleet = Fleet()
     servers = []
     for index, factor in enumerate(slowness):
-        gserver = fleet.join(index, f"simulated-{index}")
+        gserver = Gserver(index, f"simulated-{index}")
         gserver.info = ServerInfo(max_running_requests=CAPACITY)
-        gserver.standing = Standing.SERVING
+        gserver.handle(GserverEvent.FOUND_CURRENT)
+        fleet.join(gserver)
         servers.append(Simulated(factor))
     now, next_beat, seq = 0.0, HEARTBEAT, 0
     open_siblings: dict[int, int] = {}

@@ -45,13 +45,13 @@ from weights_gserver import bare_broadcast
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.device import resolve_dtype
-from streamrl.gserver import manager
+from streamrl.gserver.manager import process
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.backends.files import TensorFiles
-from streamrl.trainer.publisher import Publisher, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, carrier_for
 from streamrl.transport.collective import open_store
-from streamrl.transport.control.client import ControlClient
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.manager_client import ControlClient
 
 Mode = Literal["collective", "disk", "shared_memory"]
 MODES: tuple[Mode, ...] = ("collective", "disk", "shared_memory")
@@ -154,7 +154,7 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(config))
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    managing = asyncio.create_task(manager.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
+    managing = asyncio.create_task(process.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
     url = await ready
     client = ControlClient(url)
     gservers = [

@@ -167,7 +167,7 @@ def vllm_contender(python: str, folder: Path, dtype: str, threads: int) -> Conte
 
 def _serve(config: Config, folder: Path, pipe: Connection) -> None:
     """The gserver's process: tells its URL, lives until the pipe is closed."""
-    from streamrl.gserver.process import running
+    from streamrl.gserver.server.process import running
 
     def wait() -> None:
         try:

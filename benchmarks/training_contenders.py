@@ -30,10 +30,9 @@ from transformers import AutoModelForCausalLM
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.device import resolve_device
 from streamrl.trainer.algorithms.kl import KLCoefficient
-from streamrl.trainer.backends.base import ModelSpec, ParallelModel
+from streamrl.trainer.backends.base import ModelSpec, ParallelModel, Ranks
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
@@ -85,7 +84,7 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
                 group=group,
                 trainable=group.packed_loss_mask,
                 age=-group.packed_policy_versions,
-                fresh=group.packed_loss_mask,
+                comparable=group.packed_loss_mask,
             )
             for group in groups
         ]

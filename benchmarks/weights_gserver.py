@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from streamrl import config as configuration
-from streamrl.gserver.process import serve
+from streamrl.gserver.server.process import serve
 from streamrl.transport.collective import broadcast, destroy_group, form_group
 
 TIMEOUT_SECONDS = 120.0

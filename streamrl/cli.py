@@ -18,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from streamrl.launch.plan import PlanRole
+    from streamrl.launch.processes import PlanRole
 
 app = typer.Typer(
     name="streamrl",
@@ -222,10 +222,10 @@ def check(
     from rich.text import Text
 
     from streamrl import config as configuration
+    from streamrl.launch.check import rehearse
     from streamrl.launch.dashboard import plan_table
-    from streamrl.launch.plan import plan, visible_gpus
     from streamrl.launch.process import set_up_logging
-    from streamrl.launch.rehearsal import rehearse
+    from streamrl.launch.processes import plan, visible_gpus
 
     set_up_logging("check")
     resolved = configuration.load(config, overrides or ())
@@ -303,7 +303,7 @@ def drain(
     api_key_env: KeyVariable = "",
 ) -> None:
     """Have a gserver or a rollout worker finish what it has and leave, while the run goes on."""
-    from streamrl.launch.elastic import drain_by_name
+    from streamrl.launch.role import drain_by_name
 
     drain_by_name(manager, process, key_variable=api_key_env)
     _console().print(f"{process} is asked to leave", markup=False)
@@ -347,7 +347,7 @@ def replay(
 
     from streamrl.launch import replay as replaying
     from streamrl.launch.process import set_up_logging
-    from streamrl.report import write_report
+    from streamrl.report.summary import write_report
 
     set_up_logging("replay")
     prepared = replaying.prepare(run_dir, to=to, steps=steps, overrides=overrides or ())
@@ -426,7 +426,7 @@ def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable
 
 
 def _show_report(run_dir: Path) -> None:
-    from streamrl.report import evaluation_table, summary_table, write_report
+    from streamrl.report.summary import evaluation_table, summary_table, write_report
 
     console = _console()
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from streamrl.config_types import Device, DType
+from streamrl.config.fields import Device, DType
 from streamrl.errors import ConfigError
 from streamrl.processor import MKL_LIMIT, ONEDNN_LIMIT, bfloat16_is_ruled_out
 
@@ -21,11 +21,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def compute_with(threads: int) -> None:
     """Let torch's operations in the calling thread, and in no other, run on `threads` threads.
 
-    Every thread of a process that uses torch says how many it wants: the one that computes, as many
-    as it was given; all others, one. Why: OpenMP keeps a team of helpers for each thread that asks for
-    several, and as soon as two such teams have more members than there are cores, helpers no longer
-    wait actively for the next operation. Waking them for each one costs more than they are worth
-    (benchmarks/bench_engine.py, SmolLM2, one request on two cores: 16 tokens a second instead of 30).
+    Every thread of a process that uses torch calls this: the one that computes, with as many as it was given; all
+    others, with one. OpenMP keeps a team of helpers for each thread that asks for several, and as soon as two such
+    teams have more members than there are cores, helpers no longer wait actively for the next operation. Waking them
+    for each one costs more than they are worth (benchmarks/bench_engine.py, SmolLM2, one request on two cores: 16
+    tokens a second instead of 30).
     """
     torch.get_num_threads()  # in a new thread torch first takes over what another set last; let that be done
     torch.set_num_threads(threads)
@@ -34,8 +34,8 @@ def compute_with(threads: int) -> None:
 def keep_freed_memory() -> None:
     """Have the C library keep large pieces of memory that are freed, for those that are allocated next.
 
-    Else each large tensor is new memory, which the system clears page by page when it is first touched. Only where
-    the C library is GNU's; a process then stays as large as it once was.
+    Otherwise each large tensor is new memory, which the system clears page by page when it is first touched. Works only
+    with GNU's C library; a process then stays as large as it once was.
     """
     if sys.platform != "linux":
         return
@@ -52,9 +52,10 @@ heaps there are for the threads."""
 
 
 def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.device:
-    """`auto` is CUDA where there is one; several processes share the devices round robin.
+    """Return the device of process `index` of its role; `auto` is CUDA where there is any.
 
-    A process that needs several has `each` of them, from the one that is answered on.
+    Processes share the devices round robin. A process that needs several has `each` of them, from the returned one on.
+    Raises `ConfigError` where there are too few.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -67,7 +68,7 @@ def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.de
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the processor computes in it (CUDA, AVX512-BF16, AMX), else float32."""
+    """Return the dtype; `auto` is bfloat16 where the processor has it (CUDA, AVX512-BF16, AMX), else float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
     if device.type == "cuda":
@@ -76,9 +77,9 @@ def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 
 
 def processor_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); torch's matrix products then do.
+    """Return whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX), as torch's matrix products then do.
 
-    False, too, where trying it has shown that it must not be used (`processor.py`).
+    Also False where a trial has shown that it must not be used (`processor.py`).
     """
     if bfloat16_is_ruled_out():
         return False
@@ -86,7 +87,7 @@ def processor_has_bfloat16() -> bool:
 
 
 def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In what to compute with weights of `dtype`: float32 for bfloat16 on a CPU that only emulates it.
+    """Return the dtype in which to compute with weights of `dtype`: float32 for bfloat16 on a CPU that emulates it.
 
     Emulated matrix products take about three times as long as those in float32 from 32 rows on (measured on an
     AVX512 processor without bfloat16 units, SmolLM2's shapes). Every bfloat16 number is one of float32 too, so
@@ -97,9 +98,9 @@ def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def compute_repeatably(device: torch.device) -> None:
-    """Have torch take those algorithms that give the same for the same input, where it has others: on GPUs alone.
+    """Have torch choose algorithms that give the same result for the same input. Only on GPUs does it have others.
 
-    To be called before anything is computed. An operation that has none there is warned of when it is used.
+    To be called before anything is computed. An operation without such an algorithm warns when it is used.
     """
     if device.type != "cuda":
         return
@@ -110,7 +111,7 @@ def compute_repeatably(device: torch.device) -> None:
 
 
 def rounding(device: torch.device) -> dict[str, str]:
-    """What decides, besides the configuration, how numbers are rounded in the calling thread, by name."""
+    """Return what decides, besides the configuration, how numbers are rounded in the calling thread, by name."""
     on_gpu = device.type == "cuda"
     limits = (ONEDNN_LIMIT, MKL_LIMIT, "MKL_CBWR", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")
     return {
@@ -125,7 +126,7 @@ def rounding(device: torch.device) -> dict[str, str]:
 
 
 def _processor_name() -> str:
-    """As the system calls it."""
+    """Return the processor's name as the system has it."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,9 @@
-"""The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
+"""Groups that are held until they are trained on or dropped, in admission order and by age. Pure.
+
+Nothing here looks at all groups: adding, removing and asking cost the same, but for a logarithm,
+however many are held.
+
+The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
 
 Pure state machines without I/O or clocks (times are passed in). The gserver manager owns the
 `Ledger`; the master calls `select_batch` when it forms a training batch.
@@ -25,12 +30,65 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from streamrl.held import HeldGroups
+from streamrl.seqs import SeqQueue
+from streamrl.types import SampleMeta
+
+# --- held ---
+
+
+class HeldGroups(MutableMapping[int, SampleMeta]):
+    """Metadata by sequence number; iterates in the order of arrival."""
+
+    def __init__(self, metas: Mapping[int, SampleMeta] | None = None) -> None:
+        self._metas: dict[int, SampleMeta] = {}
+        self._order = SeqQueue()
+        self._by_oldest: dict[int, set[int]] = {}  # oldest policy version → groups
+        self.update(metas or {})
+
+    def __getitem__(self, seq: int) -> SampleMeta:
+        return self._metas[seq]
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._metas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._metas)
+
+    def __len__(self) -> int:
+        return len(self._metas)
+
+    def __setitem__(self, seq: int, meta: SampleMeta) -> None:
+        if seq in self._metas:
+            del self[seq]
+        self._metas[seq] = meta
+        self._order.add(seq)
+        self._by_oldest.setdefault(meta.oldest_version, set()).add(seq)
+
+    def __delitem__(self, seq: int) -> None:
+        oldest = self._metas.pop(seq).oldest_version
+        self._order.discard(seq)
+        self._by_oldest[oldest].remove(seq)
+        if not self._by_oldest[oldest]:
+            del self._by_oldest[oldest]
+
+    def oldest(self, count: int, *, but: Iterable[int] = ()) -> list[int]:
+        """The first `count` groups in admission order without those in `but`; fewer when there are no more."""
+        left_out = set(but)
+        candidates = self._order.smallest(count + len(left_out))
+        return [seq for seq in candidates if seq not in left_out][:count]
+
+    def older_than(self, policy_version: int) -> list[int]:
+        """Groups with a token from before `policy_version`, in admission order."""
+        found = [seqs for version, seqs in self._by_oldest.items() if version < policy_version]
+        return sorted(seq for seqs in found for seq in seqs)
+
+
+# --- ledger ---
 
 OverAge = Literal["mask", "wait", "drop"]
 

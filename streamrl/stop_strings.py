@@ -1,13 +1,17 @@
-"""Strings that end a response, looked for as its tokens come: in the engine, and where a response is put together."""
+"""Strings that end a response, looked for as its tokens come.
+
+The embedded engine does so in what it samples, and the rollout worker where it puts a response together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
+"""Takes token ids and returns their text."""
 
 TAIL_MARGIN = 4
-"""Tokens looked at for a stop string besides one for each of its characters."""
+"""Tokens that are looked at for a stop string, besides one for each of its characters."""
 
 
 class StopStrings:
@@ -17,10 +21,10 @@ class StopStrings:
         self._strings = strings
         self._decode = decode
         self.reach = max((len(string) for string in strings), default=0) + TAIL_MARGIN if strings else 0
-        """Tokens that one may lie across."""
+        """Tokens that a string may lie across, at most."""
 
     def at_the_end(self, tokens: Sequence[int]) -> str | None:
-        """The first string that is in the text of the last tokens."""
+        """Return the first of the strings that is in the text of the last `reach` of `tokens`, if one is."""
         if not self._strings:
             return None
         tail = self._decode(list(tokens[-self.reach :]))

@@ -13,50 +13,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from streamrl.seqs import SeqSet
 from streamrl.transport import codec
-from streamrl.transport.puller import GroupPuller, Offer
+from streamrl.transport.puller import GroupPuller, Outcome
 from streamrl.types import SampleMeta, TrajectoryGroup
-
-_CHUNK_BITS = 13
-_CHUNK_BYTES = 1 << (_CHUNK_BITS - 3)
-
-
-class SeqSet:
-    """A set of sequence numbers at one bit each, however long the run."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[int, bytearray] = {}
-
-    def __contains__(self, seq: int) -> bool:
-        chunk = self._chunks.get(seq >> _CHUNK_BITS)
-        return chunk is not None and bool(chunk[seq >> 3 & _CHUNK_BYTES - 1] >> (seq & 7) & 1)
-
-    def add(self, seq: int) -> None:
-        chunk = self._chunks.setdefault(seq >> _CHUNK_BITS, bytearray(_CHUNK_BYTES))
-        chunk[seq >> 3 & _CHUNK_BYTES - 1] |= 1 << (seq & 7)
-
-    def remove(self, seq: int) -> None:
-        if seq in self:
-            self._chunks[seq >> _CHUNK_BITS][seq >> 3 & _CHUNK_BYTES - 1] ^= 1 << (seq & 7)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """The members as ranges (first, last + 1), ascending."""
-        found: list[tuple[int, int]] = []
-        for number in sorted(self._chunks):
-            base = number << _CHUNK_BITS
-            bits = int.from_bytes(self._chunks[number], "little")
-            while bits:
-                skip = (bits & -bits).bit_length() - 1
-                bits >>= skip
-                run = (~bits & bits + 1).bit_length() - 1
-                bits >>= run
-                first = base + skip
-                base = first + run
-                if found and found[-1][1] == first:
-                    found[-1] = (found[-1][0], base)
-                else:
-                    found.append((first, base))
-        return found
 
 
 class StreamDataset:
@@ -93,14 +53,14 @@ class StreamDataset:
         with self._lock:
             return seq in self._known
 
-    def offer(self, group: TrajectoryGroup) -> Offer:
+    def offer(self, group: TrajectoryGroup) -> Outcome:
         """Store `group` (valid: the codec saw to that), unless its `seq` is known or there is no place."""
         with self._lock:
             if group.seq in self._known:
                 self._duplicated += 1
-                return Offer.DUPLICATE
+                return Outcome.DUPLICATE
             if len(self._groups) >= self._capacity_groups:
-                return Offer.FULL
+                return Outcome.FULL
             meta = SampleMeta.of(group, head=self.rank)
             self._known.add(group.seq)
             self._groups[group.seq] = group
@@ -108,7 +68,7 @@ class StreamDataset:
             self._bytes_held += codec.group_bytes(group)
         if self.on_stored is not None:
             self.on_stored(meta)
-        return Offer.STORED
+        return Outcome.STORED
 
     def count_refused(self) -> None:
         """A message that was to bring a group broke the wire format."""
@@ -132,7 +92,7 @@ class StreamDataset:
             for seq in unwanted:
                 self._bytes_held -= codec.group_bytes(self._groups.pop(seq))
                 if forget:
-                    self._known.remove(seq)
+                    self._known.discard(seq)
         if self._on_freed is not None:
             self._on_freed()
 

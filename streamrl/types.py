@@ -53,11 +53,11 @@ class Trajectory(msgspec.Struct, frozen=True):
     policy_versions: NDArray[np.int32]
     """Version of the policy that sampled the token; `NO_VERSION` where `loss_mask` is False."""
     reward: float
-    """What `rew_inf` gave: at most `LARGEST_REWARD` in magnitude."""
+    """What `rew_inf` gave, at most `LARGEST_REWARD` in magnitude."""
     finish_reason: str
     """`stop`, `length`, or the workflow's own word."""
     turns: int = 1
-    """How many times the policy spoke."""
+    """How many generations it has."""
 
 
 class TrajectoryGroup(msgspec.Struct):
@@ -77,6 +77,7 @@ class TrajectoryGroup(msgspec.Struct):
     rewards: NDArray[np.float32]
     """`[n]` reward of each sibling."""
     packed_input_ids: NDArray[np.int32]
+    """`[sum(seqlens)]`; this and the next three are the siblings' arrays one after another, as in `Trajectory`."""
     packed_loss_mask: NDArray[np.bool_]
     packed_behavior_logprobs: NDArray[np.float32]
     packed_policy_versions: NDArray[np.int32]
@@ -95,7 +96,7 @@ class TrajectoryGroup(msgspec.Struct):
         trajectories: Sequence[Trajectory],
         generation_seconds: float = 0.0,
     ) -> TrajectoryGroup:
-        """Pack siblings that share their first `prompt_length` tokens."""
+        """Pack siblings that share their first `prompt_length` tokens into a group."""
         return cls(
             seq=seq,
             worker=worker,
@@ -121,12 +122,12 @@ class TrajectoryGroup(msgspec.Struct):
         return len(self.packed_input_ids)
 
     def bounds(self, sibling: int) -> tuple[int, int]:
-        """Where `sibling` begins and ends in the packed arrays."""
+        """Return where `sibling` begins and ends in the packed arrays."""
         end = int(self.seqlens[: sibling + 1].sum())
         return end - int(self.seqlens[sibling]), end
 
     def alone(self, sibling: int) -> TrajectoryGroup:
-        """A group of this `sibling` only."""
+        """Return a group of this `sibling` alone."""
         first, end = self.bounds(sibling)
         return TrajectoryGroup(
             seq=self.seq,
@@ -144,12 +145,12 @@ class TrajectoryGroup(msgspec.Struct):
 
 
 class SampleMeta(msgspec.Struct, frozen=True):
-    """What the master knows of a stored group; the arrays stay on the model worker."""
+    """What the master knows of a stored group, whose arrays stay on the model worker."""
 
     seq: int
     """The prompt's sequence number."""
     head: int
-    """Model worker that received the group and holds it."""
+    """The model worker that received and stored the group."""
     worker: str
     """The rollout worker that made it."""
     size: int
@@ -157,11 +158,11 @@ class SampleMeta(msgspec.Struct, frozen=True):
     tokens: int
     """Tokens of all siblings."""
     rewards: list[float]
-    """`[size]`"""
+    """`[size]` reward of each sibling."""
     response_lengths: list[int]
-    """`[size]` sampled tokens of each sibling."""
+    """`[size]` how many tokens of each sibling were sampled."""
     version_counts: dict[int, int]
-    """Policy version → how many sampled tokens of the group it made."""
+    """Policy version → how many of the group's tokens it sampled."""
     generation_seconds: float
     """From admission to the last sibling's reward, in seconds."""
 
@@ -177,7 +178,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
-        """Describe `group` as held by model worker `head`."""
+        """Describe `group`, which model worker `head` has stored."""
         response_lengths, version_counts = _count_sampled(group)
         return cls(
             seq=group.seq,
@@ -193,7 +194,10 @@ class SampleMeta(msgspec.Struct, frozen=True):
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
-    """Sampled tokens of each sibling and of each policy version, run by run: versions change rarely."""
+    """Return how many tokens of each sibling were sampled, and how many each policy version sampled.
+
+    Counted run by run, because versions change rarely.
+    """
     versions = group.packed_policy_versions
     changes = (versions[1:] != versions[:-1]).nonzero()[0] + 1
     run_ends = [*changes.tolist(), len(versions)]

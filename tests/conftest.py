@@ -18,8 +18,8 @@ settings.load_profile("unhurried")
 
 CONTRACT = "tests/gserver/contract/"
 ON_SGLANG = (
-    "tests/gserver/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang",
-    "tests/gserver/faults/test_faults.py::test_a_server_",
+    "tests/gserver/updates/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang",
+    "tests/gserver/updates/faults/test_faults.py::test_a_server_",
 )
 TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""

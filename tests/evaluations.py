@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamrl.evaluation import EvaluationReport
+from streamrl.records.evaluation import EvaluationReport
 
 
 def make_report(policy_version: int, **fields: Any) -> EvaluationReport:

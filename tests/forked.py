@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from streamrl.launch.children import describe_exit
+from streamrl.children import describe_exit
 
 
 def forking() -> ForkServerContext:

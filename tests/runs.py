@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from streamrl.config import from_dict, to_toml
-from streamrl.metrics import StepReport
-from streamrl.transport.control.status import LedgerStatus
+from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import HeartbeatEntry, PublicationEntry
+from streamrl.transport.control import LedgerStatus
 from tests.launch.statuses import EPOCH, status, step_report
 
 
@@ -42,13 +43,24 @@ def heartbeats(seconds: float, *, gservers: int) -> list[dict[str, Any]]:
                 "running": 12.0,
                 "queued": 1.0,
             }
-            lines.append({"time": EPOCH + second, "role": "gserver", "index": index, "stats": stats})
+            lines.append(_beat(second, "gserver", index, stats=stats))
         share = chance.choice([1.0, 1.0, 0.9, 0.6])
         busy, paused, tokens = busy + share * 0.97, paused + 0.03, tokens + 420 * share
-        lines.append({"time": EPOCH + second, "role": "master", "index": 0, "stats": {}, "waiting_for": "3 groups"})
+        lines.append(_beat(second, "master", 0, stats={}, waiting_for="3 groups"))
         if second % 2:
-            lines.append({"time": EPOCH + second, "kind": "publication", "version": second // 2, "seconds": 0.3})
+            time = float(EPOCH + second)
+            entry = PublicationEntry(
+                time=time, begin=time - 0.3, end=time, pause=0.03, version=second // 2, done=True, error=""
+            )
+            lines.append(msgspec.to_builtins(entry))
     return lines
+
+
+def _beat(second: int, role: str, index: int, *, stats: dict[str, float], waiting_for: str = "") -> dict[str, Any]:
+    time = float(EPOCH + second)
+    entry = HeartbeatEntry(time=time, role=role, index=index, stats=stats, waiting_for=waiting_for)
+    found: dict[str, Any] = msgspec.to_builtins(entry)
+    return found
 
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -14,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl import checksum, native
+from streamrl import checksum
 from streamrl.checksum import copy_and_sum, tensor_sums
-from streamrl.native import Unavailable, compiled
+from streamrl.native.operations import native_add_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 
@@ -24,16 +23,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 @pytest.fixture(params=["C", "torch"])
 def made_by(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "C":
-        if checksum._add_by_c() is None:
+        if native_add_sums() is None:
             pytest.skip("there is no C compiler")
         yield "C"
     else:
-        with patch.object(checksum, "_add_by_c", lambda: None):
+        with patch.object(checksum, "native_add_sums", lambda: None):
             yield "torch"
 
 
 def expected(tensor: Tensor) -> str:
-    """By numpy, as `tensor_sums` says it."""
+    """The checksum by numpy, as `tensor_sums` describes it."""
     bits = tensor.flatten().view(torch.uint8).numpy().tobytes()
     width = np.dtype(f"u{tensor.element_size()}")
     matrix = np.frombuffer(bits, width).reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
@@ -83,21 +82,6 @@ def test_a_copy_has_the_sums_of_what_it_is_copied_to(rows: int, columns: int, dt
     source = torch.randn(rows * columns) if flat else torch.randn(columns, rows).t()
     target = torch.zeros(source.shape, dtype=dtype)
     with patch.object(checksum, "PIECE_BYTES", 64):
-        answered = copy_and_sum(target, source)
+        returned = copy_and_sum(target, source)
     assert torch.equal(target, source.to(dtype))
-    assert answered == expected(source.to(dtype))
-
-
-def test_what_the_compiler_makes_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
-    wrong = tmp_path / "checksum.c"
-    wrong.write_text(Path(checksum.__file__).with_suffix(".c").read_text().replace("row < rows; row++", "row > rows;"))
-    try:
-        library = compiled([wrong])
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with patch.object(native, "compiled", lambda _: library):
-        assert checksum._add_by_c.__wrapped__() is None
-    assert "what the C compiler makes is wrong" in caplog.text
+    assert returned == expected(source.to(dtype))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.copying import THREADS, Copiers
+from streamrl.safetensors_files import THREADS, Copiers
 
 MANY = 50
 

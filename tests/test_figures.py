@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -150,6 +151,20 @@ def test_a_contender_that_is_missing_stops_all_before_it_begins(tmp_path, monkey
 
 
 # --- seeds of the throughput benchmark -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "rows", "missing"),
+    [
+        ("bench_engine", [{"tokens_per_second": {"streamrl": 2.0, "sglang": 1.0}}], ["vllm"]),
+        ("bench_engine", [{"tokens_per_second": {"sglang": 1.0}}, {"tokens_per_second": {"vllm": 1.0}}], []),
+        ("bench_trainer", [{"contender": "TRL"}, {"contender": "streamrl"}], ["megatron"]),
+        ("bench_stream", [{"contender": "streamrl"}], []),
+    ],
+)
+def test_a_contender_that_did_not_run_is_named(benchmark, rows, missing):
+    assert figures.unmeasured(benchmark, {"rows": rows}, argparse.Namespace(without=[])) == missing
+    assert figures.unmeasured(benchmark, {"rows": rows}, argparse.Namespace(without=missing)) == []
 
 
 def test_runs_with_several_seeds_are_one_row():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.held import HeldGroups, SeqQueue
+from streamrl.ledger import HeldGroups
 from streamrl.types import SampleMeta
 
 seqs = st.integers(0, 12)
@@ -23,27 +23,6 @@ def meta(seq: int, versions: list[int]) -> SampleMeta:
         version_counts=dict.fromkeys(versions, 2),
         generation_seconds=0.0,
     )
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pop", "smallest"]), seqs), max_size=60))
-def test_a_queue_is_a_sorted_set(calls: list[tuple[str, int]]) -> None:
-    queue = SeqQueue()
-    members: set[int] = set()
-    for call, number in calls:
-        match call:
-            case "add":
-                queue.add(number)
-                members.add(number)
-            case "discard":
-                queue.discard(number)
-                members.discard(number)
-            case "pop":
-                popped = queue.pop(number)
-                assert popped == sorted(members)[:number]
-                members.difference_update(popped)
-            case _:
-                assert queue.smallest(number) == sorted(members)[:number]
-        assert len(queue) == len(members)
 
 
 @given(st.lists(st.tuples(seqs, st.none() | st.lists(st.integers(0, 5), min_size=1)), max_size=40), seqs)

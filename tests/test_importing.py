@@ -23,15 +23,17 @@ class Talk:
     async def run(self, prompt, session): ...
 """
 LOADERS = {
-    "data": "from streamrl.rollout.rows import PythonRows\nPythonRows('mine:rows', size=1, seed=0, args={})[0]",
+    "data": "from streamrl.rollout.data import PythonRows\nPythonRows('mine:rows', size=1, seed=0, args={})[0]",
     "reward": "from streamrl.rollout.reward.functions import load_reward\n"
     "from streamrl.rollout.reward.protocol import DataOrigin, Setup\n"
     "load_reward(Setup('mine:score', {}, DataOrigin('', '', {}, 1, 0)))(None, None)",
-    "workflow": "from streamrl.config import WorkflowConfig\nfrom streamrl.rollout.workflows import load_workflow\n"
+    "workflow": "from streamrl.config import WorkflowConfig\n"
+    "from streamrl.rollout.workflows.base import load_workflow\n"
     "load_workflow(WorkflowConfig(name='mine:Talk'))",
     "graph": "from streamrl.config import from_dict\nfrom streamrl.trainer.graph import graph_of\n"
     "graph_of(from_dict({'trainer': {'graph': 'mine:graph'}}))",
-    "function": "from streamrl.trainer.computation import call_users_function\nfrom streamrl.trainer.graph import MFC\n"
+    "function": "from streamrl.trainer.worker.computation import call_users_function\n"
+    "from streamrl.trainer.graph import MFC\n"
     "call_users_function(MFC('a', 'actor', 'function', frozenset(), frozenset(), function='mine:advantages'), [], {})",
     "component": "from streamrl.launch.role import _load\n_load('mine:component')(None)",
 }

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.held import HeldGroups
-from streamrl.ledger import Fate, Ledger, OverAge, count_over_age, next_in_order, select_batch
-from streamrl.trainer.settlement import Settlement
+from streamrl.ledger import Fate, HeldGroups, Ledger, OverAge, count_over_age, next_in_order, select_batch
+from streamrl.trainer.master.settlement import Settlement
 from streamrl.types import SampleMeta
 
 LEASE = 10.0

@@ -128,7 +128,7 @@ def test_who_has_set_a_limit_has_decided(tried: Tried, name: str) -> None:
     assert tried.trials == []
 
 
-def test_an_answer_that_cannot_be_kept_or_read_is_found_again(tried: Tried, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finding_that_cannot_be_kept_or_read_is_found_again(tried: Tried, caplog: pytest.LogCaptureFixture) -> None:
     tried.cache.write_text("a file")
     assert tried(SIGILL, FINE) == LIMITS[1]
     assert "STREAMRL_CACHE" in caplog.text

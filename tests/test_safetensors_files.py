@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.errors import ModelError
-from streamrl.gserver.embedded.parameters import joined
+from streamrl.gserver.embedded.weights import joined
 from streamrl.safetensors_files import layout, mapped
 
 SHAPES = {"q.weight": (4, 6), "q.bias": (4,), "k.weight": (2, 6), "k.bias": (2,), "norm": (7,), "o.weight": (6, 4)}

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from streamrl.stream_dataset import SeqSet, StreamDataset
-from streamrl.transport.puller import Offer
+from streamrl.stream_dataset import StreamDataset
+from streamrl.transport.puller import Outcome
 from streamrl.types import SampleMeta
 from tests.groups import make_group
-
-sparse_seqs = st.one_of(st.integers(0, 40), st.integers(8180, 8200), st.integers(0, 2**60))
-
-
-@given(st.lists(st.tuples(st.booleans(), sparse_seqs)))
-def test_seq_set_is_a_set(changes: list[tuple[bool, int]]) -> None:
-    ours, plain = SeqSet(), set[int]()
-    for add, seq in changes:
-        if add:
-            ours.add(seq)
-            plain.add(seq)
-        else:
-            ours.remove(seq)
-            plain.discard(seq)
-        assert (seq in ours) is (seq in plain)
-    ranges = ours.ranges()
-    assert [seq for first, end in ranges for seq in range(first, end)] == sorted(plain)
-    assert all(before[1] < after[0] for before, after in pairwise(ranges)), "not merged"
-
-
-def test_seq_set_stays_small_however_long_the_run() -> None:
-    ours = SeqSet()
-    for seq in range(0, 200_000, 2):  # every other one was rejected
-        ours.add(seq)
-    assert sum(map(len, ours._chunks.values())) <= 200_000 / 8 + 1024
 
 
 class Dataset(RuleBasedStateMachine):
@@ -62,12 +35,12 @@ class Dataset(RuleBasedStateMachine):
     def offer(self, seq: int) -> None:
         outcome = self.dataset.offer(make_group(seq))
         if seq in self.known:
-            assert outcome is Offer.DUPLICATE
+            assert outcome is Outcome.DUPLICATE
             self.duplicated += 1
         elif len(self.held) == self.capacity:
-            assert outcome is Offer.FULL
+            assert outcome is Outcome.FULL
         else:
-            assert outcome is Offer.STORED
+            assert outcome is Outcome.STORED
             self.held.append(seq)
             self.known.add(seq)
             self.stored += 1
@@ -113,12 +86,12 @@ def test_a_resumed_head_knows_what_was_trained_on() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=9)
     dataset.restore([(0, 3), (5, 6)])
     assert [seq for seq in range(9) if dataset.knows(seq)] == [0, 1, 2, 5]
-    assert dataset.offer(make_group(5)) is Offer.DUPLICATE
+    assert dataset.offer(make_group(5)) is Outcome.DUPLICATE
 
 
 def test_many_threads_store_each_group_once() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=200)
-    outcomes: list[Offer] = []
+    outcomes: list[Outcome] = []
 
     def offer_all() -> None:
         outcomes.extend([dataset.offer(make_group(seq)) for seq in range(100)])
@@ -128,5 +101,5 @@ def test_many_threads_store_each_group_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes.count(Offer.STORED) == 100
-    assert outcomes.count(Offer.DUPLICATE) == 300
+    assert outcomes.count(Outcome.STORED) == 100
+    assert outcomes.count(Outcome.DUPLICATE) == 300

@@ -19,8 +19,8 @@ import torch
 
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import PACE_SIGMA, SimulationConfig
-from streamrl.gserver.engine import Job, Lent, Output, QueueFull, Refused, Ticket
-from streamrl.gserver.receiver import WeightReceiver
+from streamrl.gserver.server.engine import Job, Output, QueueFull, Refused, ServedWeights, Ticket
+from streamrl.gserver.server.receiver import WeightReceiver
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     FinishReason,
@@ -77,7 +77,7 @@ class SimulatedEngine:
     """See the module; everything happens on the event loop."""
 
     name = "simulated"
-    lends_weights = False
+    sends_weights = False
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class SimulatedEngine:
     async def checksum(self) -> WeightsChecksum:
         return WeightsChecksum(dtype="none", total=self._version, tensors={})
 
-    async def lend(self) -> Lent:
+    async def served_weights(self) -> ServedWeights:
         raise Refused("a simulated engine has no weights to lend")
 
     async def staged_sums(self) -> dict[str, str]:

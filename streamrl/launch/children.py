@@ -15,10 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from streamrl import essential
+from streamrl.children import describe_exit, kill_group, reading
 from streamrl.errors import DeadlineExceeded, ProcessDied
-from streamrl.launch.plan import STOP_ORDER, ProcessPlan
+from streamrl.launch.files import last_lines
 from streamrl.launch.process import GRACE_SECONDS, LIFELINE, STACKS_SIGNAL
-from streamrl.launch.tail import last_lines
+from streamrl.launch.processes import STOP_ORDER, ProcessPlan
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class Child:
     async def wait(self) -> int:
         """Wait for its end; then end what it left behind in its process group."""
         self.exit_code = await self._handle.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         self.ended.set()
         return self.exit_code
 
@@ -80,19 +80,6 @@ class Child:
         if not lines:
             return f"{text}; its log {self.log_file} is empty"
         return "\n".join([f"{text}; last lines of {self.log_file}:", *(f"  {line}" for line in lines)])
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "is still running"
-    if code < 0:
-        name = signal.Signals(-code).name
-        hints = {"SIGKILL": " (out of memory?)", "SIGILL": " (an instruction that this processor does not have?)"}
-        return f"was ended by {name}{hints.get(name, '')}"
-    if code > 128 and code - 128 in set(signal.Signals):
-        return f"was stopped by {signal.Signals(code - 128).name}"
-    return f"ended with exit code {code}"
 
 
 class Children:
@@ -227,15 +214,9 @@ class Children:
 
 async def _read_line(descriptor: int, *, timeout: float, waits_for: str) -> str:
     """One line from a pipe, which is closed then; empty at end-of-file."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-    )
-    try:
-        async with asyncio.timeout(timeout):
-            return (await reader.readline()).decode().strip()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"waited {timeout:.0f} s for {waits_for} in vain; look at its log") from error
-    finally:
-        transport.close()
+    async with reading(descriptor) as reader:
+        try:
+            async with asyncio.timeout(timeout):
+                return (await reader.readline()).decode().strip()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"waited {timeout:.0f} s for {waits_for} in vain; look at its log") from error

@@ -18,17 +18,16 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from streamrl.collapse import HEALTHY
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
-from streamrl.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
-from streamrl.launch.dashboard import dashboard, duration, step_line
-from streamrl.launch.history import History
-from streamrl.launch.tail import Tail, Warnings
-from streamrl.metrics import METRICS_FILE, StepReport
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.status import Status
+from streamrl.launch.dashboard import History, dashboard, duration, step_line
+from streamrl.launch.files import Tail, Warnings
+from streamrl.records.collapse import HEALTHY
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
+from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.transport.control import Status
 from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
 

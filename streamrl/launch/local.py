@@ -24,12 +24,15 @@ from typing import IO
 import msgspec
 
 from streamrl import config as configuration
-from streamrl import essential, progress
+from streamrl import essential
 from streamrl.config import Config
+from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError
 from streamrl.launch.children import Child, Children
 from streamrl.launch.display import Display
-from streamrl.launch.plan import (
+from streamrl.launch.files import keep_in_order
+from streamrl.launch.process import run_until_stopped
+from streamrl.launch.processes import (
     COMPONENTS,
     PlanRole,
     ProcessPlan,
@@ -40,15 +43,12 @@ from streamrl.launch.plan import (
     thread_environment,
     visible_gpus,
 )
-from streamrl.launch.process import run_until_stopped
-from streamrl.launch.restarts import Restarts
-from streamrl.launch.supervise import until_finished
-from streamrl.launch.upkeep import keep_in_order
+from streamrl.launch.supervise import Restarts, until_finished
 from streamrl.processor import avoid_broken_instructions
-from streamrl.trainer_config import SYNCHRONOUS
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.status import Status
+from streamrl.records import progress
+from streamrl.transport.control import Status
 from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def resumed(config: Config) -> Config:
         raise ConfigError(
             f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
         )
-    if most_epochs is not None and made.data_rows and made.groups_settled // made.data_rows >= most_epochs:
+    if most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
         raise ConfigError(
             f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
         )

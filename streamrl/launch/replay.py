@@ -21,13 +21,13 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, ProcessDied
 from streamrl.launch.children import Children
 from streamrl.launch.local import claim_run_dir
-from streamrl.launch.plan import plan, visible_gpus
 from streamrl.launch.process import run_until_stopped
-from streamrl.metrics import StepReport
+from streamrl.launch.processes import plan, visible_gpus
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import read_records
-from streamrl.trainer.recording import read_recording
-from streamrl.trainer.replay_plan import OUTCOME, Outcome, Stretch, changes, stretch
+from streamrl.records.metrics import StepReport
+from streamrl.report.reading import read_run
+from streamrl.trainer.replay.plan import OUTCOME, Outcome, Stretch, changes, stretch
+from streamrl.trainer.replay.recording import read_recording
 
 ROWS = 12
 """Steps that the table shows."""
@@ -137,8 +137,8 @@ def verdict(outcome: Outcome) -> str:
 
 def comparison_table(outcome: Outcome, folder: Path) -> Table:
     """Some steps as recorded and as replayed; `age`: the mean of the tokens, `sample size`: the effective one."""
-    recorded = {step.step: step for step in read_records(Path(outcome.run)).steps}
-    replayed = {step.step: step for step in read_records(folder).steps}
+    recorded = {step.step: step for step in read_run(Path(outcome.run)).steps}
+    replayed = {step.step: step for step in read_run(folder).steps}
     title = escape(f"{outcome.run}: as recorded → as replayed")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1))
     for heading in ("step", "reward", "age", "loss", "grad norm", "sample size", "clipped"):

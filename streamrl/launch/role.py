@@ -1,4 +1,6 @@
-"""Runs one component in this process: configuration, threads, model folder, and then its `serve`.
+"""Processes that join and leave a running run: a number on the way in, and the manager's leave on the way out.
+
+Runs one component in this process: configuration, threads, model folder, and then its `serve`.
 
 What a launcher needs to know goes back through a pipe (`answer`); everything else is the same
 whether a person or a launcher started the process.
@@ -6,26 +8,72 @@ whether a person or a launcher started the process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
-from streamrl.launch.elastic import ask_to_leave, free_place
-from streamrl.launch.plan import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
+from streamrl.launch.processes import COMPONENTS, PlanRole, gloo_environment, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
-from streamrl.transport.collective import gloo_environment
+from streamrl.transport.control import AskPlace, Drain, Role
+from streamrl.transport.keys import manager_key, read_key
+from streamrl.transport.manager_client import ControlClient
+
+# --- elastic ---
+
+ANSWER_SECONDS = 5.0
+"""How long the manager may take to answer a process that wants to leave."""
+
+
+def free_place(config: Config, *, manager_url: str, role: Role) -> int:
+    """A number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
+
+    async def ask() -> int:
+        client = ControlClient(manager_url, key=manager_key(config))
+        try:
+            message = AskPlace(role=role, config_digest=config.digest())
+            return await client.place(message, patience=config.manager.join_timeout_seconds)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: int) -> None:
+    """Have this process drained. Raises `StreamRLError` when the manager does not know of it, or is not there."""
+    await _drain(manager_url, manager_key(config), role, index)
+
+
+def drain_by_name(manager_url: str, process: str, *, key_variable: str) -> None:
+    """Have `process`, for example `gserver/2`, drained. Raises `ConfigError` for a name that makes no sense."""
+    role, slash, number = process.partition("/")
+    if role not in get_args(Role) or not slash or not number.isdecimal():
+        raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
+    key = read_key(key_variable, setting="--api-key-env")
+    asyncio.run(_drain(manager_url, key, cast(Role, role), int(number)))
+
+
+async def _drain(manager_url: str, key: str, role: Role, index: int) -> None:
+    client = ControlClient(manager_url, key=key, timeout=ANSWER_SECONDS)
+    try:
+        await client.drain(Drain(role=role, index=index))
+    finally:
+        await client.close()
+
+
+# --- role ---
 
 log = logging.getLogger(__name__)
 
 Arguments = Callable[[Config], dict[str, Any]]
-REPLAY = "streamrl.trainer.replay:serve"
+REPLAY = "streamrl.trainer.replay.process:serve"
 """What a model worker of a replay runs."""
 
 

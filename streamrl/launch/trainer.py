@@ -13,17 +13,10 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.launch.children import Children
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
-from streamrl.launch.plan import (
-    COMPONENTS,
-    checkpoint_command,
-    command,
-    plan,
-    thread_environment,
-    visible_gpus,
-)
+from streamrl.launch.processes import COMPONENTS, checkpoint_command, command, plan, thread_environment, visible_gpus
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.control.client import ControlClient
 from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from streamrl import config as configuration
 from streamrl.config import PACE_SIGMA, Config
+from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch.plan import visible_gpus
-from streamrl.metrics import METRICS_FILE, StepReport
+from streamrl.launch.processes import visible_gpus
 from streamrl.planner.simulation import Costs
-from streamrl.records import Records, TimelineEntry, read_records
-from streamrl.trainer_config import ASYNCHRONOUS
+from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.timeline import HeartbeatEntry
+from streamrl.report.reading import Records, read_run
 from streamrl.transport.membership import CHILDREN_SECONDS, MACHINE_SECONDS, PROCESSOR_SECONDS
 
 CALIBRATION_SECONDS = 60.0
@@ -162,7 +163,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
-    records = read_records(run_dir)
+    records = read_run(run_dir)
     config = records.config
     if config is None:
         raise ConfigError(f"{run_dir}: config.toml is missing or cannot be read, so nobody knows what ran there")
@@ -337,7 +338,7 @@ class _Reader:
             return 0.0
         return (computed + cached) / requests
 
-    def _of_role(self, role: str) -> list[list[TimelineEntry]]:
+    def _of_role(self, role: str) -> list[list[HeartbeatEntry]]:
         return [entries for name, entries in self._records.heartbeats.items() if name.startswith(f"{role}/")]
 
     def _counted(self, role: str, counter: str) -> float:
@@ -361,7 +362,7 @@ class _Reader:
         return self._sum(metric) / len(self._steps)
 
 
-def _growth(before: TimelineEntry, after: TimelineEntry, counter: str) -> float:
+def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
     """Of a counter, which begins anew where a process was started anew."""
     old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
     return new - old if new >= old else new

@@ -23,13 +23,13 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.gserver.admissions import Admissions
-from streamrl.gserver.embedded.chunks import budget
-from streamrl.gserver.load import Work
-from streamrl.gserver.routing import Fleet, Standing
-from streamrl.held import HeldGroups
-from streamrl.ledger import Fate, Ledger
-from streamrl.trainer.batches import BatchFormer
+from streamrl.gserver.embedded.scheduler import prefill_budget
+from streamrl.gserver.manager.admission import Admissions
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.ledger import Fate, HeldGroups, Ledger
+from streamrl.trainer.master.groups import BatchFormer
 from streamrl.transport.generation import ServerInfo
 from streamrl.types import SampleMeta
 
@@ -353,7 +353,7 @@ class _Gserver:
         if not (free and self.waiting):
             return 0.0
         self._run.account(self)  # as many slots were in use as there are until now
-        left = float(budget(free=free, slots=self._slots, most=self._prefill_tokens))
+        left = float(prefill_budget(free=free, slots=self._slots, most=self._prefill_tokens))
         prompts, group = 0.0, None
         while self.waiting and len(self.running) < self._slots and left > 0:
             request = self.waiting.popleft()
@@ -438,9 +438,10 @@ class _Run:
         self._turn = 0
         self._gservers: dict[str, _Gserver] = {}
         for index in range(config.gserver.count):
-            gserver = self._fleet.join(index, str(index))
+            gserver = Gserver(index, str(index))
             gserver.info = ServerInfo(max_running_requests=config.gserver.max_running)
-            gserver.standing = Standing.SERVING
+            gserver.handle(GserverEvent.FOUND_CURRENT)
+            self._fleet.join(gserver)
             self._gservers[gserver.address] = _Gserver(self, index)
         self._groups: dict[int, _Group] = {}
         self._drops: dict[int, int] = {}

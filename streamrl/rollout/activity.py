@@ -1,12 +1,12 @@
-"""What a rollout worker or an evaluator is doing: counts for the dashboard, what it waits for, reasons for the log."""
+"""What a rollout worker or an evaluator is doing: counts for its heartbeats, what it waits for, reasons for its log."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
@@ -15,12 +15,20 @@ REWARD_WINDOW = 64
 REASONS_PER_INTERVAL = 5
 REASON_INTERVAL_SECONDS = 10.0
 
+GENERATION, BEFORE_SCORING, SCORING, PUSHING = STAGES = (
+    "generation",
+    "the master to ask for scores",
+    "rewards",
+    "credit of the trainer",
+)
+"""Stages of a response or group in order, named by what the worker waits for while something is in them."""
+
 
 class Activity:
-    """Counters of one worker."""
+    """Counters of one process. Whoever does the work enters and leaves its stages here."""
 
     def __init__(self, *, idle: str) -> None:
-        """`idle`: what it waits for when nothing is under way."""
+        """`idle`: what the process waits for when nothing is under way."""
         self._idle = idle
         self.groups_running = 0
         self.groups_done = 0
@@ -28,11 +36,9 @@ class Activity:
         self.groups_uniform = 0
         self.reward_errors = 0
         self.reward_busy_seconds: Callable[[], float] = float
-        """Asked what the reward processes have been busy for; 0 where there are none."""
-        self._requests = 0
-        self._held_back = 0
-        self._scores = 0
-        self._pushes = 0
+        """Returns how long the reward processes have been busy; 0 where there are none."""
+        self._under_way: Counter[str] = Counter()
+        """How many responses or groups are in each stage."""
         self._tokens = 0
         self._interruptions = 0
         self._reward_seconds = 0.0
@@ -42,20 +48,20 @@ class Activity:
         self._reasons = _ReasonLog()
 
     def on_wait(self, show: Callable[[str], None]) -> None:
-        """Call `show` now, and whenever what the worker waits for changes."""
+        """Call `show` now, and whenever what the process waits for changes."""
         self._on_wait = show
         self._waiting_for = ""
         self._update()
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters for the heartbeat."""
+        """Return gauges and counters for the heartbeat."""
         stats: dict[str, float] = {
             "groups_running": self.groups_running,
-            "groups_pushing": self._pushes,
+            "groups_pushing": self._under_way[PUSHING],
             "groups_done_total": self.groups_done,
             "groups_rejected_total": self.groups_rejected,
             "groups_uniform_total": self.groups_uniform,
-            "requests_in_flight": self._requests,
+            "requests_in_flight": self._under_way[GENERATION],
             "tokens_generated_total": self._tokens,
             "interruptions_total": self._interruptions,
             "reward_seconds_total": self._reward_seconds,
@@ -68,7 +74,7 @@ class Activity:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A group runs."""
+        """A group is being made while inside."""
         self.groups_running += 1
         self._update()
         try:
@@ -77,87 +83,64 @@ class Activity:
             self.groups_running -= 1
             self._update()
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A generation request is in flight."""
-        self._requests += 1
-        self._update()
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            self._update()
+    def generating(self) -> AbstractContextManager[None]:
+        """A generation request is in flight while inside."""
+        return self._in(GENERATION)
 
-    @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """A response waits until it may be scored."""
-        self._held_back += 1
-        self._update()
-        try:
-            yield
-        finally:
-            self._held_back -= 1
-            self._update()
+    def waiting_to_be_scored(self) -> AbstractContextManager[None]:
+        """A response waits until it may be scored while inside."""
+        return self._in(BEFORE_SCORING)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """A response is scored."""
-        self._scores += 1
-        self._update()
+        """A response is being scored while inside."""
         started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._reward_seconds += time.monotonic() - started
-            self._scores -= 1
-            self._update()
+        with self._in(SCORING):
+            try:
+                yield
+            finally:
+                self._reward_seconds += time.monotonic() - started
 
-    @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """A finished group is on its way to the trainer."""
-        self._pushes += 1
-        self._update()
-        try:
-            yield
-        finally:
-            self._pushes -= 1
-            self._update()
+    def pushing(self) -> AbstractContextManager[None]:
+        """A finished group is on its way to the trainer while inside."""
+        return self._in(PUSHING)
 
     def generated(self, *, tokens: int, interruptions: int) -> None:
-        """A response is complete."""
+        """Count a complete response."""
         self._tokens += tokens
         self._interruptions += interruptions
 
     def done(self, *, mean_reward: float) -> None:
-        """A group is stored with the trainer."""
+        """Count a group that is stored with the trainer, or a held-out prompt that was evaluated."""
         self.groups_done += 1
         self._rewards.append(mean_reward)
 
     def rejected(self, seq: int, reason: BaseException, *, what: str = "group") -> None:
-        """A group was given up."""
+        """Count a group that was given up, and log why."""
         self.groups_rejected += 1
         self.log_reason(f"{what} {seq} is rejected", reason)
 
     def uniform(self) -> None:
-        """A group was given up because its responses all scored the same."""
+        """Count a group that was given up because its responses all scored the same."""
         self.groups_uniform += 1
 
     def log_reason(self, what: str, reason: BaseException) -> None:
-        """Log once for each event, a few in every interval."""
+        """Log `what` happened and why, unless the log has had enough of these for now."""
         self._reasons.log(what, reason)
 
+    @contextmanager
+    def _in(self, stage: str) -> Iterator[None]:
+        self._under_way[stage] += 1
+        self._update()
+        try:
+            yield
+        finally:
+            self._under_way[stage] -= 1
+            self._update()
+
     def _update(self) -> None:
-        """Tell what the worker waits for: the earliest stage that has something in it."""
-        if self._requests:
-            waiting_for = "generation"
-        elif self._held_back:
-            waiting_for = "the master to ask for scores"
-        elif self._scores:
-            waiting_for = "rewards"
-        elif self._pushes:
-            waiting_for = "credit of the trainer"
-        else:
-            waiting_for = self._idle
+        """Tell what the process waits for: the earliest stage that has something in it."""
+        waiting_for = next((stage for stage in STAGES if self._under_way[stage]), self._idle)
         if waiting_for != self._waiting_for:
             self._waiting_for = waiting_for
             if self._on_wait is not None:

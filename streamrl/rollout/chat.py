@@ -1,7 +1,7 @@
 """Chat messages to tokens and back.
 
-Invariant: sampled tokens are never decoded and tokenized again. A further turn is appended as
-the tokens that the chat template puts between the end of an answer and the next one.
+Invariant: sampled tokens are never decoded and tokenized again. A further turn is appended as the tokens that the chat
+template puts between the end of an answer and the beginning of the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ANSWER_MARK = "\u241fanswer\u241f"
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used."""
 
     chat_template: Any
     all_special_ids: list[int]
@@ -37,7 +37,7 @@ class ChatTokenizer:
     """A tokenizer together with its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> None:
-        """Raises `ConfigError` when neither the tokenizer nor the caller brings a chat template."""
+        """`chat_template` replaces the tokenizer's own; raises `ConfigError` when there is neither."""
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
@@ -50,32 +50,32 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
-        """The tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
+        """Load the tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
         return cls(load_tokenizer(model_dir), chat_template=chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text` as it stands."""
+        """Return the tokens of `text` as it stands; raises `DataError` when the tokenizer cannot encode it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing more precise
             raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def render(self, messages: list[Message]) -> list[int]:
-        """Tokens of a conversation up to where the model answers.
+        """Return the tokens of a conversation up to where the model answers.
 
         Raises `DataError` when the chat template refuses the conversation.
         """
         return self.encode(self._render_text(messages))
 
     def next_turn(self, output_ids: Sequence[int], messages: list[Message]) -> list[int]:
-        """Tokens to append after the sampled `output_ids` so that the model answers `messages`.
+        """Return the tokens to append after the sampled `output_ids` so that the model answers `messages`.
 
-        The template closes an answer with its end-of-turn token; it is left out where the model
-        sampled it itself.
+        The template closes an answer with its end-of-turn token; it is left out where the model sampled it itself.
+        Raises `ConfigError` for a template that does not show assistant messages.
         """
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER_MARK}]
         _, mark, tail = self._render_text([*opening, *messages]).rpartition(_ANSWER_MARK)

@@ -1,28 +1,42 @@
-"""Where prompts come from.
+"""Prompts from data sources.
 
-Invariant: the prompt of a sequence number is a pure function of the data set, `run.seed` and
-the number alone, in whichever process and order it is asked for.
+`PromptSource` is the run's endless stream of prompts: the data set is passed through again and again, each epoch in an
+order of its own. Invariant: the prompt of a sequence number is a pure function of the data set, `run.seed` and the
+number alone, in whichever process and order it is asked for.
+
+A data source, whatever holds its data, says how many rows it has and returns one row at a time. A row is a mapping of
+JSON types. Sources are read lazily and never change while a run lasts. To add one: a class like those below, a case in
+`open_rows`, and its name in `streamrl.config.fields.DataSource`. A source that only makes rows needs none of that: a
+function of yours, `data.source = "python"`, does.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.config import Config, DataConfig
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
+from streamrl.importing import load_object
+from streamrl.records.files import decode_line
 from streamrl.rollout.chat import ChatTokenizer, Message
-from streamrl.rollout.rows import Row, Rows, open_rows
-from streamrl.rollout.shuffle import permuted_index
 from streamrl.types import Prompt
+
+Row = dict[str, Any]
 
 
 class PromptSource:
     """The run's endless stream of prompts."""
 
     def __init__(self, *, rows: Rows, chat: ChatTokenizer, config: DataConfig, seed: int) -> None:
-        """Reads row 0, so that a wrong column is found before anything runs."""
+        """Read row 0, so that a wrong column is found before anything runs; raises `DataError`."""
         self._rows = rows
         self._chat = chat
         self._config = config
@@ -32,16 +46,16 @@ class PromptSource:
 
     @classmethod
     def open(cls, config: Config, chat: ChatTokenizer) -> PromptSource:
-        """The source that `config.data` names; raises `DataError` or `ConfigError`."""
+        """Open the source that `config.data` names; raises `DataError` or `ConfigError`."""
         rows = open_rows(config.data, seed=config.run.seed)
         return cls(rows=rows, chat=chat, config=config.data, seed=config.run.seed)
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Return the number of prompts in an epoch."""
         return len(self._rows)
 
     def prompt(self, seq: int) -> Prompt:
-        """The prompt of `seq`; raises `DataError` when its row has none."""
+        """Return the prompt of `seq`; raises `DataError` when its row has none."""
         epoch, position = divmod(seq, len(self._rows))
         index = position
         if self._config.shuffle:
@@ -65,7 +79,7 @@ class PromptSource:
         self.messages(self._rows[index], where=f"{self._rows.name}, row {index}")
 
     def messages(self, row: Row, *, where: str) -> list[Message]:
-        """The conversation of `row`; raises `DataError` that names `where`."""
+        """Return the conversation in `row`; raises `DataError`, which names `where`, when there is none."""
         if self._prompt_key not in row:
             raise DataError(f"{where}: no column {self._prompt_key!r} for data.prompt_key; there is {', '.join(row)}")
         content = row[self._prompt_key]
@@ -94,3 +108,238 @@ def _chat_messages(content: Any, *, where: str) -> list[Message]:
         if not {"role", "content"} <= message.keys():
             raise DataError(f"{where}: a chat message needs role and content; one has {', '.join(message) or 'none'}")
     return messages
+
+
+# --- the order of rows ---
+
+_FEISTEL_ROUNDS = 6
+
+
+def permuted_index(position: int, *, size: int, seed: int, epoch: int) -> int:
+    """Return which row is at `position` (0 ≤ position < size) of a shuffled epoch of `size` rows.
+
+    A permutation of each epoch that any process can compute for one position alone: a Feistel network over the next
+    power of four, walked until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It
+    needs no table and does not depend on the version of any library, so a resumed run sees the same order.
+    """
+    if not 0 <= position < size:
+        raise ValueError(f"position {position} is outside an epoch of {size} rows")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    index = position
+    while True:  # at most 4 passes on average, because the network's domain is below 4 · size
+        index = _feistel(index, half_bits=half_bits, key=f"{seed}/{epoch}")
+        if index < size:
+            return index
+
+
+def _feistel(value: int, *, half_bits: int, key: str) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for number in range(_FEISTEL_ROUNDS):
+        digest = hashlib.blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+    return left << half_bits | right
+
+
+# --- data sources ---
+
+
+class Rows(Protocol):
+    """The rows of a data source."""
+
+    name: str
+    """For error messages."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Return row `index`; raises `DataError` when it cannot be read."""
+        ...
+
+
+class JsonlRows:
+    """A file with one JSON object in each line; empty lines do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = _existing_file(path)
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty")
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._decoder = msgspec.json.Decoder(Row)
+        self._starts, self._numbers = self._index()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        start = int(self._starts[index])
+        line = self._bytes[start : self._line_end(start)]
+        return decode_line(line, self._decoder, what="a JSON object", file=self._path, number=int(self._numbers[index]))
+
+    def _index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the lines that count begin, in bytes, and their numbers, from 1."""
+        starts: list[int] = []
+        numbers: list[int] = []
+        start, number = 0, 1
+        while start < len(self._bytes):
+            end = self._line_end(start)
+            if self._bytes[start:end].strip():
+                starts.append(start)
+                numbers.append(number)
+            start, number = end + 1, number + 1
+        return np.array(starts, dtype=np.int64), np.array(numbers, dtype=np.int64)
+
+    def _line_end(self, start: int) -> int:
+        end = self._bytes.find(b"\n", start)
+        return len(self._bytes) if end < 0 else end
+
+
+class ParquetRows:
+    """A Parquet file, mapped into memory as Arrow columns."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.name = str(path)
+        try:
+            self._table = pyarrow.parquet.read_table(_existing_file(path), memory_map=True)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return json_types(self._table.slice(index, 1).to_pylist()[0], where=f"{self.name}, row {index}")
+
+
+class HfDiskRows:
+    """A folder that `datasets.Dataset.save_to_disk` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import datasets
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                'data.source = "hf_disk" needs the datasets package: pip install "streamrl[datasets]"'
+            ) from error
+        self.name = str(path)
+        if not path.is_dir():
+            raise DataError(f"data.path = {str(path)!r}: there is no such folder")
+        try:
+            loaded = datasets.load_from_disk(str(path))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not a folder that datasets.save_to_disk wrote: {error}") from error
+        if isinstance(loaded, datasets.DatasetDict):
+            raise DataError(f"{path} holds the splits {', '.join(loaded)}: set data.path to one of their folders")
+        self._dataset = loaded
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        return json_types(self._dataset[index], where=f"{self.name}, row {index}")
+
+
+class ReasoningGymRows:
+    """A task of reasoning-gym; the row is the whole entry, the prompt is its `question`."""
+
+    def __init__(self, task: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
+        self.name = f"reasoning-gym task {task}"
+        self._dataset = create_reasoning_gym(task, size=size, seed=seed, args=args)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        return json_types(dict(self._dataset[index]), where=f"{self.name}, entry {index}")
+
+
+class PythonRows:
+    """A function of the user's, `function(index, seed, **args)`, that returns one row."""
+
+    def __init__(self, spec: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
+        self.name = spec
+        self._function: Callable[..., Any] = load_object(spec, key="data.path")
+        self._size = size
+        self._seed = seed
+        self._args = args
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._function(index, self._seed, **self._args)
+        if not isinstance(row, dict):
+            raise DataError(f"{self.name} returned a {type(row).__name__} for row {index}; it must return a dict")
+        return json_types(row, where=f"{self.name}, row {index}")
+
+
+def open_rows(config: DataConfig, *, seed: int) -> Rows:
+    """Open the data source that `config` names; raises `DataError` or `ConfigError` if it is unreadable or empty."""
+    match config.source:
+        case "jsonl":
+            rows: Rows = JsonlRows(Path(config.path))
+        case "parquet":
+            rows = ParquetRows(Path(config.path))
+        case "hf_disk":
+            rows = HfDiskRows(Path(config.path))
+        case "reasoning_gym":
+            rows = ReasoningGymRows(config.path, size=config.size, seed=seed, args=config.args)
+        case "python":
+            rows = PythonRows(config.path, size=config.size, seed=seed, args=config.args)
+    if len(rows) == 0:
+        raise DataError(f"{rows.name} has no rows")
+    return rows
+
+
+def create_reasoning_gym(task: str, *, size: int, seed: int, args: dict[str, Any]) -> Any:
+    """Return the reasoning-gym data set of `task`; equal arguments give equal entries in every process.
+
+    Raises `ConfigError` for an unknown task, or arguments that do not fit it.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise ConfigError('reasoning-gym is not installed: pip install "streamrl[rewards]"') from error
+    if task not in DATASETS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:10]
+        raise ConfigError(f"data.path = {task!r}: reasoning-gym has no such task; near: {', '.join(near)}")
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"data.args do not fit the reasoning-gym task {task}: {error}") from error
+
+
+def json_types(row: Row, *, where: str) -> Row:
+    """Return `row` in JSON types: tuples become lists, dates strings, NumPy values plain ones.
+
+    Raises `DataError`, which names `where`, for a value that has no JSON type.
+    """
+    try:
+        return msgspec.json.decode(_json.encode(row), type=Row)
+    except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
+        raise DataError(f"{where}: holds a value that is no JSON type: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"a {type(value).__name__}")
+
+
+_json = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _existing_file(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"data.path = {str(path)!r}: there is no such file (working directory: {Path.cwd()})")
+    return path

@@ -1,9 +1,9 @@
 """The evaluator: tries the policy on held-out prompts through the gservers, while training goes on.
 
-Owns its reward processes and its connections. It takes one evaluation after another from the manager, has a
-gserver named for each prompt, and reports what it found. Invariants: no more than `evaluation.max_concurrent`
-prompts are under way; what goes wrong with one prompt rejects that prompt and nothing else; no group of it
-reaches the ledger or the trainer.
+Owns its reward processes and its connections. It takes one evaluation after another from the manager, has it name a
+gserver for each prompt, and reports what it found. Invariants: no more than `evaluation.max_concurrent` prompts are
+under way; what goes wrong with one prompt rejects that prompt and nothing else; no group of it reaches the ledger or
+the trainer.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from statistics import fmean
+
+import numpy as np
 
 from streamrl.config import Config
+from streamrl.config.evaluation import as_evaluated
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.evaluation import EvaluationReport, in_words
-from streamrl.evaluation_config import as_evaluated
+from streamrl.records.evaluation import EvaluationReport, in_words, mean_pass_at
 from streamrl.rollout.activity import Activity
+from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
-from streamrl.rollout.tally import Tally
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.evaluations import (
-    EvaluationResult,
-    EvaluationRoute,
-    EvaluationTask,
-    NextEvaluation,
-)
+from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
+from streamrl.transport.control import EvaluationResult, EvaluationRoute, EvaluationTask, NextEvaluation
+from streamrl.transport.manager_client import ControlClient
+from streamrl.types import SampleMeta, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 1.0
-"""Between questions for a gserver while there is none."""
+"""Between two questions for a gserver while there is none."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Evaluate whenever the manager says so, until the run is over or the task is cancelled."""
+    """Evaluate whenever the manager says so, until the run is over or the task is cancelled.
 
+    Raises `ConfigError` when the configuration has no evaluation.
+    """
     if not config.evaluation.enabled:
         raise ConfigError("[evaluation] does not say when to evaluate; set for example evaluation.every_steps")
 
-    async def work(seat: Seat) -> None:
-        seen = as_evaluated(config)
-        maker, prompts = await open_group_maker(seen, seat=seat, model_dir=model_dir)
-        wanted = config.evaluation.prompts
-        count = len(prompts) if wanted is None else min(wanted, len(prompts))
-        log.info("%s has %d held-out prompts", seat.membership.name, count)
-        await Evaluator(config, seat=seat, maker=maker, prompts=count).run()
+    async def work(joined: Joined) -> None:
+        maker, prompts = await open_group_maker(as_evaluated(config), joined=joined, model_dir=model_dir)
+        most = config.evaluation.prompts
+        count = len(prompts) if most is None else min(most, len(prompts))
+        log.info("%s has %d held-out prompts", joined.membership.name, count)
+        await Evaluator(config, joined=joined, maker=maker, prompts=count).run()
 
     await serve_until_over(
         config,
@@ -64,17 +64,17 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 class Evaluator:
     """Carries evaluations out, each on the first `prompts` held-out prompts."""
 
-    def __init__(self, config: Config, *, seat: Seat, maker: GroupMaker, prompts: int) -> None:
+    def __init__(self, config: Config, *, joined: Joined, maker: GroupMaker, prompts: int) -> None:
         self._config = config.evaluation
-        self._control = seat.control
-        self._membership = seat.membership
-        self._activity = seat.activity
+        self._control = joined.control
+        self._membership = joined.membership
+        self._activity = joined.activity
         self._maker = maker
         self._prompts = prompts
-        seat.activity.on_wait(self._show_wait)
+        joined.activity.on_wait(self._show_wait)
 
     async def run(self) -> None:
-        """Until the manager says stop."""
+        """Carry out one evaluation after another until the manager says stop."""
         while True:
             reply = await self._control.next_evaluation(NextEvaluation(evaluator=self._membership.index))
             if reply.stop:
@@ -82,27 +82,30 @@ class Evaluator:
                 return
             if reply.task is not None:
                 report = await self._evaluate(reply.task)
-                await self._tell(reply.task, report)
+                # the manager counts a report that comes twice once
+                await self._control.evaluation_result(
+                    EvaluationResult(evaluator=self._membership.index, number=reply.task.number, report=report)
+                )
 
     async def _evaluate(self, task: EvaluationTask) -> EvaluationReport:
         log.info("evaluation of version %d: %d prompts", task.policy_version, self._prompts)
         began = time.monotonic()
         tally = Tally(samples=self._config.samples, pass_reward=self._config.pass_reward)
-        desk = _Routes(self._control, evaluator=self._membership.index)
+        routes = _Routes(self._control, evaluator=self._membership.index)
         numbers = iter(range(self._prompts))
-        async with asyncio.TaskGroup() as lanes:
-            for lane in range(min(self._config.max_concurrent, self._prompts)):
-                lanes.create_task(self._answer_in_turn(numbers, desk, tally), name=f"evaluation, lane {lane}")
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(min(self._config.max_concurrent, self._prompts)):
+                tasks.create_task(self._try_prompts(numbers, routes, tally), name=f"evaluation, task {number}")
         report = tally.report(task, time=time.time(), seconds=time.monotonic() - began)
         log.info("%s", in_words(report))
         return report
 
-    async def _answer_in_turn(self, numbers: Iterator[int], desk: _Routes, tally: Tally) -> None:
-        """Answer one prompt after another of those that the lanes share."""
+    async def _try_prompts(self, numbers: Iterator[int], routes: _Routes, tally: Tally) -> None:
+        """Try one prompt after another, taking their `numbers` from an iterator that several tasks share."""
         for number in numbers:
             try:
                 with self._activity.group():
-                    group = await self._maker.make(number, await desk.route(number))
+                    group = await self._maker.make(number, await routes.begin(number))
             except Exception as error:  # one prompt may fail, for example in the user's reward function
                 if not isinstance(error, StreamRLError):
                     log.exception("prompt %d of the evaluation failed", number)
@@ -112,56 +115,82 @@ class Evaluator:
                 self._activity.done(mean_reward=float(group.rewards.mean()))
                 tally.add(group)
             finally:
-                desk.left(number)
-
-    async def _tell(self, task: EvaluationTask, report: EvaluationReport) -> None:
-        """The manager counts a report that comes twice once."""
-        message = EvaluationResult(evaluator=self._membership.index, number=task.number, report=report)
-        await self._control.evaluation_result(message)
+                routes.end(number)
 
     def _show_wait(self, waiting_for: str) -> None:
         self._membership.waiting_for = waiting_for
 
 
 class _Routes:
-    """Asks the manager for gservers, and tells it on the way which prompts have ended."""
+    """Asks the manager for gservers, and tells it on the way which prompts have ended.
+
+    A prompt keeps its place on the gserver until its last sample is done: its requests are not counted one by one.
+    """
 
     def __init__(self, control: ControlClient, *, evaluator: int) -> None:
         self._control = control
         self._evaluator = evaluator
         self._done: list[int] = []
 
-    async def route(self, prompt: int) -> PromptRoute:
-        """A route to a gserver, once there is one."""
-        while not (found := await self.ask(prompt, failed="")):
+    async def begin(self, prompt: int) -> GroupRoute:
+        """Return the route of `prompt`, once there is a gserver for it."""
+        while not (gserver := await self._ask(prompt, failed="")):
             log.warning("prompt %d of the evaluation waits for a gserver", prompt)
-            await asyncio.sleep(ASK_SECONDS)  # a manager whose run is over answers at once
-        return PromptRoute(self, prompt=prompt, gserver=found)
+            await asyncio.sleep(ASK_SECONDS)  # a manager whose run is over replies at once
+        return GroupRoute(gserver, find_another=partial(self._ask, prompt))
 
-    def left(self, prompt: int) -> None:
-        """`prompt` has ended."""
+    def end(self, prompt: int) -> None:
+        """`prompt` is done, or was rejected: its gserver is free of it."""
         self._done.append(prompt)
 
-    async def ask(self, prompt: int, *, failed: str) -> str:
-        """URL of a gserver; empty if there is none now."""
+    async def _ask(self, prompt: int, failed: str) -> str:
+        """Return the URL of a gserver for `prompt`; empty if there is none now."""
         done, self._done = self._done, []
         message = EvaluationRoute(evaluator=self._evaluator, prompt=prompt, failed=failed, done=done)
         return (await self._control.evaluation_route(message)).gserver
 
 
-class PromptRoute:
-    """The gserver of one prompt, shared by its samples."""
+class Tally:
+    """Counts the figures of one evaluation, group by group; rejected prompts are counted and enter no other figure."""
 
-    def __init__(self, routes: _Routes, *, prompt: int, gserver: str) -> None:
-        self.gserver = gserver
-        self._routes = routes
-        self._prompt = prompt
-        self._asking = asyncio.Lock()
+    def __init__(self, *, samples: int, pass_reward: float) -> None:
+        """`samples`: responses to each prompt. `pass_reward`: the reward from which on a response counts as a pass."""
+        self._samples = samples
+        self._pass_reward = np.float32(pass_reward)  # rewards have that precision, too
+        self._passed: list[int] = []
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+        self._cut = 0
+        self._versions: set[int] = set()
+        self._rejected = 0
 
-    def request(self, tokens: int) -> AbstractContextManager[None]:
-        return nullcontext()  # a prompt keeps its place on the gserver until its last sample is done
+    def add(self, group: TrajectoryGroup) -> None:
+        """Count the responses to one prompt."""
+        meta = SampleMeta.of(group, head=0)
+        self._passed.append(int((group.rewards >= self._pass_reward).sum()))
+        self._rewards += meta.rewards
+        self._lengths += meta.response_lengths
+        self._cut += group.finish_reasons.count("length")
+        self._versions.update(meta.version_counts)
 
-    async def replace(self, failed: str) -> None:
-        async with self._asking:
-            if self.gserver == failed:  # no sample has asked before
-                self.gserver = await self._routes.ask(self._prompt, failed=failed) or failed
+    def reject(self) -> None:
+        """Count a prompt that failed."""
+        self._rejected += 1
+
+    def report(self, task: EvaluationTask, *, time: float, seconds: float) -> EvaluationReport:
+        """Return what `task` found; it ended at `time` (seconds since the epoch) and took `seconds`."""
+        return EvaluationReport(
+            policy_version=task.policy_version,
+            step=task.step,
+            time=time,
+            seconds=seconds,
+            oldest_version=min(self._versions, default=None),
+            newest_version=max(self._versions, default=None),
+            prompts=len(self._passed),
+            samples=self._samples,
+            rejected=self._rejected,
+            reward_mean=fmean(self._rewards) if self._rewards else None,
+            pass_at=mean_pass_at(self._passed, samples=self._samples),
+            response_length_mean=fmean(self._lengths) if self._lengths else None,
+            cut_share=self._cut / len(self._rewards) if self._rewards else None,
+        )

@@ -1,20 +1,25 @@
-"""`GroupMaker`: one admission in, one group of scored sibling trajectories out."""
+"""`GroupMaker`: a sequence number in, a group of scored sibling trajectories out.
+
+Invariant: a group that leaves here can be trained on, whatever the workflow did (`check_trajectory`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from streamrl.config import Config
-from streamrl.errors import DataError, first_error
+from streamrl.errors import DataError, WireError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.partial import Generator, Route
+from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.session import BeforeScoring, Session
-from streamrl.rollout.workflow import Workflow, check_trajectory, shared_prefix
-from streamrl.types import Prompt, Trajectory, TrajectoryGroup
+from streamrl.rollout.workflows.base import BeforeScoring, Session, Workflow
+from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, TrajectoryGroup
 
 
 class GroupMaker:
@@ -32,6 +37,7 @@ class GroupMaker:
         rewards: RewardPool | None,
         activity: Activity,
     ) -> None:
+        """`worker`: name of the process, as groups carry it. `rewards`: None where a reward model scores."""
         self._config = config
         self._worker = worker
         self._prompts = prompts
@@ -41,10 +47,11 @@ class GroupMaker:
         self._rewards = rewards
         self._activity = activity
 
-    async def make(self, seq: int, route: Route, before_scoring: BeforeScoring | None = None) -> TrajectoryGroup:
-        """The group of `seq`. The first sibling that fails ends the others, and its error is raised.
+    async def make(self, seq: int, route: GroupRoute, before_scoring: BeforeScoring | None = None) -> TrajectoryGroup:
+        """Return the group of `seq`, generated at the gserver that `route` names.
 
-        `before_scoring` is awaited, with the sibling's number, before each of its scores.
+        The first sibling that fails ends the others, and its error is raised. `before_scoring` is awaited, with the
+        sibling's number, before each of its scores.
         """
         started = time.monotonic()
         prompt = self._prompts.prompt(seq)
@@ -76,7 +83,7 @@ class GroupMaker:
         )
 
     async def _sibling(
-        self, prompt: Prompt, sibling: int, route: Route, before_scoring: BeforeScoring | None
+        self, prompt: Prompt, sibling: int, route: GroupRoute, before_scoring: BeforeScoring | None
     ) -> Trajectory:
         session = Session(
             prompt=prompt,
@@ -94,3 +101,31 @@ class GroupMaker:
         trajectory = await self._workflow.run(prompt, session)
         check_trajectory(trajectory)
         return trajectory
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raise `WireError` for a trajectory that a trainer could not use; a workflow of the user's may make one."""
+    arrays = (trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.policy_versions)
+    tokens = len(trajectory.input_ids)
+    mask = trajectory.loss_mask
+    if any(array.shape != (tokens,) for array in arrays):
+        raise WireError(f"trajectory: {tokens} tokens with arrays of the shapes {[array.shape for array in arrays]}")
+    if not mask.any():
+        raise WireError("trajectory: the policy sampled none of its tokens")
+    if mask[0]:
+        raise WireError("trajectory: its first token is sampled; there must be a prompt before it")
+    if not -LARGEST_REWARD <= trajectory.reward <= LARGEST_REWARD:  # NaN fails, too
+        raise WireError(f"trajectory: the reward is {trajectory.reward}; at most {LARGEST_REWARD:g} in magnitude")
+    if (trajectory.policy_versions[mask] < 0).any() or (trajectory.policy_versions[~mask] != NO_VERSION).any():
+        raise WireError("trajectory: policy_versions must be NO_VERSION exactly where loss_mask is False")
+
+
+def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
+    """Return how many leading tokens all siblings share and none of them sampled."""
+    first = trajectories[0]
+    shared = min(int(np.argmax(trajectory.loss_mask)) for trajectory in trajectories)
+    for other in trajectories[1:]:
+        differs = first.input_ids[:shared] != other.input_ids[:shared]
+        if differs.any():
+            shared = int(np.argmax(differs))
+    return shared

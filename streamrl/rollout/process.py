@@ -1,7 +1,7 @@
-"""What rollout workers and evaluators have in common as processes.
+"""What rollout workers and evaluators have in common as processes: joining a run, and making groups.
 
-`serve_until_over` joins the run, does the work until it ends or the run does, and closes what the work has
-opened; `open_group_maker` builds what turns sequence numbers into scored groups.
+`serve_until_over` joins the run, does the work until it or the run ends, and closes what the work has opened;
+`open_group_maker` builds what turns sequence numbers into scored groups.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
+from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.partial import Generator
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows import load_workflow
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.members import Role
+from streamrl.rollout.workflows.base import load_workflow
+from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import gserver_key, manager_key
+from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 
 PATIENCE_REQUESTS = 2
-"""A response without a new token for so many request time limits is given up."""
+"""A response is given up when no token has come for so many times `rollout.request_timeout_seconds`."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A process's place in the run, and what is closed when it leaves."""
+class Joined:
+    """What a process has once it has joined the run."""
 
     control: ControlClient
     membership: Membership
     activity: Activity
-    owned: AsyncExitStack
-    """Not closed by the work's own task: its cancellation would cut the closing short."""
+    at_exit: AsyncExitStack
+    """What the work opens and what is closed when the process leaves; not by the work's own task, whose cancellation
+    would cut the closing short."""
 
 
 async def serve_until_over(
@@ -51,22 +52,23 @@ async def serve_until_over(
     index: int,
     manager_url: str,
     activity: Activity,
-    work: Callable[[Seat], Coroutine[Any, Any, None]],
+    work: Callable[[Joined], Coroutine[Any, Any, None]],
 ) -> None:
     """Do `work` as `role`/`index` until it ends, the run is over, or the task is cancelled.
 
-    An error of the work is told to the manager, which stops the run, and raised.
+    Joins the run first and leaves it at the end, after closing what the work has opened. An error of the work is told
+    to the manager, which stops the run, and raised; so is the loss of the manager.
     """
-    async with AsyncExitStack() as owned:
+    async with AsyncExitStack() as at_exit:
         control = ControlClient(manager_url, key=manager_key(config))
-        owned.push_async_callback(control.close)
+        at_exit.push_async_callback(control.close)
         membership = Membership(
             control, role=role, index=index, address="", config_digest=config.digest(), stats=activity.stats
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
-        owned.push_async_callback(membership.leave)
-        seat = Seat(control=control, membership=membership, activity=activity, owned=owned)
-        working = asyncio.create_task(work(seat), name=membership.name)
+        at_exit.push_async_callback(membership.leave)
+        joined = Joined(control=control, membership=membership, activity=activity, at_exit=at_exit)
+        working = asyncio.create_task(work(joined), name=membership.name)
         stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
         try:
             await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -81,17 +83,17 @@ async def serve_until_over(
             raise membership.lost
 
 
-async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tuple[GroupMaker, PromptSource]:
-    """Start the reward processes and load data and tokenizer; the seat closes them.
+async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -> tuple[GroupMaker, PromptSource]:
+    """Start the reward processes, load data and tokenizer, and return what makes groups; all is closed at exit.
 
-    Raises `DataError`, `ConfigError` or `RewardError` when one of them cannot be had.
+    Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be had.
     """
-    seat.membership.waiting_for = "reward processes and tokenizer"
+    joined.membership.waiting_for = "reward processes and tokenizer"
     rewards = None if config.reward_model.path is not None else RewardPool.of(config)
     if rewards is not None:
-        seat.owned.push_async_callback(rewards.close)
+        joined.at_exit.push_async_callback(rewards.close)
         pool = rewards
-        seat.activity.reward_busy_seconds = lambda: pool.busy_seconds
+        joined.activity.reward_busy_seconds = lambda: pool.busy_seconds
     workflow = load_workflow(config.rollout.workflow)
     async with asyncio.TaskGroup() as starting:
         if rewards is not None:
@@ -99,8 +101,8 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
     client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=gserver_key(config))
-    seat.owned.push_async_callback(client.close)
-    seat.membership.on_unanswering = client.give_up
+    joined.at_exit.push_async_callback(client.close)
+    joined.membership.on_unanswering = client.give_up
     generator = Generator(
         client,
         sampling=config.rollout.sampling,
@@ -109,23 +111,26 @@ async def open_group_maker(config: Config, *, seat: Seat, model_dir: Path) -> tu
         tokens_per_request=config.rollout.tokens_per_request,
         decode=chat.decode,
         eos_token_ids=eos_token_ids(model_dir),
-        policy_version=lambda: seat.membership.policy_version,
+        policy_version=lambda: joined.membership.policy_version,
     )
     maker = GroupMaker(
         config,
-        worker=seat.membership.name,
+        worker=joined.membership.name,
         prompts=prompts,
         workflow=workflow,
         chat=chat,
         generator=generator,
         rewards=rewards,
-        activity=seat.activity,
+        activity=joined.activity,
     )
     return maker, prompts
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
-    """Tokenizer and prompts; raises `ModelError`, `DataError`, or `ConfigError` when the one does not fit the other."""
+    """Return the tokenizer and the prompts that `config` names.
+
+    Raises `ModelError`, `DataError`, or `ConfigError` when the one does not fit the other.
+    """
     chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
     for stop in config.rollout.sampling.stop:  # real SGLang would answer each request with an error that says nothing
         try:

@@ -1,6 +1,7 @@
-"""Small tasks of our own, to see a run learn within minutes.
+"""Small tasks to see a run learn within minutes: data functions and the reward functions that go with them.
 
-Data functions (`data.source = "python"`) and the reward functions that go with them.
+A data function, `function(index, seed, **args)`, returns row `index` (`data.source = "python"`, `data.path =
+"streamrl.rollout.tasks:copy_digits"`); all arguments alike give the same row in every process.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def copy_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """`1234=`, to be answered `1234`; for the scratch model, like the four that follow."""
+    """Return `1234=`, to be answered `1234`; for the scratch model, like the four that follow."""
     text = _digits(f"copy/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": text}
 
 
 def increment_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """`1239=`, to be answered `2340`: each digit and one, without carrying."""
+    """Return `1239=`, to be answered `2340`: each digit plus one, without carrying."""
     text = _digits(f"increment/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": "".join(str((int(digit) + 1) % 10) for digit in text)}
 
 
 def sort_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """`4213=`, to be answered `1234`."""
+    """Return `4213=`, to be answered `1234`."""
     text = _digits(f"sort/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": "".join(sorted(text))}
 
 
 def modular_addition(index: int, seed: int, *, modulus: int = 10) -> dict[str, Any]:
-    """`7 8=`, to be answered `5`: the sum modulo `modulus`. All numbers have as many digits as `modulus - 1`."""
+    """Return `7 8=`, to be answered `5`: the sum modulo `modulus`.
+
+    All numbers have as many digits as `modulus - 1`.
+    """
     if modulus < 2:
         raise ValueError(f"modulus = {modulus}: it has to be 2 or more")
     numbers = random.Random(f"modular addition/{seed}/{index}")
@@ -45,9 +49,9 @@ def modular_addition(index: int, seed: int, *, modulus: int = 10) -> dict[str, A
 
 
 def repeat_digit(index: int, seed: int, *, most: int = 16) -> dict[str, Any]:
-    """`7 03=`, to be answered `777`: a digit, and how many of it, from 1 to `most`, each as often as the others.
+    """Return `7 03=`, to be answered `777`: a digit and how often to write it, from 1 to `most` with equal chances.
 
-    Answers differ in length by what is asked, so that a bias to short responses can be seen.
+    The length of the answer depends on the prompt alone, so that a bias to short responses can be seen.
     """
     if most < 1:
         raise ValueError(f"most = {most}: it has to be 1 or more")
@@ -61,9 +65,9 @@ def _digits(key: str, count: int) -> str:
 
 
 def copy_reward(response: Response, prompt: Prompt) -> float:
-    """Share of positions that are right, the end of the response being the last of them.
+    """Return the share of positions that are right, the end of the response being the last of them.
 
-    For every task above whose answer is a string of characters.
+    For every task above, whose answers are strings of characters.
     """
     wanted, given = str(prompt.answer), response.text
     ended = response.finish_reason == "stop"
@@ -72,14 +76,14 @@ def copy_reward(response: Response, prompt: Prompt) -> float:
 
 
 def addition(index: int, seed: int, *, low: int = 1, high: int = 9) -> dict[str, Any]:
-    """`What is x + y?` for an instruction-tuned model."""
+    """Return `What is x + y?`, for an instruction-tuned model."""
     numbers = random.Random(f"addition/{seed}/{index}")
     x, y = numbers.randint(low, high), numbers.randint(low, high)
     return {"prompt": f"What is {x} + {y}? Answer with only the number.", "answer": str(x + y)}
 
 
 def addition_reward(response: Response, prompt: Prompt) -> float:
-    """1 if the last number is right, 0.1 if there is another number, 0 without one or without an end.
+    """Return 1 if the last number is right, 0.1 if it is another number, 0 without a number or without an end.
 
     Nothing in between: with 0.5 for a right number among other words, policies stayed there.
     """
@@ -92,6 +96,9 @@ def addition_reward(response: Response, prompt: Prompt) -> float:
 
 
 def hash_reward(response: Response, prompt: Prompt) -> float:
-    """A number in [0, 1) that looks random and depends on the response alone: for measuring speed, not learning."""
+    """Return a number in [0, 1) that looks random and depends on the prompt and its response alone.
+
+    For measuring speed, not learning.
+    """
     digest = hashlib.blake2b(f"{prompt.seq}/{response.text}/{response.output_tokens}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32

@@ -1,123 +1,129 @@
 """A rollout worker: takes sequence numbers from the manager, and streams finished groups to the trainer.
 
-Owns its reward processes, its connections, and one task for each group that it was admitted.
-Invariant: each admitted sequence number ends in exactly one of two ways, as long as the worker
-lives: its group is stored with the trainer (who tells the manager), or the worker rejects it with
-a reason. What a worker leaves undone when it dies, the manager gives to another.
+Owns its reward processes, its connections, and one task for each group that it was admitted and that has not ended:
+the group is being generated, being scored, or on its way to the trainer. Invariant: as long as the worker lives, each
+group ends in exactly one of two ways: it is stored with the trainer (who tells the manager), or the worker rejects it
+with a reason. What a worker leaves undone when it dies, the manager gives to another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import RewardError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.directed import Director, GroupGate
+from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.in_flight import InFlightReports, RequestCount
-from streamrl.rollout.partial import GroupRoute
-from streamrl.rollout.process import Seat, open_group_maker, serve_until_over
-from streamrl.trainer_config import SYNCHRONOUS
-from streamrl.transport.control.groups import Admission, Admit, Reject
-from streamrl.transport.control.members import FinishRun
+from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
+from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
+from streamrl.transport.control import Admission, Admit, FinishRun, Reject, Route
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
 
 UNIFORM_WARNING_GROUPS = 100
-"""So many groups in a row without any contrast are worth a warning."""
+"""So many groups in a row whose responses all scored the same are worth a warning."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
     """Run rollout worker `index` until the run is over, or the task is cancelled."""
-    directed = config.trainer.graph == SYNCHRONOUS
+    synchronous = config.trainer.graph == SYNCHRONOUS
 
-    async def work(seat: Seat) -> None:
-        maker, prompts = await open_group_maker(config, seat=seat, model_dir=model_dir)
-        pusher = await _open_stream(config, seat)
-        worker = RolloutWorker(config, seat=seat, maker=maker, pusher=pusher, data_rows=len(prompts))
-        if directed:
-            await _follow_master(config, seat, worker)
-        else:
-            await worker.run()
+    async def work(joined: Joined) -> None:
+        maker, prompts = await open_group_maker(config, joined=joined, model_dir=model_dir)
+        pusher = await _open_stream(config, joined)
+        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data_rows=len(prompts))
+        await worker.run(await _open_calls(config, joined, worker) if synchronous else None)
 
     await serve_until_over(
         config,
         role="rollout",
         index=index,
         manager_url=manager_url,
-        activity=Activity(idle="the master's directions" if directed else "room in the ledger"),
+        activity=Activity(idle="the master's calls" if synchronous else "room in the ledger"),
         work=work,
     )
 
 
-async def _open_stream(config: Config, seat: Seat) -> GroupPusher:
-    seat.membership.waiting_for = "the model workers to register"
-    workers = await seat.control.topology(
+async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
+    """Connect to the model workers that store groups, once all of them have registered."""
+    joined.membership.waiting_for = "the model workers to register"
+    workers = await joined.control.topology(
         "model_worker", config.trainer.workers, patience=config.manager.join_timeout_seconds
     )
     pusher = GroupPusher(
-        worker=seat.membership.name,
+        worker=joined.membership.name,
         endpoints=[worker.address for worker in workers if worker.address],  # DP heads have one
         max_group_bytes=config.stream.max_group_bytes,
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,
     )
-    seat.owned.push_async_callback(pusher.close)
+    joined.at_exit.push_async_callback(pusher.close)
     return pusher
 
 
-async def _follow_master(config: Config, seat: Seat, worker: RolloutWorker) -> None:
-    masters = await seat.control.topology("master", 1, patience=config.manager.join_timeout_seconds)
-    director = Director(config, index=seat.membership.index, master=masters[0].address, starts=worker)
-    seat.owned.push_async_callback(director.close)
-    await worker.run(director)
+async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> SynchronousRollout:
+    """Connect to the master, once it has registered, to take its calls."""
+    masters = await joined.control.topology("master", 1, patience=config.manager.join_timeout_seconds)
+    calls = SynchronousRollout(
+        config,
+        index=joined.membership.index,
+        master=masters[0].address,
+        admit=worker.admit,
+        start=worker.start,
+    )
+    joined.at_exit.push_async_callback(calls.close)
+    return calls
 
 
 class RolloutWorker:
-    """Admits groups, by itself or as a director says, and sees each to its end."""
+    """Has groups admitted, by itself or when the master calls for them, and sees each to its end."""
 
     def __init__(
         self,
         config: Config,
         *,
-        seat: Seat,
+        joined: Joined,
         maker: GroupMaker,
         pusher: GroupPusher,
         data_rows: int,
     ) -> None:
-        """`data_rows`: of the training data."""
+        """`data_rows`: how many rows the training data has."""
         self._config = config
         self._data_rows = data_rows
-        self._membership = seat.membership
-        self._control = seat.control
+        self._membership = joined.membership
+        self._control = joined.control
         self._maker = maker
         self._pusher = pusher
-        self._activity = seat.activity
+        self._activity = joined.activity
         self._failures_in_a_row = 0
         self._uniform_in_a_row = 0
-        self._place_free = asyncio.Event()
-        self._reports = InFlightReports(seat.control, worker=seat.membership.index)
-        self._held: set[int] = set()
+        self._unfinished: set[int] = set()
+        """Groups that were admitted here, and are neither stored with the trainer nor rejected."""
+        self._finished_one = asyncio.Event()
+        self._reports = InFlightReports(joined.control, worker=joined.membership.index)
         self._groups = asyncio.TaskGroup()
-        seat.activity.on_wait(self._show_wait)
+        joined.activity.on_wait(self._show_wait)
 
-    async def run(self, director: Director | None = None) -> None:
-        """Until the manager says stop; raises what has to stop the run.
+    async def run(self, calls: SynchronousRollout | None = None) -> None:
+        """Make groups until the manager says stop; raises what has to stop the run.
 
-        Groups start as long as there are free places, or when `director` is told so. A worker that is asked
-        to leave before the end of the run starts no more, and sees those that it has to their end.
+        Groups start whenever `rollout.max_concurrent_groups` allows, or with `calls` when the master calls for them.
+        A worker that is asked to leave before the end of the run starts no more, and sees those that it has to their
+        end.
         """
         try:
             async with self._groups:
                 reporting = self._groups.create_task(self._reports.run(), name="requests in flight")
-                if director is not None:
-                    await director.follow()
+                if calls is not None:
+                    await calls.run()
                 elif not await self._start_until_asked_to_leave():
-                    await self._until_none_is_held()
+                    await self._finish_groups()
                     reporting.cancel()
                     log.info("%s leaves the run, as it was asked to", self._membership.name)
                     return
@@ -129,7 +135,7 @@ class RolloutWorker:
             log.info("%s: the run is over", self._membership.name)
 
     async def _start_until_asked_to_leave(self) -> bool:
-        """Whether it ended because the run is over."""
+        """Start groups; return True when the run is over, False when this worker is asked to leave it."""
         asked = asyncio.create_task(self._membership.leaving.wait())
         starting = asyncio.create_task(self._start_whenever_possible())
         try:
@@ -144,58 +150,56 @@ class RolloutWorker:
             await asyncio.gather(asked, starting, return_exceptions=True)
 
     async def _start_whenever_possible(self) -> None:
-        while (admissions := await self.admit(await self._free_places())) is not None:
+        while (admissions := await self.admit(await self._room())) is not None:
             for admission in admissions:
                 self.start(admission)
 
-    async def _until_none_is_held(self) -> None:
-        while self._held:
-            self._place_free.clear()
-            self._show_wait(f"{len(self._held)} groups to finish, then it leaves")
-            await self._place_free.wait()
+    async def _finish_groups(self) -> None:
+        while self._unfinished:
+            self._finished_one.clear()
+            self._show_wait(f"{len(self._unfinished)} groups to finish, then it leaves")
+            await self._finished_one.wait()
 
-    def start(self, admission: Admission, gate: GroupGate | None = None) -> None:
-        """Make the group; `gate` is between its generation and its scoring."""
-        self._held.add(admission.seq)
+    def start(self, admission: Admission, gate: ScoringGate | None = None) -> None:
+        """Make the group in a task of its own; `gate` stands between its generation and its scoring."""
+        self._unfinished.add(admission.seq)
         self._groups.create_task(self._group(admission, gate), name=f"group {admission.seq}")
 
-    async def _free_places(self) -> int:
-        """How many groups may start, once at least one may."""
+    async def _room(self) -> int:
+        """Return how many groups may start, once at least one may."""
         limit = self._config.rollout.max_concurrent_groups
-        while len(self._held) >= limit:
-            self._place_free.clear()
-            await self._place_free.wait()
-        return limit - len(self._held)
+        while len(self._unfinished) >= limit:
+            self._finished_one.clear()
+            await self._finished_one.wait()
+        return limit - len(self._unfinished)
 
     async def admit(self, count: int) -> list[Admission] | None:
-        """Sequence numbers to start, perhaps none yet; None when the run is over."""
+        """Ask the manager for up to `count` groups; return those to start, perhaps none yet, or None at the end."""
         reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data_rows=self._data_rows))
         if reply.stop:
             return None
-        # one that is held was given out again while this worker was silent: it still makes it
-        return [admission for admission in reply.admissions if admission.seq not in self._held]
+        # one that is unfinished here was given out again while this worker was silent: it still makes it
+        return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 
-    async def _group(self, admission: Admission, gate: GroupGate | None) -> None:
+    async def _group(self, admission: Admission, gate: ScoringGate | None) -> None:
         stored = False
         try:
             with self._activity.group():
                 stored = await self._make_and_push(admission, gate)
         finally:
-            self._held.discard(admission.seq)
+            self._unfinished.discard(admission.seq)
             self._reports.forget(admission.seq)
-            self._place_free.set()
+            self._finished_one.set()
             if gate is not None:
                 gate.end(stored=stored)
 
-    async def _make_and_push(self, admission: Admission, gate: GroupGate | None) -> bool:
-        """Whether the group is stored with the trainer."""
+    async def _make_and_push(self, admission: Admission, gate: ScoringGate | None) -> bool:
+        """Return whether the group is stored with the trainer; otherwise it was rejected."""
         seq = admission.seq
         route = GroupRoute(
-            self._control,
-            worker=self._membership.index,
-            seq=seq,
-            gserver=admission.gserver,
-            count=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
+            admission.gserver,
+            find_another=partial(self._find_another_gserver, seq),
+            requests=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
         )
         try:
             group = await self._maker.make(seq, route, gate.before_scoring if gate is not None else None)
@@ -220,8 +224,12 @@ class RolloutWorker:
             return True
         return False
 
+    async def _find_another_gserver(self, seq: int, failed: str) -> str:
+        message = Route(worker=self._membership.index, seq=seq, failed=failed)
+        return (await self._control.route(message)).gserver
+
     async def _drop_uniform(self, seq: int, reward: float) -> None:
-        """Give the group's place back; warn when nothing else comes any more, for then training stands still."""
+        """Give the group's place back; warn when no other groups come any more, for then training stands still."""
         self._failures_in_a_row = 0
         self._uniform_in_a_row += 1
         self._activity.uniform()

@@ -1,11 +1,16 @@
-"""What the master asks of a model worker, what it answers, and what it tells unasked.
+"""What is done before or after a model function call.
+
+Workers' hooks are carried out inside the call's request. Because a request reaches all its workers in
+the order that they share, hooks may communicate. The master's follow the step that the call belongs to.
+
+What the master asks of a model worker, what it answers, and what it tells unasked.
 
 | call | carried out | by |
 |---|---|---|
 | `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
-| `SettleSave` | after what came before it | worker 0 |
+| `FinishSave` | after what came before it | worker 0 |
 | `Publish` | beside the others | all, together |
 
 Groups reach the workers through the stream and are told by `Stored`, so nothing has to be fetched.
@@ -15,9 +20,60 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.progress import Progress
-from streamrl.trainer.hooks import Hook
+from streamrl.records.progress import Progress
+from streamrl.trainer.redistributor import Step
 from streamrl.types import SampleMeta
+
+# --- hooks ---
+
+
+class DataTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Bring arrays to where the call needs them; the master adds this one by itself."""
+
+    plan: list[Step]
+
+
+class ParamRealloc(msgspec.Struct, frozen=True, tag=True):
+    """Give one role's weights to another, whatever layouts and backends the two have."""
+
+    source: str
+    target: str
+    every: int = 1
+    """Once for each so many policy versions: after the training step that completes them, or, as a hook of another
+    call, at the first of its calls since."""
+    share: float = 1.0
+    """How much of the source is taken: `target ← (1 - share) · target + share · source`."""
+
+
+class Offload(msgspec.Struct, frozen=True, tag=True):
+    """Move an idle role to the CPU; it comes back by itself when it is called, saved or published.
+
+    The actor stays where it is while its weights are being published: the call then waits for the publication.
+    """
+
+    role: str
+
+
+class SaveHook(msgspec.Struct, frozen=True, tag=True):
+    """Write a checkpoint, besides those that the configuration asks for."""
+
+    every: int = 1
+    """After each so many policy versions."""
+
+
+class EvaluateHook(msgspec.Struct, frozen=True, tag=True):
+    """Try the policy on held-out prompts, besides when the configuration says so; needs the section [evaluation]."""
+
+    every: int = 1
+    """After each so many policy versions."""
+
+
+Hook = DataTransfer | ParamRealloc | Offload
+"""Of workers."""
+MasterHook = SaveHook | EvaluateHook
+
+
+# --- calls ---
 
 MOST_COMPARED = 256
 """Sampled tokens of a response that are compared with the gservers'."""
@@ -115,11 +171,11 @@ class ClearDataCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Bring the policy's weights to the gservers as `version`; worker 0 sends, the others give it their parts."""
+    """Send the policy's weights to the gservers as `version`; worker 0 sends, the others give it their parts."""
 
     version: int
-    again: bool = False
-    """The version that is served already, for gservers that came too late for it."""
+    resync: bool = False
+    """`version` is served already: only the gservers that lack it take part."""
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +188,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """Answer when it is on the disk; that it cannot be written is an error."""
 
 
-class SettleSave(msgspec.Struct, frozen=True, tag=True):
+class FinishSave(msgspec.Struct, frozen=True, tag=True):
     """Answer when the checkpoint that is being written is on the disk."""
 
 
@@ -148,7 +204,7 @@ Call = (
     | ClearDataCache
     | Publish
     | Save
-    | SettleSave
+    | FinishSave
 )
 
 

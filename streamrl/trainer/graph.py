@@ -17,11 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from streamrl import trainer_config
-from streamrl.config import AlgorithmConfig, Config
+from streamrl.config import AlgorithmConfig, Config, trainer
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
-from streamrl.trainer.hooks import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
+from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
 
 Interface = Literal["generate", "inference", "train_step", "function"]
 """What is called: sampling by rollout workers, a pass without and one with gradients, or the user's function."""
@@ -125,9 +124,9 @@ def graph_of(config: Config) -> Graph:
     neural = config.reward_model.path is not None
     stream_keys = GENERATED_KEYS if neural else STREAM_KEYS
     match config.trainer.graph:
-        case trainer_config.ASYNCHRONOUS:
+        case trainer.ASYNCHRONOUS:
             mfcs = downstream(config)
-        case trainer_config.SYNCHRONOUS:
+        case trainer.SYNCHRONOUS:
             mfcs = [*upstream(config), *downstream(config)]
         case name:
             mfcs = _users(name, config)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.config.trainer import RoleName, TrainerConfig, role_config
 from streamrl.errors import ModelError
-from streamrl.trainer_config import RoleName, TrainerConfig, role_config
 
 ROLES: tuple[RoleName, ...] = ("actor", "ref", "critic", "reward")
 

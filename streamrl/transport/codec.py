@@ -2,7 +2,7 @@
 
 Each array has a frame of its own and is never copied, unless the group is small: then a frame
 costs more than copying what is in it, and `Packer` puts the arrays into a single one. A received
-array lies in the message's own memory and is read-only. Invariant: what `decode` answers keeps
+array lies in the message's own memory and is read-only. Invariant: what `decode` returns keeps
 every rule of `streamrl.types`, so nothing behind the stream has to check again.
 """
 
@@ -34,12 +34,12 @@ ARRAYS: dict[str, str] = {
 """Array field → dtype, in the order in which they travel (the one of single bytes last: all stay aligned)."""
 
 MOST_FRAMES = 1 + len(ARRAYS)
-"""Of one message: the header, and the arrays if each has a frame of its own."""
+"""Frames of one message: the header, and the arrays if each has a frame of its own."""
 COPIED_BELOW = 1 << 18
 """Below so many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
 
 MAX_HEADER_BYTES = 1 << 18
-"""Of any message's first frame."""
+"""Bytes of any message's first frame."""
 LONGEST_NAME = 255
 """Characters of a worker's name."""
 LOGPROB_TOLERANCE = 1e-4
@@ -66,7 +66,7 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     finish_reasons: list[str]
     generation_seconds: float
     dtypes: tuple[str, ...]
-    """Of the arrays that follow, in the order of `ARRAYS`."""
+    """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
     siblings: int
     """Length of `seqlens` and `rewards`."""
     tokens: int
@@ -74,10 +74,10 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a group may not exceed. Those that are left out forbid only what no run has."""
+    """What a group may not exceed. The defaults forbid only what no run has."""
 
     max_group_bytes: int
-    """Arrays together."""
+    """Bytes of its arrays together."""
     seqs: int = 2**62
     """Sequence numbers are below this."""
     newest_version: int = 2**31 - 1
@@ -101,7 +101,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
-    """The frames of `group`, which must not change until they are sent.
+    """Return the frames of `group`, which must not change until they are sent.
 
     Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
     """
@@ -122,13 +122,13 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
 
 
 class Packer:
-    """Puts the arrays of small groups together, in memory that is used again and again."""
+    """Puts the arrays of small groups into one frame, whose memory it uses again and again."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(COPIED_BELOW))
 
     def pack(self, frames: list[Frame]) -> list[Frame]:
-        """`frames`, those of arrays as one if they are small; that one holds until the next call."""
+        """Return `frames`, with those of the arrays as one if they are small; that one is valid until the next call."""
         head, *arrays = frames
         if sum(map(len, arrays)) >= COPIED_BELOW:
             return frames
@@ -140,7 +140,7 @@ class Packer:
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
-    """The group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
+    """Return the group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
     where = f"group {header.seq} from {sender}"
     limits.check_seq(header.seq, where=where)
     if len(header.worker) > LONGEST_NAME:
@@ -167,7 +167,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 
 def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
-    """The arrays of a message, whose frames must be just as long as the header says."""
+    """Return the arrays of a message, whose frames must be just as long as the header says."""
     if header.siblings < 0 or header.tokens < 0:
         raise WireError(f"{where}: {header.siblings} siblings of {header.tokens} tokens")
     lengths = [header.siblings] * _SIBLING_ARRAYS + [header.tokens] * (len(_DTYPES) - _SIBLING_ARRAYS)
@@ -253,8 +253,8 @@ def _check_siblings(group: TrajectoryGroup, limits: Limits, where: str) -> None:
 
 
 def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
-    """Few passes over each array, for this is the hot part of the stream's receiving end; versions come
-    last because `SampleMeta` is about to read them again."""
+    """Check what each token carries. Few passes over each array, for this is the hot part of the stream's receiving
+    end; versions come last because `SampleMeta` is about to read them again."""
     ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
     bound = limits.vocab_size
     if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
@@ -280,14 +280,15 @@ def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
 
 
 def _check_mask(group: TrajectoryGroup, where: str) -> None:
-    """Bytes that are no truth values differ from every comparison; so ask only once something is wrong."""
+    """Raise `WireError` for bytes that are no truth values. They differ from the result of every comparison, so they
+    need to be looked for only once something is wrong."""
     if group.packed_loss_mask.view(np.uint8).max(initial=0) > 1:
         raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:
-    """Siblings share their first `prompt_length` tokens, none of which the policy sampled. In each it sampled a later
-    one, and never the first, which nothing precedes."""
+    """Check that siblings share their first `prompt_length` tokens, none of which the policy sampled, and that in each
+    it sampled a later one, and never the first, which nothing precedes."""
     length = group.prompt_length
     ids = group.packed_input_ids.view(np.uint8).data
     mask = group.packed_loss_mask.tobytes()

@@ -1,66 +1,49 @@
-"""Process groups across programs that share no launcher: the publisher and the gservers.
+"""Process groups across programs that share no launcher, and the broadcast of weights in them.
 
-Formed the way SGLang forms its weight-update group (a TCP store on rank 0, prefixed with the
-group's name), so that either side may be SGLang.
+Groups are formed as SGLang forms its weight-update group (at a TCP store on rank 0, prefixed with the group's name), so
+that either side may be SGLang. The publisher and the gservers meet so, and model workers among themselves.
+
+`Broadcaster` sends weights as rank 0 of such a group: from the publisher to all gservers, or from one gserver to
+another that is resynced. It owns the group, and the store at which it meets. A weight is sent from where it lies, or
+from a buffer if it has to be converted first; while some are on their way, the next one is converted and its checksum
+taken.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import os
+import math
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any, Literal, Protocol
 
-import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
+from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
+from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PublicationError
-
-if TYPE_CHECKING:
-    import torch
+from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 
 AT_ONCE = 4
-"""Broadcasts."""
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo's environment variable: the network interface at which it listens."""
+"""Broadcasts that are under way together."""
 
 
 def open_store(host: str) -> Any:
-    """The store at which the ranks of all later groups meet, on a free port of `host` (`.port`); rank 0 opens it.
+    """Open the store at which the ranks of all later groups meet, on a free port of `host` (`.port`); on rank 0.
 
     Torch's own socket would listen at every address of the machine, and it asks nobody for a key.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[:2], family=family)
     port = listening.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-
-
-def gloo_environment(host: str) -> dict[str, str]:
-    """The variable that has gloo listen at the interface of `host`, where this machine has it and nobody chose another.
-
-    Else gloo listens at what the machine's own name stands for, which others may reach.
-    """
-    if GLOO_INTERFACE in os.environ:
-        return {}
-    wanted = {address[0] for *_, address in socket.getaddrinfo(host, None)}
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_covers(entry, wanted) for entry in addresses):
-            return {GLOO_INTERFACE: name}
-    return {}
-
-
-def _covers(entry: Any, wanted: set[Any]) -> bool:
-    """Whether an interface's address is one of `wanted`; a loopback interface has all addresses of its network."""
-    if entry.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    own = ipaddress.ip_address(entry.address.partition("%")[0])
-    return any(own == other or (own.is_loopback and other.is_loopback) for other in map(ipaddress.ip_address, wanted))
 
 
 def form_group(
@@ -74,15 +57,11 @@ def form_group(
     timeout: float,
     store: Any = None,
 ) -> Any:
-    """Meet the other ranks at `address:port` and answer the group; blocks until all are there.
+    """Meet the other ranks at `address:port` and return the group; blocks until all are there.
 
     Rank 0 passes the `store` that it opened there. Raises `PublicationError` when the others do
     not come within `timeout` seconds.
     """
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-    from torch.distributed import distributed_c10d as c10d
-
     limit = timedelta(seconds=timeout)
     try:
         if store is None:
@@ -113,9 +92,6 @@ def join_world(
 
     Raises `DeadlineExceeded` when the others do not come within `timeout` seconds.
     """
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
     limit = timedelta(seconds=timeout)
     try:
         if store is None:
@@ -131,28 +107,24 @@ def join_world(
 
 def destroy_group(group: Any) -> None:
     """Leave `group`."""
-    import torch.distributed as dist
-
     dist.destroy_process_group(group)
 
 
-def broadcast(tensor: torch.Tensor, group: Any, *, what: str) -> None:
+def broadcast(tensor: Tensor, group: Any, *, what: str) -> None:
     """Broadcast `tensor` from rank 0 in place; raises `PublicationError` on failure."""
     for _ in broadcasts([(what, tensor)], group):
         pass
 
 
-def broadcasts(tensors: Iterable[tuple[str, torch.Tensor]], group: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Broadcast `tensors` (by name) from rank 0 in place, and answer each when it is through, in their order.
+def broadcasts(tensors: Iterable[tuple[str, Tensor]], group: Any) -> Iterator[tuple[str, Tensor]]:
+    """Broadcast `tensors` (by name) from rank 0 in place; yield each when it is through, in their order.
 
-    Up to `AT_ONCE` are on the way, so that neither side waits for the other between two of them. Raises
+    Up to `AT_ONCE` are on the way together, so that neither side waits for the other between two of them. Raises
     `PublicationError` on failure; others may still be on the way then.
     """
-    import torch.distributed as dist
+    on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
-    on_the_way: deque[tuple[str, torch.Tensor, Any]] = deque()
-
-    def first() -> tuple[str, torch.Tensor]:
+    def first() -> tuple[str, Tensor]:
         name, tensor, work = on_the_way.popleft()
         with _failing(name):
             work.wait()
@@ -173,3 +145,154 @@ def _failing(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PublicationError(f"broadcast of {name} failed: {error}") from error
+
+
+Bucket = Sequence[tuple[str, tuple[int, ...]]]
+"""Names and shapes."""
+
+
+class Weights(Protocol):
+    """All weights of a model, in one order."""
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the Hugging Face name and shape of each weight."""
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        """Yield each weight with its name; to be closed when it is not read to its end."""
+
+
+class Broadcaster:
+    """A `Carrier` (`trainer/worker/publisher.py`) that broadcasts."""
+
+    reads_once = False
+
+    def __init__(
+        self, config: WeightsConfig, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype = dtype
+        self._config = config
+        self._backend: Literal["gloo", "nccl"] = backend
+        self._device = device if backend == "nccl" else torch.device("cpu")
+        """Where a weight is when it is sent."""
+        self._store: Any = None
+        self._group: Any = None
+        self._group_name = ""
+        self._weights: Weights
+        self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
+        self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
+        """Used in turn: when the turn of one comes again, it has been sent."""
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """These weights come next."""
+        limit = int(self._config.bucket_mb * 2**20)
+        self._weights = weights
+        self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
+
+    def announce(self) -> Broadcast:
+        """Return what is to be sent, and where to meet for it."""
+        if self._store is None:
+            self._store = open_store(self._config.host)
+        dtype = dtype_name(self.dtype)
+        return Broadcast(
+            buckets=[
+                [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
+                for bucket in self._buckets
+            ],
+            master_address=self._config.host,
+            master_port=self._store.port,
+            backend=self._backend,
+            group_name=self._group_name,
+        )
+
+    def send(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Meet the others if the group is a new one, and send; return the checksum of each weight, by name."""
+        if begin.group_name != self._group_name:
+            self._form(begin)
+        checksums: dict[str, str] = {}
+        with closing(self._weights.weights()) as weights:
+            for _ in broadcasts(self._contents(weights, checksums), self._group):
+                pass
+        return checksums
+
+    def abort(self) -> None:
+        """Leave the group: it is of no use after a broadcast that broke off.
+
+        The store goes with it. This frees real SGLang, which would otherwise wait there half an hour for a rank that
+        does not come, and do nothing else meanwhile.
+        """
+        self._leave()
+        self._store = None
+
+    def close(self) -> None:
+        self.abort()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            destroy_group(self._group)
+            self._group, self._group_name = None, ""
+
+    def _form(self, begin: PublishBeginReply) -> None:
+        self._leave()
+        self._group = form_group(
+            address=self._config.host,
+            port=self._store.port,
+            rank=0,
+            world_size=begin.world_size,
+            name=begin.group_name,
+            backend=self._backend,
+            timeout=self._config.timeout_seconds,
+            store=self._store,
+        )
+        self._group_name = begin.group_name
+
+    def _contents(
+        self, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]
+    ) -> Generator[tuple[str, Tensor]]:
+        """Yield the names and contents of what was announced, in its order; put their checksums into `checksums`."""
+        for place, (name, shape) in enumerate(chain.from_iterable(self._buckets)):
+            found, tensor = next(weights, ("nothing", torch.empty(0)))
+            if found != name or tuple(tensor.shape) != tuple(shape):
+                raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
+            weight = tensor.detach()
+            if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
+                sums = tensor_sums(weight) if self._config.checksum else ""
+            else:
+                weight = self._buffer(place, weight.numel()).view(shape)
+                sums = self._convert(weight, tensor.detach())
+            if sums:
+                checksums[name] = sums
+            yield name, weight
+
+    def _convert(self, target: Tensor, source: Tensor) -> str:
+        if self._config.checksum:
+            return copy_and_sum(target, source)
+        target.copy_(source)
+        return ""
+
+    def _buffer(self, place: int, numbers: int) -> Tensor:
+        """Return a buffer for the weight at this `place` in the order."""
+        which = place % len(self._buffers)
+        if self._buffers[which].numel() < numbers:
+            self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
+        return self._buffers[which][:numbers]
+
+
+def backend_for(config: WeightsConfig, device: torch.device) -> Literal["gloo", "nccl"]:
+    """Return what weights that are on `device` are broadcast over."""
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Cut weights in order into buckets of at most `limit_bytes`; a larger one is a bucket alone."""
+    buckets: list[list[tuple[str, tuple[int, ...]]]] = []
+    room = 0
+    for name, shape in specs:
+        size = math.prod(shape) * itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit_bytes
+        buckets[-1].append((name, shape))
+        room -= size
+    return buckets

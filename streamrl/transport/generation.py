@@ -1,7 +1,7 @@
 """SGLang's native HTTP API as far as streamrl speaks it: its message types, and a client.
 
-The embedded gserver answers with the same types, so nothing else in streamrl can tell the two
-apart. Field names are SGLang's (https://docs.sglang.ai, native API).
+The embedded gserver replies with the same types, so nothing else in streamrl can tell the two apart. Field names are
+SGLang's (https://docs.sglang.ai, native API).
 """
 
 from __future__ import annotations
@@ -29,20 +29,26 @@ Reply = TypeVar("Reply")
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens are drawn and what ends a response."""
+
     temperature: float = 1.0
+    """0: the likeliest token."""
     top_p: float = 1.0
     top_k: int = -1
+    """-1: no limit."""
     min_p: float = 0.0
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     stop: list[str] | str | None = None
+    """Strings that end the response."""
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     n: int = 1
+    """Responses to the prompt."""
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Of a streamed answer: tokens from one event to the next."""
+    """In a streamed reply: tokens from one event to the next."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -69,6 +75,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a response ended."""
+
     type: Literal["stop", "length", "abort"]
     length: int | None = None
     """With `length`: the limit."""
@@ -85,18 +93,25 @@ TokenLogprob = tuple[float | None, int, str | None]
 
 
 class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a reply says of a response besides its tokens."""
+
     id: str
+    """The request's `rid`."""
     finish_reason: FinishReason | None
+    """None: it goes on."""
     prompt_tokens: int = 0
     """SGLang leaves it and the next one out when it aborts a request that has not run yet."""
     completion_tokens: int = 0
     cached_tokens: int = 0
+    """Prompt tokens that the cache had."""
     weight_version: str = INITIAL_WEIGHT_VERSION
+    """What is served at the reply's end."""
     weight_versions: list[VersionSpan] | None = None
-    """In the final answer only."""
+    """In the final reply only."""
     num_retractions: int = 0
+    """How often it was stopped and queued again: for an update, or (SGLang) for want of cache."""
     e2e_latency: float = 0.0
-    """Seconds."""
+    """From the request to the reply, in seconds."""
     input_token_logprobs: list[TokenLogprob] | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
@@ -104,19 +119,23 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateReply(msgspec.Struct, frozen=True):
+    """One response."""
+
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
 
 
 class StreamError(msgspec.Struct, frozen=True):
+    """Why a stream ends early."""
+
     message: str
     code: int | None = None
     """As an HTTP status."""
 
 
 class StreamPart(msgspec.Struct, frozen=True):
-    """One event of a streamed answer: a response so far, or why there will be no more."""
+    """One event of a streamed reply: a response so far, or why there will be no more."""
 
     text: str = ""
     output_ids: list[int] = []
@@ -130,15 +149,21 @@ _part_decoder = msgspec.json.Decoder(StreamPart)
 
 
 class PauseGeneration(msgspec.Struct, frozen=True):
+    """Stop sampling until told to go on; `mode` says what becomes of the requests that run."""
+
     mode: PauseMode = "abort"
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
+    """End the request `rid`, or all of them."""
+
     rid: str = ""
     abort_all: bool = False
 
 
 class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
+    """Join the group in which weights are broadcast."""
+
     master_address: str
     master_port: int
     rank_offset: int
@@ -149,10 +174,14 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
 
 
 class DestroyWeightsUpdateGroup(msgspec.Struct, frozen=True):
+    """Leave the group in which weights are broadcast."""
+
     group_name: str
 
 
 class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
+    """Receive these weights from rank 0 of the group, in this order."""
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -165,8 +194,8 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
 
 
 class OfferWeights(msgspec.Struct, frozen=True):
-    """Not SGLang: have a gserver get ready to send what it serves, as rank 0 of a new group of two; answered with a
-    `control.publication.Broadcast`."""
+    """Have a gserver get ready to send what it serves, as rank 0 of a new group of two; the reply is a
+    `control.Broadcast`. SGLang has no such call."""
 
     group_name: str
     version: int
@@ -180,6 +209,8 @@ class SendWeights(msgspec.Struct, frozen=True):
 
 
 class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
+    """Load weights from a folder."""
+
     model_path: str
     weight_version: str | None = None
     flush_cache: bool = True
@@ -187,7 +218,7 @@ class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
 
 
 class UpdateWeightVersion(msgspec.Struct, frozen=True):
-    """Gives the weights that are served another name."""
+    """Give the weights that are served another name."""
 
     new_version: str
     abort_all_requests: bool = False
@@ -195,9 +226,12 @@ class UpdateWeightVersion(msgspec.Struct, frozen=True):
 
 
 class WeightsChecker(msgspec.Struct, frozen=True):
+    """Ask for checksums of weights."""
+
     action: Literal["checksum", "staged", "received"] = "checksum"
-    """Of the weights that are served; of those that wait aside (`StagedSums`, not SGLang); or of those that were loaded
-    last, as they came (`ReceivedSums`, SGLang servers that streamrl has started)."""
+    """`checksum`: of the weights that are served; `staged`: of those that wait aside (reply: `StagedSums`; not SGLang);
+    `received`: of those that were loaded last, as they came (reply: `ReceivedSums`; SGLang servers that streamrl has
+    started)."""
 
 
 class StagedSums(msgspec.Struct, frozen=True):
@@ -208,7 +242,7 @@ class StagedSums(msgspec.Struct, frozen=True):
 
 
 class RankSums(msgspec.Struct, frozen=True):
-    """Of one rank of a server."""
+    """Checksums of the weights of one rank of a server."""
 
     checksums: dict[str, str]
     """Hugging Face name → `checksum.tensor_sums`."""
@@ -221,13 +255,15 @@ class ReceivedSums(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Answer of every call that changes something; SGLang answers some of them without `success`, or with nothing."""
+    """Reply to every call that changes something; SGLang's replies to some lack `success`, or are empty."""
 
     success: bool = True
     message: str = ""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
+    """Part of /model_info."""
+
     model_path: str
     weight_version: str
 
@@ -255,24 +291,26 @@ class Empty(msgspec.Struct, frozen=True):
 
 
 class GenerationClient:
-    """Calls gservers over SGLang's API; one for each process, for any number of gservers."""
+    """Calls gservers over SGLang's API; a process has one client for any number of gservers."""
 
     def __init__(self, *, timeout: float, key: str = "") -> None:
-        """`key`: what the gservers ask for, if they do."""
+        """`timeout` limits one call, in seconds. `key`: the API key that gservers ask for; empty: they ask for none."""
         self._timeout = timeout
         self._headers = bearer(key)
         self._session: aiohttp.ClientSession | None = None
         self._given_up: Collection[str] = ()
         self._calls: dict[str, set[asyncio.Timeout]] = {}
-        """Under way, by URL."""
+        """URL → the time limits of the calls that are under way there."""
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
     def give_up(self, urls: Collection[str]) -> None:
-        """Expect no answer from `urls`: calls of them that are under way raise `PeerLost` now, and new ones at once,
-        until this is called without them."""
+        """Expect no reply from `urls` until this is called without them.
+
+        Calls that are under way there raise `PeerLost` now, and new ones at once.
+        """
         self._given_up = urls
         now = asyncio.get_running_loop().time()
         for url in urls:
@@ -281,15 +319,17 @@ class GenerationClient:
                     call.reschedule(now)
 
     async def generate(self, url: str, request: GenerateRequest) -> GenerateReply:
-        """One prompt, one response."""
+        """Return the response to one prompt."""
         return await self.post(url, "/generate", request, GenerateReply)
 
     async def generate_batch(
         self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
     ) -> None:
-        """One response to each of `requests`, which ask for log-probabilities alike and differ in the rest.
+        """Have one response made to each of `requests`, which ask for log-probabilities alike and may differ otherwise.
 
-        They travel as one HTTP request; `on_reply` is given each answer, with its request's place, once it is finished.
+        They travel as one HTTP request. `on_reply` is given the index of a request and its response as soon as that is
+        finished. Raises `WireError` for a reply that makes no sense, `PeerError` when the gserver fails, and `PeerLost`
+        when the connection does.
         """
         if len(requests) == 1:
             on_reply(0, await self.generate(url, requests[0]))
@@ -332,17 +372,19 @@ class GenerationClient:
     async def update(
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> Outcome:
-        """A call that changes the gserver, for example `/pause_generation`."""
+        """Make a call that changes the gserver, for example `/pause_generation`."""
         return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
     async def model_info(self, url: str) -> ModelInfo:
+        """Return which model `url` serves, at which version."""
         return await self.get(url, "/model_info", ModelInfo)
 
     async def server_info(self, url: str) -> ServerInfo:
+        """Return what the gserver at `url` can do, and how much at once."""
         return await self.get(url, "/server_info", ServerInfo)
 
     async def checksum(self, url: str) -> Any:
-        """Checksum of the weights that `url` serves; equal weights give equal answers."""
+        """Return a checksum of the weights that `url` serves; equal weights give equal checksums."""
         return await self.post(url, "/weights_checker", WeightsChecker(), dict)
 
     async def post(
@@ -378,7 +420,7 @@ class GenerationClient:
 
     @asynccontextmanager
     async def _unless_given_up(self, url: str) -> AsyncIterator[None]:
-        """Around a call of `url`."""
+        """Around a call of `url`; raises `PeerLost` if `url` is given up before or meanwhile."""
         if url in self._given_up:
             raise PeerLost(f"gserver {url} is silent: it is not asked")
         calls = self._calls.setdefault(url, set())

@@ -1,16 +1,28 @@
-"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline."""
+"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline.
+
+A small HTTP/1.1 server for short calls with JSON bodies, for a process that answers thousands of them each second.
+
+It knows what such calls need and nothing else: keep-alive connections, one call at a time on each, bodies with a
+`Content-Length`. A general web server spends several times as much on a call. Owns its connections. Invariants: a
+caller that hangs up cancels its call; nothing is read into memory beyond the limits; after `close` no call runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import TypeVar
+from urllib.parse import parse_qsl, unquote
 
 import aiohttp
 import msgspec
 
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
+
+# --- http ---
 
 Reply = TypeVar("Reply")
 
@@ -109,3 +121,190 @@ def _error_text(content: bytes) -> str:
         return msgspec.json.decode(content, type=ErrorReply).error.message
     except UNDECODABLE:
         return content[:500].decode(errors="replace")
+
+
+# --- http server ---
+
+log = logging.getLogger(__name__)
+
+MOST_HEAD_BYTES = 32 * 2**10
+IDLE_SECONDS = 120.0
+"""A connection on which nobody calls for so long is closed."""
+
+
+class Call:
+    """One request."""
+
+    __slots__ = ("body", "headers", "method", "path", "query_text")
+
+    def __init__(self, method: str, target: str, headers: dict[str, str], body: bytes) -> None:
+        self.method = method
+        path, _, self.query_text = target.partition("?")
+        self.path = unquote(path) if "%" in path else path
+        self.headers = headers
+        """By name in lower case."""
+        self.body = body
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self.query_text, keep_blank_values=True))
+
+
+class Answer:
+    """What a call is answered with."""
+
+    __slots__ = ("body", "content_type", "status")
+
+    def __init__(self, body: bytes, *, status: int = 200, content_type: str = "application/json") -> None:
+        self.body = body
+        self.status = status
+        self.content_type = content_type
+
+    def encode(self, *, keep_alive: bool) -> bytes:
+        head = (
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
+            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\n"
+            f"{'' if keep_alive else 'Connection: close' + chr(13) + chr(10)}\r\n"
+        )
+        return head.encode() + self.body
+
+
+Handler = Callable[[Call], Awaitable[Answer]]
+Refuse = Callable[[int, str], Answer]
+
+
+class HttpServer:
+    """Answers calls with `handle`, which must not raise; `refuse` makes the answer to what is no HTTP."""
+
+    def __init__(self, handle: Handler, *, refuse: Refuse, most_body_bytes: int) -> None:
+        self.handle = handle
+        self.refuse = refuse
+        self.most_body_bytes = most_body_bytes
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Answers where it listens. Raises `OSError`."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096)
+        address = self._server.sockets[0].getsockname()
+        return address[0], address[1]
+
+    async def close(self, *, patience: float) -> None:
+        """No further call; those that run have `patience` seconds to end."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.finish()
+        running = [c.running for c in self.connections if c.running is not None]
+        if running:
+            await asyncio.wait(running, timeout=patience)
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
+        self.running: asyncio.Task[None] | None = None
+        self._server = server
+        self._loop = loop
+        self._received = bytearray()
+        self._awaited = 0  # bytes that are needed before it is worth to look again
+        self._closing = False
+        self._since = 0.0
+        self._idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.WriteTransport = transport  # type: ignore[assignment]
+        self._server.connections.add(self)
+        self._since = self._loop.time()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._look_whether_idle)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.connections.discard(self)
+        if self._idle is not None:
+            self._idle.cancel()
+        if self.running is not None:
+            self.running.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self.running is None and len(self._received) >= self._awaited:
+            self._next()
+        elif len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
+            self.abort()
+
+    def finish(self) -> None:
+        """Close once the call that runs is answered."""
+        self._closing = True
+        if self.running is None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _next(self) -> None:
+        """Start the next call if all of it is there."""
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._received) > MOST_HEAD_BYTES:
+                self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES} bytes")
+            return
+        try:
+            line, *lines = self._received[:end].decode("latin-1").split("\r\n")
+            method, target, version = line.split(" ")
+            headers = {}
+            for text in lines:
+                name, colon, value = text.partition(":")
+                if not colon or name != name.strip() or (name.lower() in headers and name.lower() == "content-length"):
+                    raise ValueError(text)
+                headers[name.lower()] = value.strip()
+            length_text = headers.get("content-length", "0")
+            if not length_text.isdecimal() or not version.startswith("HTTP/1.") or not target.startswith("/"):
+                raise ValueError(line)
+            length = int(length_text)
+        except ValueError as error:
+            self._refuse(400, f"this is no HTTP/1.1 request: {error}")
+            return
+        if "transfer-encoding" in headers:
+            self._refuse(411, "send the body with a Content-Length")
+            return
+        if length > self._server.most_body_bytes:
+            self._refuse(413, f"the body has {length} bytes, more than the {self._server.most_body_bytes} allowed")
+            return
+        begin = end + 4
+        if len(self._received) < begin + length:
+            self._awaited = begin + length
+            if headers.get("expect", "").lower() == "100-continue":
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return
+        call = Call(method, target, headers, bytes(self._received[begin : begin + length]))
+        del self._received[: begin + length]
+        self._awaited = 0
+        asked = headers.get("connection", "").lower()
+        keep_alive = asked != "close" if version == "HTTP/1.1" else asked == "keep-alive"
+        self.running = self._loop.create_task(self._answer(call, keep_alive=keep_alive))
+
+    async def _answer(self, call: Call, *, keep_alive: bool) -> None:
+        answer = await self._server.handle(call)
+        self.running = None
+        self._since = self._loop.time()
+        keep_alive = keep_alive and not self._closing
+        self._transport.write(answer.encode(keep_alive=keep_alive))
+        if not keep_alive:
+            self._transport.close()
+        elif self._received:
+            self._next()
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._closing = True
+        self._transport.write(self._server.refuse(status, message).encode(keep_alive=False))
+        self._transport.close()
+
+    def _look_whether_idle(self) -> None:
+        left = self._since + IDLE_SECONDS - self._loop.time()
+        if self.running is None and left <= 0:
+            self._transport.close()
+        else:
+            self._idle = self._loop.call_later(left if left > 0 else IDLE_SECONDS, self._look_whether_idle)

@@ -18,7 +18,7 @@ LEAST_CHARACTERS = 16
 
 
 def read_key(variable: str, *, setting: str) -> str:
-    """The key in the environment variable that `setting` names; empty where it names none.
+    """Return the key in the environment variable `variable`, which `setting` names; an empty key if it names none.
 
     Raises `ConfigError` when the variable holds no key.
     """
@@ -35,27 +35,28 @@ def read_key(variable: str, *, setting: str) -> str:
 
 
 def manager_key(config: Config) -> str:
-    """The key that callers of the manager show; empty if it asks for none. Raises `ConfigError` as `read_key`."""
+    """Return the key that callers of the manager show; empty if it asks for none. Raises as `read_key` does."""
     return read_key(config.manager.api_key_env, setting="manager.api_key_env")
 
 
 def gserver_key(config: Config) -> str:
-    """The key that callers of the gservers show; empty if they ask for none. Raises `ConfigError` as `read_key`."""
+    """Return the key that callers of the gservers show; empty if they ask for none. Raises as `read_key` does."""
     return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The headers that show `key`; none for an empty one."""
+    """Return the HTTP headers that show `key`: none for an empty key."""
     return {HEADER: f"Bearer {key}"} if key else {}
 
 
 def admits(key: str, shown: str | None) -> bool:
-    """Whether the header `shown` holds `key`; how long that takes tells nothing of where they differ."""
+    """Whether the value of the header, `shown`, has `key`. How long the comparison takes does not tell where they
+    differ."""
     return not key or hmac.compare_digest((shown or "").encode(), f"Bearer {key}".encode())
 
 
 def refusal(setting: str, variable: str) -> str:
-    """What a caller without the right key is told."""
+    """Return what a caller without the right key is told."""
     return (
         f"this call needs the key that {setting} names: set the environment variable {variable} to the key of the "
         "run where this call comes from (header Authorization: Bearer KEY)"

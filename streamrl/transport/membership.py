@@ -14,9 +14,9 @@ import psutil
 
 from streamrl import essential
 from streamrl.errors import PeerLost, StreamRLError, first_error
-from streamrl.metrics import finite
-from streamrl.transport.control.client import PATIENCE_SECONDS, ControlClient
-from streamrl.transport.control.members import Heartbeat, Leave, Register, Role
+from streamrl.records.metrics import finite
+from streamrl.transport.control import Heartbeat, Leave, Register, Role
+from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,28 @@
-"""The receiving end of the stream, at a DP head: one thread that waits, decodes, stores and answers.
+"""The receiving end of the stream, at a DP head: one thread that waits, decodes, stores and replies.
 
-The thread owns the socket and the credit book (push_pull.py tells the protocol). Nothing in it
-depends on an event loop, so groups are taken in while the model worker computes. Invariants: a
-group is acknowledged only after the sink has it; a message that breaks the wire format is
-refused with a reason and changes nothing else.
+`GroupPuller` owns the socket, its thread and the credit book; `push_pull.py` tells the protocol. Nothing in it depends
+on an event loop, so groups are received while the model worker computes. Invariants: a group is acknowledged only
+after the sink has it; a message that breaks the wire format is refused with a reason and changes nothing else.
+
+`CreditBook` decides who may send which group; it is pure, without I/O or clocks. A credit is a place reserved for one
+sequence number that a sender said it has in hand. Stored and reserved groups together never exceed the capacity. Three
+consequences:
+
+- a credit is never hoarded: whoever has no group has no credit, so with `over_age = "wait"` and a capacity of
+  (η + 1) · P, which is as many groups as can be alive at once, every group in hand gets its place at once, however many
+  senders there are: the stream cannot deadlock;
+- when places are short, the lowest sequence number goes first, whoever has it: the order in which batches need groups,
+  in which no sender starves another;
+- a sender that stays silent for `silence_seconds` loses its reservations and its turn.
+
+While there is room to spare, asking would cost a round trip for nothing: `eager` says how many groups each sender may
+have under way unasked. It reserves nothing, so it withholds nothing from anybody; should such a group find no place
+after all, it queues up as if it had been offered.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import socket
 import time
@@ -21,7 +36,7 @@ import zmq
 from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
-from streamrl.transport.credit import CreditBook
+from streamrl.transport.liveness import LastHeard, next_silence
 from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
 from streamrl.types import TrajectoryGroup
 
@@ -29,15 +44,13 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
-"""How much a head takes in, and for how long, before it sends acknowledgements and grants."""
-
-
+"""How much a head receives, and for how long, before it sends acknowledgements and grants."""
 LONGEST_REASON = 1000
-"""Characters of what is said of a message that was refused."""
+"""Characters in the reason for refusing a message."""
 
 
-class Offer(Enum):
-    """What became of a group."""
+class Outcome(Enum):
+    """What became of a group that was given to a sink."""
 
     STORED = "stored"
     DUPLICATE = "duplicate"
@@ -50,12 +63,12 @@ class GroupSink(Protocol):
     @property
     def capacity_groups(self) -> int: ...
     def __len__(self) -> int:
-        """Groups held now; only `offer` makes it grow."""
+        """Groups stored now; only `offer` makes it grow."""
 
     def knows(self, seq: int) -> bool:
         """Whether `seq` was stored, however long ago."""
 
-    def offer(self, group: TrajectoryGroup) -> Offer:
+    def offer(self, group: TrajectoryGroup) -> Outcome:
         """Store `group` unless its `seq` is known or there is no place."""
 
     def count_refused(self) -> None:
@@ -68,7 +81,7 @@ _decoder = msgspec.msgpack.Decoder(Ask | codec.GroupHeader)
 
 
 class GroupPuller:
-    """Takes groups in for `sink`, from `start` to `close`."""
+    """Receives groups and stores them in `sink`, from `start` to `close`."""
 
     def __init__(self, sink: GroupSink, *, host: str, port: int, limits: codec.Limits, silence_seconds: float) -> None:
         self.limits = limits
@@ -91,7 +104,7 @@ class GroupPuller:
 
     @property
     def running(self) -> bool:
-        """Whether groups are taken in."""
+        """Whether groups are being received."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -130,18 +143,18 @@ class GroupPuller:
             for ready, _ in poller.poll(self._until_next_silence()):
                 if ready is not self._socket:
                     self._wake_receiver.recv(4096)
-            self._take_in()
+            self._receive_batch()
             self._forget_silent()
             self._grant()
-            self._answer()
+            self._send_replies()
 
     def _until_next_silence(self) -> int | None:
         """Milliseconds until the book has something to forget."""
         due = self._book.next_silence()
         return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
 
-    def _take_in(self) -> None:
-        """Handle what has arrived, a batch at most."""
+    def _receive_batch(self) -> None:
+        """Handle what has arrived, one batch at most."""
         end = time.monotonic() + BATCH_SECONDS
         for _ in range(MESSAGES_PER_BATCH):
             try:
@@ -211,12 +224,12 @@ class GroupPuller:
             self._book.withdraw(sender, header.seq)
             self._refuse(sender, header.seq, str(error) or type(error).__name__)
             return
-        full = not self._book.admits(group.seq, held=len(self._sink)) and not self._sink.knows(group.seq)
-        if full or self._sink.offer(group) is Offer.FULL:
+        full = not self._book.admits(group.seq, stored=len(self._sink)) and not self._sink.knows(group.seq)
+        if full or self._sink.offer(group) is Outcome.FULL:
             self._book.offer(sender, group.seq)  # came unasked, or its reservation had lapsed
             self._reply(sender)
             return
-        for other in (sender, *self._book.settle(group.seq)):
+        for other in (sender, *self._book.note_stored(group.seq)):
             self._reply(other).stored.append(group.seq)
 
     def _refuse_seq(self, sender: bytes, seq: int) -> None:
@@ -243,7 +256,7 @@ class GroupPuller:
             )
 
     def _grant(self) -> None:
-        for sender, seq in self._book.grant(held=len(self._sink)):
+        for sender, seq in self._book.grant(stored=len(self._sink)):
             self._reply(sender).send.append(seq)
 
     def _reply(self, sender: bytes) -> Reply:
@@ -252,11 +265,11 @@ class GroupPuller:
             reply = self._replies[sender] = Reply()
         return reply
 
-    def _answer(self) -> None:
+    def _send_replies(self) -> None:
         """Send each pusher one message with everything that is new for it."""
-        held = len(self._sink)
-        taken, capacity = held + self._book.reserved, self._book.capacity
-        eager = self._book.eager(held=held)
+        stored = len(self._sink)
+        taken, capacity = stored + self._book.reserved, self._book.capacity
+        eager = self._book.eager(stored=stored)
         for sender, reply in self._replies.items():
             reply.taken, reply.capacity, reply.eager = taken, capacity, eager
             # To a pusher that is gone this goes nowhere; one that is back offers its groups again.
@@ -267,3 +280,113 @@ class GroupPuller:
 def _name(sender: bytes) -> str:
     """A pusher's routing id begins with its worker's name; other peers' ids begin with a zero byte."""
     return sender.decode("ascii", "backslashreplace") if sender[:1] != b"\0" else f"unknown peer {sender.hex()}"
+
+
+class CreditBook:
+    """The reservations and offers of one head; a sender is named by any bytes, and times are in seconds."""
+
+    def __init__(self, *, capacity: int, silence_seconds: float) -> None:
+        self.capacity = capacity
+        self.silence_seconds = silence_seconds
+        self._reserved: dict[int, bytes] = {}
+        self._waiting: dict[int, dict[bytes, None]] = {}
+        self._order: list[int] = []  # heap; every seq that waits without reservation is in it, others may be
+        self._ordered: set[int] = set()  # what is in the heap
+        self._heard: dict[bytes, LastHeard] = {}
+
+    @property
+    def reserved(self) -> int:
+        """Places reserved for groups that have not arrived yet."""
+        return len(self._reserved)
+
+    @property
+    def waiting(self) -> int:
+        """Sequence numbers that were offered and have no place yet."""
+        return sum(1 for seq in self._waiting if seq not in self._reserved)
+
+    def eager(self, *, stored: int) -> int:
+        """How many groups each sender may have under way unasked: its share of half the free places. `stored`: groups
+        at the head now."""
+        if self._waiting:
+            return 0
+        return (self.capacity - stored - len(self._reserved)) // (2 * max(1, len(self._heard)))
+
+    def hear(self, sender: bytes, *, now: float) -> None:
+        """Note that `sender` was heard."""
+        if sender in self._heard:
+            self._heard[sender].hear(now=now)
+        else:
+            self._heard[sender] = LastHeard(now=now, patience=self.silence_seconds)
+
+    def offer(self, sender: bytes, seq: int) -> bool:
+        """Note that `sender` has `seq` in hand; return whether a place is reserved for it already, so it may send."""
+        if self._reserved.get(seq) == sender:
+            return True
+        self._waiting.setdefault(seq, {})[sender] = None
+        self._queue(seq)
+        return False
+
+    def withdraw(self, sender: bytes, seq: int) -> None:
+        """Forget the offer and the reservation: `sender` no longer has `seq`, or its group was refused."""
+        if self._reserved.get(seq) == sender:
+            self._release(seq)
+        waiters = self._waiting.get(seq)
+        if waiters is not None:
+            waiters.pop(sender, None)
+            if not waiters:
+                del self._waiting[seq]
+
+    def admits(self, seq: int, *, stored: int) -> bool:
+        """Whether a group that arrived may be stored: a place is reserved for it, or one is free."""
+        return seq in self._reserved or stored + len(self._reserved) < self.capacity
+
+    def note_stored(self, seq: int) -> list[bytes]:
+        """`seq` is stored: return who else offered it, and need not send it any more."""
+        self._reserved.pop(seq, None)
+        return list(self._waiting.pop(seq, ()))
+
+    def grant(self, *, stored: int) -> list[tuple[bytes, int]]:
+        """Reserve the free places, lowest sequence number first, and return who may now send what."""
+        grants: list[tuple[bytes, int]] = []
+        while self._order and stored + len(self._reserved) < self.capacity:
+            seq = heapq.heappop(self._order)
+            self._ordered.remove(seq)
+            waiters = self._waiting.get(seq)
+            if waiters is None or seq in self._reserved:
+                continue
+            sender = next(iter(waiters))
+            self.withdraw(sender, seq)
+            self._reserved[seq] = sender
+            grants.append((sender, seq))
+        return grants
+
+    def forget_silent(self, *, now: float) -> dict[bytes, int]:
+        """Take back the reservations of senders that have been silent for too long, and return how many of each."""
+        silent = {sender for sender, heard in self._heard.items() if heard.is_silent(now=now)}
+        if not silent:
+            return {}
+        taken: dict[bytes, int] = {}
+        for sender in silent:
+            del self._heard[sender]
+        for seq, sender in list(self._reserved.items()):
+            if sender in silent:
+                self._release(seq)
+                taken[sender] = taken.get(sender, 0) + 1
+        for seq in [seq for seq, waiters in self._waiting.items() if not silent.isdisjoint(waiters)]:
+            for sender in silent:
+                self.withdraw(sender, seq)
+        return taken
+
+    def next_silence(self) -> float | None:
+        """When the next sender will have been silent for too long, unless it is heard before; None: nobody is known."""
+        return next_silence(self._heard.values())
+
+    def _release(self, seq: int) -> None:
+        del self._reserved[seq]
+        if seq in self._waiting:
+            self._queue(seq)
+
+    def _queue(self, seq: int) -> None:
+        if seq not in self._ordered:
+            self._ordered.add(seq)
+            heapq.heappush(self._order, seq)

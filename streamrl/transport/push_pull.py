@@ -10,7 +10,7 @@ numbers and may be repeated without harm:
       │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
 
 Why ask first: a place is reserved only for a group that exists, so no credit lies idle with one
-pusher while another has the group that the trainer waits for (`credit.py` argues that nothing can
+pusher while another has the group that the trainer waits for (`puller.py` argues that nothing can
 deadlock). While the head has room to spare it says so (`Reply.eager`), and so many groups may be
 under way unasked; one that finds no place after all is not lost: the head takes its message for
 an offer and asks for the arrays again when it has a place.
@@ -18,7 +18,7 @@ an offer and asks for the arrays again when it has a place.
 Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the
 head stores each sequence number once; so losses, restarts of either side and twins do no harm.
 A message overtakes none of the same pusher: an offer that is repeated while the group is under
-way arrives after it and is answered `stored`, not `send`.
+way arrives after it, and the reply to it is `stored`, not `send`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct):
-    """From a head: the answer to everything that it took in from one pusher at a time."""
+    """From a head: its reply to everything that it has received from one pusher since the last one."""
 
     send: list[int] = []
     """Groups for which a place is reserved."""
@@ -76,7 +76,7 @@ class Reply(msgspec.Struct):
     refused: list[Refusal] = []
     """Groups that break the wire format; sending them again would not help."""
     taken: int = 0
-    """Places taken at the head: by groups that it holds, and by groups on their way."""
+    """Places taken at the head: by groups that it has stored, and by groups on their way."""
     capacity: int = 0
     """Places that it has."""
     eager: int = 0
@@ -90,7 +90,7 @@ _decoder = msgspec.msgpack.Decoder(Reply)
 
 
 class GroupPusher:
-    """Sends groups to the DP heads; belongs to one event loop."""
+    """A rollout worker's end: sends groups to the DP heads. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class GroupPusher:
         resend_seconds: float,
         warn_seconds: float = 30.0,
     ) -> None:
-        """`endpoints`: of the heads, by data-parallel rank. Call with the event loop running."""
+        """`endpoints`: ZMQ addresses of the heads, by data-parallel rank. Call with the event loop running."""
         self._max_group_bytes = max_group_bytes
         self._closed = False
         self._links = [
@@ -129,7 +129,7 @@ class GroupPusher:
 
 
 class _Pending:
-    """A group on its way."""
+    """A group that is not acknowledged yet."""
 
     __slots__ = ("acted", "done", "frames", "sends", "started")  # hot: one for each push
 
@@ -157,7 +157,7 @@ class _Link:
         self._taken = self._capacity = self._eager = 0
         self._under_way = 0
         self._flushing: asyncio.Handle | None = None
-        self._tending: asyncio.TimerHandle | None = None
+        self._checking: asyncio.TimerHandle | None = None
         self._packer = codec.Packer()
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW)
@@ -183,13 +183,13 @@ class _Link:
             self._flush_soon()
         else:
             self._offer([seq])
-        if self._tending is None:
-            self._tend_later()
+        if self._checking is None:
+            self._check_later()
         try:
             await item.done
         finally:
             if self._pending.get(seq) is item:
-                self._take(seq)
+                self._remove(seq)
                 self._withdrawn.append(seq)
                 self._flush_soon()
         return None
@@ -197,7 +197,7 @@ class _Link:
     def close(self) -> None:
         if self._socket.closed:
             return
-        for handle in (self._flushing, self._tending):
+        for handle in (self._flushing, self._checking):
             if handle is not None:
                 handle.cancel()
         unstored, self._pending = self._pending, OrderedDict()
@@ -215,7 +215,7 @@ class _Link:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Everything said in this turn of the event loop goes into one message."""
+        """Send what there is to say at the end of this turn of the event loop, in one message."""
         if self._flushing is None and not self._socket.closed:
             self._flushing = self._loop.call_soon(self._flush)
 
@@ -247,11 +247,11 @@ class _Link:
         self._heard = time.monotonic()
         self._taken, self._capacity, self._eager = reply.taken, reply.capacity, reply.eager
         for seq in reply.stored:
-            item = self._take(seq)
+            item = self._remove(seq)
             if item is not None:
                 _resolve(item.done, None)
         for refusal in reply.refused:
-            item = self._take(refusal.seq)
+            item = self._remove(refusal.seq)
             error = WireError(f"{self._name} refused a message: {refusal.reason}")
             if item is not None:
                 _resolve(item.done, error)
@@ -265,8 +265,8 @@ class _Link:
             else:
                 self._send(seq, item)
 
-    def _take(self, seq: int) -> _Pending | None:
-        """`seq` is settled, one way or the other."""
+    def _remove(self, seq: int) -> _Pending | None:
+        """Remove `seq`, which is stored, refused or given up, and return it if it was pending."""
         item = self._pending.pop(seq, None)
         self._under_way -= item is not None and item.sends > 0
         return item
@@ -281,12 +281,12 @@ class _Link:
             self._socket.send(frame, _NOW_MORE, copy=False)
         self._socket.send(last, _NOW, copy=len(last) < codec.COPIED_BELOW)
 
-    def _tend_later(self) -> None:
-        self._tending = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._tend)
+    def _check_later(self) -> None:
+        self._checking = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._check)
 
-    def _tend(self) -> None:
-        """Offer again what got no answer for long; warn of what waits for long."""
-        self._tending = None
+    def _check(self) -> None:
+        """Offer again what got no reply for `resend_seconds`; warn of what has waited for `warn_seconds`."""
+        self._checking = None
         if not self._pending:
             return
         now = time.monotonic()
@@ -302,7 +302,7 @@ class _Link:
             self._offer(quiet)
         if now - self._warned >= self._warn_seconds:
             self._warn(now)
-        self._tend_later()
+        self._check_later()
 
     def _warn(self, now: float) -> None:
         oldest, started = min(((seq, item.started) for seq, item in self._pending.items()), key=lambda pair: pair[1])
@@ -333,7 +333,7 @@ def _resolve(done: asyncio.Future[None], error: WireError | None) -> None:
 
 
 def keep_alive(endpoint: zmq.Socket[bytes]) -> None:
-    """Notice within about a minute when the other machine is gone without a word."""
+    """Have `endpoint` notice within about a minute when the other machine is gone without a word."""
     endpoint.set(zmq.TCP_KEEPALIVE, 1)
     endpoint.set(zmq.TCP_KEEPALIVE_IDLE, 30)
     endpoint.set(zmq.TCP_KEEPALIVE_INTVL, 10)

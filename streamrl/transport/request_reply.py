@@ -1,22 +1,21 @@
 """Requests from one master to its workers, over ZMQ with msgpack.
 
-A *request* goes to one worker or to several at once. Requests of one turn of the event loop are
-collected and flushed together, one after another to all their workers, so every worker sees
-requests in the same order: workers that communicate within them never wait for each other in a
-circle. A request to several workers begins only when each of them has acknowledged it (`ack`), so
-none starts to communicate with a worker that is gone; the master's `syn` then sets all off. One that the master gives
-up before that is withdrawn, or its workers would wait for ever.
+A *request* goes to one worker or to several at once. Requests of one turn of the event loop are collected and flushed
+together, one after another to all their workers, so every worker sees requests in the same order: workers that
+communicate within them never wait for each other in a circle. A request to several workers begins only when each of
+them has acknowledged it (`ack`), so none starts to communicate with a worker that is gone; the master's `syn` then sets
+all off. One that the master gives up before that is withdrawn, or its workers would wait for ever.
 
-Besides replies a worker sends *notices* (something happened there) and beats. Notices are numbered, and said again
-until the master has heard them: each is taken once, in order, whatever connections break meanwhile. A worker whose
-connection ends, that stays silent, or that was started anew fails every request that waits for it,
-with its name; the master's probes find out within a beat that a connection has ended.
+Besides replies a worker sends *notices* (something happened there) and heartbeats. Notices are numbered, and sent again
+until the master has confirmed them: each is taken once, in order, whatever connections break meanwhile. A worker whose
+connection ends, that stays silent, or that was restarted fails every request that waits for it, with its name; the
+master's probes find out within a beat that a connection has ended.
 
-Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its
-`S` syn or its withdrawal `W`, `B` probe, `K` notices up to this number are heard (body: the worker's
-start). From a worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice (number; body:
-the worker's start, then the notice), `H` heartbeat (body: what tells this start of the worker from
-others), which is also a worker's first word.
+Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its `S` syn or its
+withdrawal `W`, `B` probe, `K` confirmation of all notices up to this number (body: the worker's incarnation). From a
+worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice (number; body: the worker's incarnation, then
+the notice), `H` heartbeat (body: the incarnation, which tells this start of the worker from others), which is also a
+worker's first word.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ import zmq.asyncio
 
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.transport.liveness import LastHeard
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
 """A worker not heard of for so long is lost."""
 BEGIN_WARNING_SECONDS = 30.0
-"""A worker that waits so long for the others to have a call says so."""
+"""A worker that waits so long for the others to have a call warns of it."""
 LARGEST_FRAME = 1 << 28
 """Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
-UNHEARD_SECONDS = 2.0
-"""A notice that the master has not confirmed for so long is said again."""
+RESEND_SECONDS = 2.0
+"""A notice that the master has not confirmed for so long is sent again."""
 NUMBER_BYTES = 8
-"""Of a request id."""
-START_BYTES = 16
-"""Of what tells one start of a worker from another."""
+"""Length of a request id."""
+INCARNATION_BYTES = 16
+"""Length of what tells one start of a worker from another."""
 LONGEST_NUMBER = 18
 """Digits of a worker's number."""
 _FRAMES = ("kind", "request id", "body")
@@ -68,19 +68,19 @@ class _Request:
         self.number = number
         self.calls = calls
         self.what = what
-        self.answers: dict[int, asyncio.Future[bytes]] = {worker: loop.create_future() for worker in calls}
+        self.replies: dict[int, asyncio.Future[bytes]] = {worker: loop.create_future() for worker in calls}
         self.unacknowledged = set(calls) if len(calls) > 1 else set()
         self.sent = False
 
     def fail(self, error: Exception) -> None:
-        for future in self.answers.values():
+        for future in self.replies.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # one failure is told; the others of the same request are known
+                future.exception()  # one failure is raised; the others of the same request are no news
 
 
 class Requests(Protocol):
-    """What a master asks its workers through; see `RequestChannel`, which does it over ZMQ."""
+    """How a master calls its workers: `RequestChannel`, which does it over ZMQ, or what a test puts in its place."""
 
     async def wait_for(self, workers: set[int], *, patience: float) -> None: ...
 
@@ -92,7 +92,7 @@ class Requests(Protocol):
 
 
 class RequestChannel(Generic[Notice]):
-    """The master's end."""
+    """The master's end. All methods belong to the event loop that made it."""
 
     def __init__(
         self,
@@ -102,7 +102,8 @@ class RequestChannel(Generic[Notice]):
         on_notice: Callable[[int, Notice], None],
         name_of: Callable[[int], str] = "model_worker/{}".format,
     ) -> None:
-        """`name_of` tells people which worker a number means."""
+        """Listen at `host`, at any free port. `on_notice` is called with the worker's number and each notice of its;
+        `name_of` gives a worker's name for messages."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -120,12 +121,12 @@ class RequestChannel(Generic[Notice]):
         self._pending: dict[int, _Request] = {}
         self._collected: deque[_Request] = deque()
         self._some = asyncio.Event()
-        self._heard: dict[int, float] = {}
-        """When each worker was heard last; -inf: its connection has ended since."""
-        self._starts: dict[int, bytes] = {}
-        """Which start of each worker was heard last."""
-        self._told: dict[int, int] = {}
-        """Notices that were taken of that start."""
+        self._heard: dict[int, LastHeard] = {}
+        """Each worker that has ever connected."""
+        self._incarnations: dict[int, bytes] = {}
+        """The incarnation of each worker that was heard last."""
+        self._taken: dict[int, int] = {}
+        """Number of the last notice that was taken from that incarnation."""
         self._joined = asyncio.Condition()
         self._tasks = [
             essential.begin(self._receive(), name="the master's receiving of messages"),
@@ -134,7 +135,7 @@ class RequestChannel(Generic[Notice]):
         ]
 
     async def wait_for(self, workers: set[int], *, patience: float) -> None:
-        """Until all of `workers` have spoken."""
+        """Wait until all of `workers` have connected; raises `DeadlineExceeded` after `patience` seconds."""
         try:
             async with asyncio.timeout(patience), self._joined:
                 await self._joined.wait_for(lambda: workers <= self._heard.keys())
@@ -145,7 +146,8 @@ class RequestChannel(Generic[Notice]):
             ) from error
 
     async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:
-        """Those of `workers` that have spoken lately, as soon as there is one."""
+        """Return those of `workers` that are not silent, as soon as there is one; raises `DeadlineExceeded` after
+        `patience` seconds."""
         try:
             async with asyncio.timeout(patience), self._joined:
                 await self._joined.wait_for(lambda: any(map(self._lives, workers)))
@@ -161,10 +163,10 @@ class RequestChannel(Generic[Notice]):
         return (await self.request({worker: call}, reply, timeout=timeout))[worker]
 
     async def request(self, calls: Mapping[int, Any], reply: type[Reply], *, timeout: float) -> dict[int, Reply]:
-        """Have several workers carry out one call each, together; answers their replies by worker.
+        """Have several workers carry out one call each, together, and return their replies by worker.
 
         Raises `PeerError` with the traceback of the first worker that fails, `PeerLost` when one
-        falls silent or is started anew, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
+        falls silent or is restarted, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
         """
         what = type(next(iter(calls.values()))).__name__
         encoded = {worker: self._encoder.encode(call) for worker, call in calls.items()}
@@ -175,9 +177,9 @@ class RequestChannel(Generic[Notice]):
         self._some.set()
         try:
             async with asyncio.timeout(timeout):
-                bodies = dict(zip(calls, await asyncio.gather(*request.answers.values()), strict=True))
+                bodies = dict(zip(calls, await asyncio.gather(*request.replies.values()), strict=True))
         except TimeoutError as error:
-            late = ", ".join(self._name_of(w) for w, future in request.answers.items() if not _answered(future))
+            late = ", ".join(self._name_of(w) for w, future in request.replies.items() if not _has_reply(future))
             raise DeadlineExceeded(f"{late} did not finish {what} within {timeout:.0f} s") from error
         finally:
             self._pending.pop(request.number, None)
@@ -197,7 +199,7 @@ class RequestChannel(Generic[Notice]):
         self._context.term()
 
     async def _flush(self) -> None:
-        """Send what was collected, in order."""
+        """Send the requests that were collected, in order."""
         while True:
             await self._some.wait()
             self._some.clear()
@@ -218,7 +220,7 @@ class RequestChannel(Generic[Notice]):
             try:
                 worker = _worker(identity)
                 kind, number, body = _parts(frames)
-                notice = self._notices.decode(body[START_BYTES:]) if kind == b"N" else None
+                notice = self._notices.decode(body[INCARNATION_BYTES:]) if kind == b"N" else None
             except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
                 log.warning("the master received a message from %r that is none: %s", identity, _brief(error))
                 continue
@@ -226,24 +228,24 @@ class RequestChannel(Generic[Notice]):
 
     async def _handle(self, worker: int, kind: bytes, number: int, body: bytes, notice: Notice | None) -> None:
         lived = self._lives(worker)
-        self._heard[worker] = time.monotonic()
+        self._hear(worker, now=time.monotonic())
         if not lived:
             async with self._joined:
                 self._joined.notify_all()
         if kind == b"H":
-            if self._starts.get(worker) != body:
-                if worker in self._starts:
+            if self._incarnations.get(worker) != body:
+                if worker in self._incarnations:
                     self._lose(worker, "was started anew")
-                self._starts[worker] = body
-                self._told[worker] = 0
+                self._incarnations[worker] = body
+                self._taken[worker] = 0
             return
         if notice is not None:
-            await self._take(worker, number, body[:START_BYTES], notice)
+            await self._take(worker, number, body[:INCARNATION_BYTES], notice)
             return
         request = self._pending.get(number)
-        if request is None or worker not in request.answers:
+        if request is None or worker not in request.replies:
             return
-        future = request.answers[worker]
+        future = request.replies[worker]
         if kind == b"A":
             request.unacknowledged.discard(worker)
             if not request.unacknowledged:
@@ -255,34 +257,40 @@ class RequestChannel(Generic[Notice]):
             text = body.decode(errors="replace")
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}:\n{text}"))
 
-    async def _take(self, worker: int, number: int, start: bytes, notice: Notice) -> None:
-        """Hear `notice` if it is the next one, and confirm all that were heard. Others come again in their order, also
-        those of a start that took another's place and has not beaten yet."""
-        if self._starts.setdefault(worker, start) != start:
+    async def _take(self, worker: int, number: int, incarnation: bytes, notice: Notice) -> None:
+        """Take `notice` if it is the next one, and confirm all that were taken. Others come again in their order, as do
+        those of an incarnation that has replaced another and has sent no heartbeat yet."""
+        if self._incarnations.setdefault(worker, incarnation) != incarnation:
             return
-        self._told.setdefault(worker, 0)
-        if number == self._told[worker] + 1:
-            self._told[worker] = number
+        self._taken.setdefault(worker, 0)
+        if number == self._taken[worker] + 1:
+            self._taken[worker] = number
             self._on_notice(worker, notice)
-        await self._send(worker, b"K", self._told[worker], start)
+        await self._send(worker, b"K", self._taken[worker], incarnation)
 
     async def _watch(self) -> None:
-        """Fail the requests of workers that went away or fell silent."""
+        """Probe the workers, and fail the requests of those that are gone or silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for worker in list(self._heard):
                 await self._send(worker, b"B", 0, b"")
-                silent = time.monotonic() - self._heard[worker]
-                if SILENCE_SECONDS < silent < math.inf:
-                    self._lose(worker, f"has been silent for {silent:.0f} s")
+                now, heard = time.monotonic(), self._heard[worker]
+                if heard.is_silent(now=now) and not heard.ended:
+                    self._lose(worker, f"has been silent for {heard.seconds(now=now):.0f} s")
+
+    def _hear(self, worker: int, *, now: float) -> None:
+        if worker in self._heard:
+            self._heard[worker].hear(now=now)
+        else:
+            self._heard[worker] = LastHeard(now=now, patience=SILENCE_SECONDS)
 
     def _lives(self, worker: int) -> bool:
-        return time.monotonic() - self._heard.get(worker, -math.inf) <= SILENCE_SECONDS
+        return worker in self._heard and not self._heard[worker].is_silent(now=time.monotonic())
 
     def _lose(self, worker: int, how: str) -> None:
         """Fail the requests that wait for `worker`."""
         for request in list(self._pending.values()):
-            future = request.answers.get(worker)
+            future = request.replies.get(worker)
             if future is not None and not future.done():
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
@@ -293,7 +301,7 @@ class RequestChannel(Generic[Notice]):
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             if worker in self._heard:
-                self._heard[worker] = -math.inf
+                self._heard[worker].end()
                 self._lose(worker, "is gone: its connection has ended")
 
 
@@ -309,17 +317,18 @@ class ReplyChannel(Generic[Call]):
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
-        """Of calls that wait for the other workers: whether it is to be carried out."""
-        self._start = uuid.uuid4().bytes
+        """Calls that wait for the other workers, by id: whether each is to be carried out."""
+        self._incarnation = uuid.uuid4().bytes
         self._notified = 0
-        self._unheard: dict[int, bytes] = {}
+        self._unconfirmed: dict[int, bytes] = {}
         """Notices by number that the master has not confirmed, oldest first."""
         self._confirmed = -math.inf
-        """When the oldest of them became the oldest, or was said again."""
+        """When the oldest of them became the oldest, or was sent again."""
         self._beating = essential.begin(self._beat(), name=f"beats of worker {worker} for the master")
 
     async def receive(self) -> tuple[int, Call]:
-        """The next call and its id, in the order that all workers share. Before it is carried out, `begin` it."""
+        """Return the id of the next call, and the call, in the order that all workers share. `begin` it before it is
+        carried out."""
         while True:
             frames = await self._socket.recv_multipart()
             try:
@@ -342,10 +351,8 @@ class ReplyChannel(Generic[Call]):
             return call_id, call
 
     async def begin(self, call_id: int) -> bool:
-        """Until all workers of this request have it; `receive` has to go on meanwhile.
-
-        Answers whether it is to be carried out: not if it was withdrawn.
-        """
+        """Wait until all workers of this request have it, while `receive` goes on, and return whether the call is to be
+        carried out: not if it was withdrawn."""
         waiting = self._waiting.get(call_id)
         if waiting is None:
             return True
@@ -365,11 +372,11 @@ class ReplyChannel(Generic[Call]):
         await self._send(b"E", call_id, traceback.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
-        """Tell the master, which hears it once and after all that it was told before, while `receive` goes on."""
+        """Send the master a notice, which it takes once and after all earlier ones, while `receive` goes on."""
         self._notified += 1
-        if not self._unheard:
+        if not self._unconfirmed:
             self._confirmed = time.monotonic()
-        body = self._unheard[self._notified] = self._start + self._encoder.encode(notice)
+        body = self._unconfirmed[self._notified] = self._incarnation + self._encoder.encode(notice)
         await self._send(b"N", self._notified, body)
 
     async def close(self) -> None:
@@ -380,20 +387,20 @@ class ReplyChannel(Generic[Call]):
 
     async def _beat(self) -> None:
         while True:
-            await self._send(b"H", 0, self._start)
-            if self._unheard and time.monotonic() - self._confirmed >= UNHEARD_SECONDS:
+            await self._send(b"H", 0, self._incarnation)
+            if self._unconfirmed and time.monotonic() - self._confirmed >= RESEND_SECONDS:
                 self._confirmed = time.monotonic()
-                log.warning("the master has not confirmed %d notices; they are said again", len(self._unheard))
-                for number, body in list(self._unheard.items()):
+                log.warning("the master has not confirmed %d notices; they are sent again", len(self._unconfirmed))
+                for number, body in list(self._unconfirmed.items()):
                     await self._send(b"N", number, body)
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _confirm(self, number: int, start: bytes) -> None:
-        """The master has heard all notices up to `number`."""
-        heard = [told for told in self._unheard if told <= number] if start == self._start else []
-        for told in heard:
-            del self._unheard[told]
-        if heard:
+    def _confirm(self, number: int, incarnation: bytes) -> None:
+        """Forget all notices up to `number`: the master has taken them."""
+        confirmed = [n for n in self._unconfirmed if n <= number] if incarnation == self._incarnation else []
+        for n in confirmed:
+            del self._unconfirmed[n]
+        if confirmed:
             self._confirmed = time.monotonic()
 
     async def _send(self, kind: bytes, call_id: int, body: bytes) -> None:
@@ -405,14 +412,14 @@ def _identity(worker: int) -> bytes:
 
 
 def _worker(identity: bytes) -> int:
-    """The inverse of `_identity`; raises `WireError` for what is none."""
+    """The inverse of `_identity`; raises `WireError` for what is no worker's identity."""
     if not identity.isdigit() or len(identity) > LONGEST_NUMBER or _identity(int(identity)) != identity:
         raise WireError("no worker is called so")
     return int(identity)
 
 
 def _parts(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
-    """Kind, request id and body; raises `WireError` when the message has other frames."""
+    """Return kind, request id and body; raises `WireError` when the message has other frames."""
     if len(frames) != len(_FRAMES) or len(frames[1]) != NUMBER_BYTES:
         raise WireError(f"frames of {[len(frame) for frame in frames[:10]]} bytes are not {', '.join(_FRAMES)}")
     kind, number, body = frames
@@ -423,5 +430,5 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-def _answered(future: asyncio.Future[bytes]) -> bool:
+def _has_reply(future: asyncio.Future[bytes]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None

@@ -1,18 +1,33 @@
-"""Whole runs as a user starts them: `streamrl run` in a process of its own."""
+"""Whole runs as a user starts them, and what they leave behind."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
-import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
-ROOT = Path(__file__).parents[2]
+from streamrl.transport.control import Status
+from streamrl.transport.manager_client import ControlClient
+from tests.e2e.preloaded import COMMAND, ROOT, SUPPORTED, PreloadedProcess
+
 COPY_SCRATCH = ROOT / "examples" / "copy_scratch.toml"
+SMALL = {"trainer__batch_groups": 8, "rollout__group_size": 4}
+"""A sixteenth of the responses of `COPY_SCRATCH`: for runs that need not learn."""
+QUICK = {"trainer__batch_groups": 16, "rollout__group_size": 8, "trainer__save_at_end": "false"}
+"""A quarter of the responses, where it is all the same how long a step takes."""
 
 
 def overrides(folder: Path, name: str, **settings: Any) -> list[str]:
@@ -21,43 +36,147 @@ def overrides(folder: Path, name: str, **settings: Any) -> list[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in (base | settings).items()]
 
 
-def start(config: Path, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-    """`streamrl run` with its output in pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "streamrl", "run", str(config), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        **options,
+class Command:
+    """A `streamrl` command under way. What it prints is read at once, so that it never waits for a reader."""
+
+    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess) -> None:
+        self._process = process
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    @property
+    def said(self) -> str:
+        """What it has printed so far, on one line."""
+        return " ".join(self.output.split())
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self, *, seconds: float = 180.0) -> int:
+        """Wait for its end, and for the end of its output; the test fails if it takes more than `seconds`."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds:.0f} s; its last words:\n{self.output[-4000:]}")
+        self._reader.join(10)
+        return code
+
+    def ends_well(self, *, seconds: float = 180.0) -> str:
+        """Wait for its end, which must be a success, and return what it printed on one line."""
+        assert self.exit_code(seconds=seconds) == 0, self.output[-6000:]
+        return self.said
+
+    def end(self) -> None:
+        """End it by force if it is still running."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+
+
+def start_command(words: Sequence[str], *, fresh: bool = False, within: Sequence[str] = ()) -> Command:
+    """Start `streamrl WORDS`.
+
+    `fresh`: by the command that a user types, and so all processes that it starts; otherwise all are forks of a process
+    that has imported what they need, which saves most of the time that a short run takes. `within`: a command that
+    starts the one behind it.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    if SUPPORTED and not fresh and not within:
+        return Command(PreloadedProcess(words, environment=environment))
+    return Command(
+        subprocess.Popen(
+            [*within, *COMMAND, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
     )
 
 
-def run(config: Path, arguments: list[str], *, timeout: float = 400.0) -> str:
-    """A whole run that has to succeed; answers what it printed."""
-    process = start(config, arguments)
+def start(config: Path, arguments: Sequence[str], *, fresh: bool = False, within: Sequence[str] = ()) -> Command:
+    """Start `streamrl run`; see `start_command`."""
+    return start_command(["run", str(config), *arguments], fresh=fresh, within=within)
+
+
+def run(config: Path, arguments: Sequence[str], *, seconds: float = 400.0, fresh: bool = False) -> str:
+    """Make a whole run, which has to succeed, and return what it printed on one line."""
+    process = start(config, arguments, fresh=fresh)
     try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=30)
-        raise AssertionError(f"the run took more than {timeout:.0f} s; it said:\n{output[-4000:]}") from None
-    assert process.returncode == 0, output[-6000:]
-    return output
+        return process.ends_well(seconds=seconds)
+    finally:
+        process.end()
 
 
-def summary(run_dir: Path) -> dict[str, Any]:
-    return dict(json.loads((run_dir / "summary.json").read_text()))
+def until(true: Callable[[], object], what: str, *, seconds: float) -> None:
+    """Wait until `true()`; the test fails with `what` was awaited after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what} in vain"
+        time.sleep(0.05)
 
 
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def wait_for_steps(run_dir: Path, count: int, *, seconds: float = 240.0) -> None:
+    """Until the run has made `count` steps."""
+    file = run_dir / "metrics.jsonl"
+    until(lambda: file.exists() and len(steps(run_dir)) >= count, f"{count} steps", seconds=seconds)
 
 
-def trained_seqs(run_dir: Path) -> list[int]:
-    """Every sequence number that was trained on, in order of training."""
-    return [seq for step in steps(run_dir) for seq in step["seqs"]]
+def wait_for_words(log: Path, pattern: str, *, seconds: float = 120.0) -> None:
+    """Until `log` has them."""
+    until(lambda: re.search(pattern, log.read_text()), f"{pattern!r} in {log}", seconds=seconds)
+
+
+def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
+    """The manager's URL, from the command line of a process that joined it."""
+    found: list[str] = []
+
+    def look() -> list[str]:
+        for process in processes_of(run_dir):
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                found.extend(word for option, word in pairwise(words) if option == "--manager")
+        return found
+
+    until(look, f"a process that joins {run_dir}", seconds=seconds)
+    return found[0]
+
+
+def wait_for_status(url: str, ready: Callable[[Status], bool], *, seconds: float = 90.0) -> Status:
+    """Until the status that the manager at `url` tells is as it should be; the run must not be over before."""
+
+    async def ask() -> Status:
+        client = ControlClient(url)
+        try:
+            return await client.status()
+        finally:
+            await client.close()
+
+    deadline = time.monotonic() + seconds
+    while not ready(status := asyncio.run(ask())):
+        assert status.state in ("joining", "running"), status.message
+        assert time.monotonic() < deadline, status.processes
+        time.sleep(0.1)
+    return status
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
@@ -73,13 +192,38 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
+def process_of(run_dir: Path, role: str) -> psutil.Process:
+    """A process of the run by its role, as on the command line."""
+    return next(p for p in processes_of(run_dir) if role in p.cmdline())
+
+
+def wait_until_gone(run_dir: Path, *, seconds: float) -> None:
+    """Until no process of the run is left."""
+    until(lambda: not processes_of(run_dir), f"the end of all processes of {run_dir}", seconds=seconds)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    """The steps that were made, as they are recorded; a line that is being written is left out."""
+    *lines, _ = (run_dir / "metrics.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def trained_seqs(run_dir: Path) -> list[int]:
+    """Every sequence number that was trained on, in order of training."""
+    return [seq for step in steps(run_dir) for seq in step["seqs"]]
+
+
 def largest_difference(run_dir: Path) -> float:
     """Between the log-probabilities of gservers and trainer, over all versions. A gserver may be left out of one that
     is followed by the next within milliseconds, which a busy machine does to a small model now and then."""
     made = [step["metrics"] for step in steps(run_dir)]
     found = [metrics["logprob_diff_max"] for metrics in made if "logprob_diff_max" in metrics]
     assert len(found) >= 0.75 * len(made) - 1, f"compared at {len(found)} of {len(made)} versions"
-    return max(found)
+    return float(max(found))
 
 
 def assert_exactly_once(run_dir: Path) -> None:
@@ -92,3 +236,9 @@ def assert_exactly_once(run_dir: Path) -> None:
     assert figures["oldest_token_age"] <= figures["max_staleness"]
     for step in steps(run_dir):
         assert all(int(age) <= figures["max_staleness"] for age in step["token_ages"])
+
+
+def assert_none_missing(run_dir: Path) -> None:
+    """Trained on were the groups that were admitted first, as always with `over_age = "wait"` unless one is lost."""
+    trained = sorted(trained_seqs(run_dir))
+    assert trained == list(range(len(trained)))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.status import Status
-from tests.e2e.harness import COPY_SCRATCH, ROOT, assert_exactly_once, overrides, processes_of, start, summary
+from streamrl.transport.control import Status
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    Command,
+    assert_exactly_once,
+    manager_of,
+    overrides,
+    start,
+    start_command,
+    summary,
+    wait_for_status,
+)
 
 STEPS = 16
 SETTINGS = {
@@ -32,48 +35,20 @@ SETTINGS = {
     "run__stop_at_reward": 2.0,
     "trainer__save_at_end": "false",
 }
-PATIENCE = 90.0
-
-ByHand = Callable[..., subprocess.Popen[str]]
+ByHand = Callable[..., Command]
 
 
 @pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[ByHand]:
-    started: list[subprocess.Popen[str]] = []
+def by_hand() -> Iterator[ByHand]:
+    started: list[Command] = []
 
-    def begin(*words: str) -> subprocess.Popen[str]:
-        with (tmp_path / f"by-hand-{len(started)}.log").open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "streamrl", *words],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        started.append(process)
-        return process
+    def begin(*words: str) -> Command:
+        started.append(start_command(words))
+        return started[-1]
 
     yield begin
     for process in started:
-        process.kill()
-        process.wait()
-
-
-def until(url: str, ready: Callable[[Status], bool], *, seconds: float = PATIENCE) -> Status:
-    async def ask() -> Status:
-        client = ControlClient(url)
-        try:
-            return await client.status()
-        finally:
-            await client.close()
-
-    deadline = time.monotonic() + seconds
-    while not ready(status := asyncio.run(ask())):
-        assert status.state in ("joining", "running"), status.message
-        assert time.monotonic() < deadline, status.processes
-        time.sleep(0.1)
-    return status
+        process.end()
 
 
 def live(status: Status) -> set[str]:
@@ -82,21 +57,6 @@ def live(status: Status) -> set[str]:
 
 def members(status: Status) -> set[str]:
     return {f"{p.role}/{p.index}" for p in status.processes}
-
-
-def manager_of(run_dir: Path) -> str:
-    """Its address, from the command line of a process that joined it."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        for process in processes_of(run_dir):
-            try:
-                words = process.cmdline()
-            except psutil.Error:
-                continue
-            if "--manager" in words:
-                return words[words.index("--manager") + 1]
-        time.sleep(0.1)
-    raise AssertionError("nobody joined")
 
 
 def test_pools_grow_and_shrink_without_loss(tmp_path: Path, by_hand: ByHand) -> None:
@@ -115,19 +75,18 @@ def test_pools_grow_and_shrink_without_loss(tmp_path: Path, by_hand: ByHand) -> 
                 and stats.get("rollout/1", {}).get("groups_done_total", 0) > 0
             )
 
-        until(url, worked)
+        wait_for_status(url, worked)
         for name in ("gserver/0", "rollout/0"):
-            assert by_hand("drain", url, name).wait(PATIENCE) == 0
-        until(url, lambda status: {"gserver/0", "rollout/0"}.isdisjoint(members(status)))
+            by_hand("drain", url, name).ends_well(seconds=90)
+        wait_for_status(url, lambda status: {"gserver/0", "rollout/0"}.isdisjoint(members(status)))
         another = by_hand("rollout", config, "--manager", url)
-        until(url, lambda status: "rollout/2" in live(status))
-        rollout.send_signal(signal.SIGTERM)
-        assert rollout.wait(PATIENCE) == 0, "it finished its groups and left in order"
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output[-4000:]
-        assert [gserver.wait(PATIENCE), another.wait(PATIENCE)] == [0, 0]
+        wait_for_status(url, lambda status: "rollout/2" in live(status))
+        rollout.signal(signal.SIGTERM)
+        rollout.ends_well(seconds=90)  # it has finished its groups and left in order
+        process.ends_well()
+        gserver.ends_well(seconds=90)
+        another.ends_well(seconds=90)
         assert_exactly_once(run_dir)
         assert summary(run_dir)["steps"] == STEPS
     finally:
-        process.kill()
-        process.communicate()
+        process.end()

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, start, steps, summary
-from tests.e2e.test_failures import collected, process_of, processes_of, wait_for_steps, wait_until_gone
-
-SMALL = {"trainer__batch_groups": 8, "rollout__group_size": 4}
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    SMALL,
+    assert_exactly_once,
+    overrides,
+    process_of,
+    processes_of,
+    run,
+    start,
+    steps,
+    summary,
+    trained_seqs,
+    wait_for_steps,
+    wait_until_gone,
+)
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
-def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path):
+def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "evaluated"
     settings = overrides(
         tmp_path,
@@ -39,8 +49,7 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path):
     assert "2 epochs are done after 5 steps" in said
     assert_exactly_once(run_dir)
     assert [step["metrics"]["epoch"] for step in steps(run_dir)] == [0.4, 0.8, 1.2, 1.6, 2.0]
-    trained = sorted(seq for step in steps(run_dir) for seq in step["seqs"])
-    assert trained == list(range(40))
+    assert sorted(trained_seqs(run_dir)) == list(range(40))
     status = json.loads((run_dir / "final.json").read_text())["status"]
     assert status["ledger"]["next_seq"] == 40  # nothing was generated beyond the last epoch
     assert status["evaluation"]["last"]["policy_version"] == 5
@@ -65,7 +74,7 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path):
     wait_until_gone(run_dir, seconds=10)
 
 
-def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp_path):
+def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp_path: Path) -> None:
     run_dir = tmp_path / "resumed"
     settings = overrides(
         tmp_path,
@@ -79,16 +88,14 @@ def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp
         trainer__save_every_steps=10,
     )
     process = start(COPY_SCRATCH, settings)
-    reader, output = collected(process)
     wait_for_steps(run_dir, 3)
-    process_of(run_dir, "evaluator").send_signal(signal.SIGKILL)
+    process_of(run_dir, "evaluator").kill()
     wait_for_steps(run_dir, 24)
-    for victim in [process, *processes_of(run_dir)]:
-        victim.send_signal(signal.SIGKILL)
-    process.wait(10)
-    reader.join(10)
+    process.end()
+    for victim in processes_of(run_dir):
+        victim.kill()
     wait_until_gone(run_dir, seconds=10)
-    assert "its evaluation is made anew" in "".join(output).replace("\n", " ")
+    assert "its evaluation is made anew" in process.said
 
     run(COPY_SCRATCH, [*settings, "--resume"])
     assert_exactly_once(run_dir)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import COPY_SCRATCH, ROOT, overrides, steps
-from tests.e2e.test_failures import QUICK, collected, exit_code, wait_for_steps
+from tests.e2e.harness import COPY_SCRATCH, QUICK, overrides, start, steps, until, wait_for_steps
 
 OWN_DISK = 'mount -t tmpfs -o size=16m tmpfs {} && exec "$@"'
 
@@ -41,39 +38,30 @@ def fill(filler: Path) -> None:
 def test_a_run_goes_on_while_its_disk_is_full_and_says_so(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = QUICK | {"run__total_train_steps": 4000, "rollout__workers": 1, "trainer__save_every_steps": 5}
-    words = [sys.executable, "-m", "streamrl", "run", str(COPY_SCRATCH), *overrides(disk, "full", **settings)]
-    process = subprocess.Popen(
-        ["unshare", "-rm", "sh", "-c", OWN_DISK.format(disk), "sh", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    reader, output = collected(process)
+    settings = QUICK | {"run__total_train_steps": 4000, "trainer__save_every_steps": 5}
+    mounted = ["unshare", "-rm", "sh", "-c", OWN_DISK.format(disk), "sh"]
+    process = start(COPY_SCRATCH, overrides(disk, "full", **settings), within=mounted)
 
     def until_said(words: str) -> None:
-        deadline = time.monotonic() + 60
-        while words not in " ".join("".join(output).split()):
-            assert process.poll() is None, "".join(output)[-4000:]
-            assert time.monotonic() < deadline, "".join(output)[-4000:]
-            time.sleep(0.1)
+        until(lambda: words in process.said or not process.running, words, seconds=60)
+        assert process.running, process.output[-4000:]
 
-    as_it_sees_it = Path(f"/proc/{process.pid}/root{disk}")
-    run_dir = as_it_sees_it / "full"
-    wait_for_steps(run_dir, 3)
-    filler = as_it_sees_it / "filler"
-    fill(filler)
-    before = len(steps(run_dir))
-    until_said("No space left on device): the run goes on; its logs are lost")
-    time.sleep(5)
-    assert process.poll() is None, "".join(output)[-4000:]
-    filler.unlink()
-    until_said("can be written again")
-    wait_for_steps(run_dir, before + 10)
-    made = [step["step"] for step in steps(run_dir)]
-    assert made == list(range(1, len(made) + 1)), "no figure is lost"
-    process.send_signal(signal.SIGINT)
-    assert exit_code(process, output, seconds=60) == 130
-    reader.join(10)
+    try:
+        as_it_sees_it = Path(f"/proc/{process.pid}/root{disk}")
+        run_dir = as_it_sees_it / "full"
+        wait_for_steps(run_dir, 3)
+        filler = as_it_sees_it / "filler"
+        fill(filler)
+        before = len(steps(run_dir))
+        until_said("No space left on device): the run goes on; its logs are lost")
+        time.sleep(5)
+        assert process.running, process.output[-4000:]
+        filler.unlink()
+        until_said("can be written again")
+        wait_for_steps(run_dir, before + 10)
+        made = [step["step"] for step in steps(run_dir)]
+        assert made == list(range(1, len(made) + 1)), "no figure is lost"
+        process.signal(signal.SIGINT)
+        assert process.exit_code(seconds=60) == 130
+    finally:
+        process.end()

@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from streamrl.trainer.recording import read_recording
-from tests.e2e.harness import COPY_SCRATCH, ROOT, overrides, run, steps, trained_seqs
+from streamrl.trainer.replay.recording import read_recording
+from tests.e2e.harness import COPY_SCRATCH, SMALL, overrides, run, start_command, steps, trained_seqs
 
-SMALL = {
+SETTINGS = SMALL | {
     "run__total_train_steps": 6,
     "run__record": "true",
-    "trainer__batch_groups": 8,
-    "rollout__group_size": 4,
     "staleness__max_staleness": 4,
     "trainer__save_at_end": "false",
 }
 
 
-def replay(run_dir: Path, *words: str) -> tuple[int, str]:
-    """`streamrl replay`: its exit code, and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl", "replay", str(run_dir), *words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
+def replay(run_dir: Path, *words: str, fresh: bool = False) -> str:
+    """`streamrl replay`, which has to succeed: what it said on one line."""
+    process = start_command(["replay", str(run_dir), *words], fresh=fresh)
+    try:
+        return process.ends_well(seconds=200)
+    finally:
+        process.end()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_replayed_run_has_the_losses_of_the_run(tmp_path: Path, ranks: int) -> None:
     """With two, output of model function calls moves between them before it is trained on."""
     more = {"trainer__data_parallel": ranks, "algorithm__minibatches": 2, "algorithm__kl_coef": 0.01}
-    run(COPY_SCRATCH, overrides(tmp_path, "live", **SMALL, **(more if ranks == 2 else {})))
+    run(COPY_SCRATCH, overrides(tmp_path, "live", **SETTINGS, **(more if ranks == 2 else {})))
     live = tmp_path / "live"
     recorded = read_recording(live).load(6)
     assert [step.rank for step in recorded] == list(range(ranks))
     assert sorted(group.seq for step in recorded for group in step.groups) == sorted(steps(live)[5]["seqs"])
-    code, said = replay(live, "--to", str(tmp_path / "again"))
-    assert code == 0, said
+    said = replay(live, "--to", str(tmp_path / "again"), fresh=ranks == 2)
     assert "steps 1 to 6" in said
     assert "are the recorded ones, bit for bit" in said
     again = tmp_path / "again"
@@ -59,8 +48,7 @@ def test_a_replayed_run_has_the_losses_of_the_run(tmp_path: Path, ranks: int) ->
     assert json.loads((again / "replay.json").read_text())["difference"] is None
     if ranks == 2:
         return
-    code, said = replay(live, "--steps", "3", "algorithm.objective=cispo", "trainer.lr=0.01")
-    assert code == 0, said
+    said = replay(live, "--steps", "3", "algorithm.objective=cispo", "trainer.lr=0.01")
     assert "algorithm.objective = 'cispo' instead of 'ppo'" in said
     other = steps(tmp_path / "live-replay")
     assert len(other) == 3

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from streamrl.transport.control.status import ProcessStatus, Status
-from tests.e2e.harness import COPY_SCRATCH, largest_difference, overrides, start, steps, trained_seqs
-from tests.e2e.test_elastic import manager_of, until
-from tests.e2e.test_failures import collected, wait_for_steps, wait_until_gone
+from streamrl.transport.control import ProcessStatus, Status
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    largest_difference,
+    manager_of,
+    overrides,
+    start,
+    steps,
+    trained_seqs,
+    wait_for_status,
+    wait_for_steps,
+    wait_until_gone,
+)
+from tests.e2e.lies import have_lied, manager_has_nothing_loaded
 from tests.gserver.installed import sglang_python
 
 SETTINGS = {
@@ -31,20 +39,6 @@ SETTINGS = {
 }
 
 
-LIES = """
-import sys
-
-if "manager" in sys.orig_argv:
-    from streamrl.gserver.weight_calls import WeightCalls
-
-    async def load(self, gserver, folder, *, version, flush_cache):
-        pass
-
-    WeightCalls.load = load
-"""
-"""As `sitecustomize.py`: SGLang is told the name of the new weights, and never to load them."""
-
-
 def second_gserver(status: Status) -> ProcessStatus | None:
     """gserver/1, if it takes groups."""
     return next((p for p in status.processes if (p.role, p.index, p.state) == ("gserver", 1, "live")), None)
@@ -55,12 +49,11 @@ def second_gserver(status: Status) -> ProcessStatus | None:
 def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_weights(tmp_path: Path) -> None:
     run_dir = tmp_path / "returned"
     settings = overrides(tmp_path, "returned", **SETTINGS, gserver__sglang__python=sglang_python() or "")
-    process = start(COPY_SCRATCH, settings)
-    reader, output = collected(process)
+    process = start(COPY_SCRATCH, settings, fresh=True)
     try:
         wait_for_steps(run_dir, 3, seconds=400)
         url = manager_of(run_dir)
-        before = second_gserver(until(url, lambda status: second_gserver(status) is not None))
+        before = second_gserver(wait_for_status(url, lambda status: second_gserver(status) is not None))
         assert before is not None
         (server,) = psutil.Process(before.pid).children()
         server.send_signal(signal.SIGKILL)
@@ -69,23 +62,20 @@ def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_wei
             now = second_gserver(status)
             return now is not None and now.pid != before.pid and now.stats.get("tokens_generated_total", 0) > 0
 
-        until(url, has_worked_again, seconds=400)
+        wait_for_status(url, has_worked_again, seconds=400)
         wait_for_steps(run_dir, len(steps(run_dir)) + 5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, "".join(output)[-4000:]
-        reader.join(10)
+        process.signal(signal.SIGINT)
+        assert process.exit_code(seconds=60) == 130, process.output[-4000:]
         seqs = trained_seqs(run_dir)
         assert len(seqs) == len(set(seqs))
-        said = " ".join("".join(output).split())
-        assert "it is started again (1 of 3, in 0.1 s)" in said
+        assert "it is started again (1 of 3, in 0.1 s)" in process.said
         made = [step["metrics"] for step in steps(run_dir)]
         assert largest_difference(run_dir) < 1e-3  # and what it scores, before and after
         assert max(metrics.get("sampling_diff_max", 0.0) for metrics in made) < 1e-3
         assert max(metrics["gservers_compared"] for metrics in made[-5:]) == 2
         wait_until_gone(run_dir, seconds=10)
     finally:
-        process.kill()
-        process.wait()
+        process.end()
 
 
 @pytest.mark.timeout(600)
@@ -93,8 +83,7 @@ def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_wei
 def test_a_server_that_keeps_its_old_weights_is_named_within_two_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(LIES)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    have_lied(manager_has_nothing_loaded, tmp_path, monkeypatch)
     settings = overrides(
         tmp_path,
         "lies",
@@ -109,16 +98,14 @@ def test_a_server_that_keeps_its_old_weights_is_named_within_two_versions(
             "weights__checksum": "false",  # which would tell that nothing came
         },
     )
-    process = start(COPY_SCRATCH, settings)
-    reader, output = collected(process)
+    process = start(COPY_SCRATCH, settings, fresh=True)
     try:
-        assert process.wait(500) == 1, "".join(output)[-4000:]
-        reader.join(10)
-        said = " ".join("".join(output).split())
-        assert re.search(r"gserver/0 and the trainer differ by \S+ nats for each token[^:]*, under version [12],", said)
+        assert process.exit_code(seconds=500) == 1, process.output[-4000:]
+        assert re.search(
+            r"gserver/0 and the trainer differ by \S+ nats for each token[^:]*, under version [12],", process.said
+        )
         made = [step["metrics"] for step in steps(tmp_path / "lies")]
         assert made[0]["logprob_diff_max"] < 1e-3, "before the first update they agree"
         assert 2 <= len(made) <= 3
     finally:
-        process.kill()
-        process.wait()
+        process.end()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -15,24 +15,27 @@ from streamrl import config as configuration
 from streamrl.models import ensure_checkpoint
 from tests.e2e.harness import (
     COPY_SCRATCH,
-    ROOT,
+    SMALL,
+    Command,
     assert_exactly_once,
     largest_difference,
     overrides,
     processes_of,
     run,
+    start_command,
     steps,
     summary,
+    until,
 )
 
-SMALL = {"run__total_train_steps": 6, "trainer__batch_groups": 8, "rollout__group_size": 4}
+SIX_STEPS = SMALL | {"run__total_train_steps": 6}
 
 
-def test_two_of_everything_with_all_mfcs(tmp_path):
+def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     settings = overrides(
         tmp_path,
         "two",
-        **SMALL,
+        **SIX_STEPS,
         trainer__data_parallel=2,
         gserver__count=2,
         rollout__workers=2,
@@ -45,7 +48,7 @@ def test_two_of_everything_with_all_mfcs(tmp_path):
     )
     run_dir = tmp_path / "two"
     with watching_sockets(run_dir) as listened:
-        run(COPY_SCRATCH, settings)
+        run(COPY_SCRATCH, settings, fresh=True)
     assert {role for role, _ in listened} >= {"manager", "gserver", "model-worker", "master"}
     assert all(ipaddress.ip_address(address).is_loopback for _, address in listened), listened
     assert_exactly_once(run_dir)
@@ -59,11 +62,12 @@ def test_two_of_everything_with_all_mfcs(tmp_path):
 
 
 @contextlib.contextmanager
-def watching_sockets(run_dir):
+def watching_sockets(run_dir: Path) -> Iterator[set[tuple[str, str]]]:
     """Which addresses the processes of a run listen at, by role."""
-    found, over = set(), threading.Event()
+    found: set[tuple[str, str]] = set()
+    over = threading.Event()
 
-    def watch():
+    def watch() -> None:
         while not over.wait(0.5):
             for process in processes_of(run_dir):
                 with contextlib.suppress(psutil.Error):
@@ -82,11 +86,11 @@ def watching_sockets(run_dir):
         watcher.join()
 
 
-def test_multi_turn_conversations_survive_updates(tmp_path):
+def test_multi_turn_conversations_survive_updates(tmp_path: Path) -> None:
     settings = overrides(
         tmp_path,
         "turns",
-        **SMALL,
+        **SIX_STEPS,
         weights__mode="collective",
         weights__pause_mode="retract",
         rollout__workflow__name="multi_turn",
@@ -103,43 +107,29 @@ def test_multi_turn_conversations_survive_updates(tmp_path):
     assert first["response_length_mean"] > 3  # one turn alone would have less than 2 tokens
 
 
-def _spawn(words, arguments):
-    command = [sys.executable, "-m", "streamrl", *words, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-
-
-def test_pools_started_by_hand_form_a_run_that_refuses_another_configuration(tmp_path):
-    arguments = overrides(tmp_path, "hand", **SMALL, evaluation__at_end="true", evaluation__prompts=8)
+def test_pools_started_by_hand_form_a_run_that_refuses_another_configuration(tmp_path: Path) -> None:
+    arguments = overrides(tmp_path, "hand", **SIX_STEPS, evaluation__at_end="true", evaluation__prompts=8)
     ensure_checkpoint(configuration.load(COPY_SCRATCH))
-    manager = _spawn(["manager", str(COPY_SCRATCH)], arguments)
-    processes = [manager]
+    started: list[Command] = []
+
+    def by_hand(role: str, *words: str) -> Command:
+        started.append(start_command([role, str(COPY_SCRATCH), *arguments, *words], fresh=True))
+        return started[-1]
+
     try:
-        url = None
-        said = []
-        for line in manager.stdout:
-            said.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                url = found.group()
-                break
-        assert url, said
-        threading.Thread(target=manager.stdout.read, daemon=True).start()
-        stranger = _spawn(["rollout", str(COPY_SCRATCH), "--manager", url], [*arguments, "trainer.lr=1e-5"])
-        processes.append(stranger)
-        output, _ = stranger.communicate(timeout=60)
-        assert stranger.returncode == 1
-        assert "another configuration" in " ".join(output.split())
-        for role in ("rollout", "evaluator", "trainer", "gserver"):
-            processes.append(_spawn([role, str(COPY_SCRATCH), "--manager", url], arguments))
-        for process in processes[2:]:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output[-3000:]
-        assert manager.wait(30) == 0
+        manager = by_hand("manager")
+        until(lambda: re.search(r"http://127\.0\.0\.1:\d+", manager.said), "the manager's URL", seconds=60)
+        (url,) = set(re.findall(r"http://127\.0\.0\.1:\d+", manager.said))
+        stranger = by_hand("rollout", "--manager", url, "trainer.lr=1e-5")
+        assert stranger.exit_code(seconds=60) == 1
+        assert "another configuration" in stranger.said
+        members = [by_hand(role, "--manager", url) for role in ("rollout", "evaluator", "trainer", "gserver")]
+        for member in [*members, manager]:
+            member.ends_well(seconds=120)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(30)
+        for process in started:
+            process.end()
     assert_exactly_once(tmp_path / "hand")
     figures = summary(tmp_path / "hand")
-    assert figures["steps"] == SMALL["run__total_train_steps"]
+    assert figures["steps"] == SIX_STEPS["run__total_train_steps"]
     assert [evaluation["policy_version"] for evaluation in figures["evaluations"]] == [figures["steps"]]

@@ -12,20 +12,27 @@ import msgspec
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.gserver import manager as manager_module
+from streamrl.gserver.manager import process as manager_module
 from streamrl.ledger import Fate
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.groups import Admission, Admit, Settle
-from streamrl.transport.control.members import Heartbeat, HeartbeatReply, Register, RegisterReply, Role
-from streamrl.transport.control.publication import (
+from streamrl.transport.control import (
+    Admission,
+    Admit,
     Broadcast,
+    Heartbeat,
+    HeartbeatReply,
+    ProcessStatus,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
     PublishReply,
+    Register,
+    RegisterReply,
+    Role,
+    Settle,
+    Status,
     TensorSpec,
 )
-from streamrl.transport.control.status import ProcessStatus, Status
+from streamrl.transport.manager_client import ControlClient
 
 
 def small_config(folder: Path, **sections: dict[str, Any]) -> Config:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control.publication import Broadcast, TensorSpec
+from streamrl.transport.control import Broadcast, TensorSpec
 from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 from streamrl.config import Config, from_dict
-from streamrl.gserver.engine import Engine
-from streamrl.gserver.process import running
+from streamrl.gserver.server.engine import Engine
+from streamrl.gserver.server.process import running
 
 
 class Client:

@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.engine import Job, Output
-from streamrl.gserver.text import Text
+from streamrl.gserver.server.engine import Job, Output, Text
 from streamrl.transport.generation import SamplingParams
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,"

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from streamrl.config import Config
 from streamrl.errors import ModelError
-from streamrl.metrics import StepReport
-from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
+from streamrl.records.metrics import StepReport
+from streamrl.transport.control import LedgerStatus, ProcessStatus, Status
 
 log = logging.getLogger("streamrl.standin")
 

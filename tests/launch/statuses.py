@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from streamrl.launch.history import History
-from streamrl.metrics import StepReport
-from streamrl.transport.control.evaluations import EvaluationStatus
-from streamrl.transport.control.status import LedgerStatus, ProcessStatus, Status
+from streamrl.launch.dashboard import History
+from streamrl.records.metrics import StepReport
+from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Status
 
 EPOCH = 1_790_000_000.0
 

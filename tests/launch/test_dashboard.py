@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from streamrl.collapse import Health, HealthState
 from streamrl.config import from_dict
-from streamrl.launch.dashboard import dashboard, duration, plan_table, sparkline, step_line
+from streamrl.launch.dashboard import History, dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.display import Display
-from streamrl.launch.history import History
-from streamrl.launch.plan import plan
-from streamrl.metrics import StepReport
-from streamrl.transport.control.evaluations import EvaluationStatus, EvaluationTask
+from streamrl.launch.processes import plan
+from streamrl.records.collapse import Health, HealthState
+from streamrl.records.metrics import StepReport
+from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
 from tests.launch.statuses import history, status, step_report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.launch.restarts import LONGEST_DELAY_SECONDS, Restarts
+from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Restarts
 
 ROUNDING = 1e-6
 

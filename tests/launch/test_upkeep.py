@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.launch import upkeep
-from streamrl.launch.tail import Warnings
-from streamrl.launch.upkeep import cut, keep_in_order
+from streamrl.launch import files
+from streamrl.launch.files import Warnings, cut, keep_in_order
 
 
 def test_a_log_that_is_too_long_is_cut_while_its_process_writes_on(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ async def test_a_full_disk_is_told_once_and_so_is_its_end(tmp_path: Path, monkey
     await asyncio.sleep(0.1)
     assert told == []
     with monkeypatch.context() as full:
-        full.setattr(upkeep.tempfile, "TemporaryFile", Full)
+        full.setattr(files.tempfile, "TemporaryFile", Full)
         await asyncio.wait_for(changed.wait(), 5)
         await asyncio.sleep(0.1)
         assert len(told) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import from_dict, to_toml
-from streamrl.metrics import StepReport
+from streamrl.records.metrics import StepReport
 
 EPOCH = 1_790_000_000.0
 STEP, REQUEST, PROMPT = 0.004, 0.0005, 0.0002

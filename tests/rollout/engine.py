@@ -1,4 +1,4 @@
-"""A scripted gserver: real HTTP, SGLang's API, and answers that a test decides."""
+"""A scripted gserver: real HTTP, SGLang's API, and replies that a test decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamrl.transport.generation import (
 )
 
 Script = Callable[[GenerateRequest, int], "GenerateReply | web.Response | Awaitable[GenerateReply | web.Response]"]
-"""Answers request number n (from 0)."""
+"""Takes a request and its number, from 0; returns the reply."""
 
 
 class Engine:

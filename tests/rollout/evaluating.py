@@ -1,4 +1,4 @@
-"""An evaluator between a real manager and whatever gserver a test brings."""
+"""An evaluator between a real manager and whatever gservers a test has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.evaluation import EvaluationReport
+from streamrl.records.evaluation import EvaluationReport
 from streamrl.rollout.evaluator import serve
-from streamrl.transport.control.evaluations import Evaluate
-from streamrl.transport.control.members import FinishRun
+from streamrl.transport.control import Evaluate, FinishRun
 from tests.gserver.harness import Run, managed
 
 

@@ -1,4 +1,4 @@
-"""A manager reduced to what a rollout worker sees of it: real HTTP, answers that a test decides."""
+"""A manager reduced to what a rollout worker sees of it: real HTTP, and replies that a test decides."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control.groups import Admission, Admit, AdmitReply, InFlight, Reject, Route, RouteReply
-from streamrl.transport.control.members import (
+from streamrl.transport.control import (
+    Admission,
+    Admit,
+    AdmitReply,
     Done,
     FinishRun,
     Heartbeat,
     HeartbeatReply,
+    InFlight,
     Peer,
     Register,
     RegisterReply,
+    Reject,
+    Route,
+    RouteReply,
     Topology,
 )
 

@@ -1,3 +1,5 @@
+"""Prompts as a pure function of their sequence number; data sources, and what is wrong with them in words."""
+
 from __future__ import annotations
 
 import json
@@ -16,9 +18,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, DataError
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.data import PromptSource
-from streamrl.rollout.rows import JsonlRows
-from streamrl.rollout.shuffle import permuted_index
+from streamrl.rollout.data import JsonlRows, PromptSource, permuted_index
 from tests.rollout.characters import PLAIN_TEMPLATE, make_chat, make_tokenizer
 from tests.rollout.user_code import CodePoints
 
@@ -226,7 +226,7 @@ def test_reasoning_gym_errors(chat: ChatTokenizer, path: str, args: Any, message
         ("user_code", ConfigError, "module:name"),
         ("tests.rollout.nothing:row", ConfigError, "no module tests.rollout.nothing"),
         ("tests.rollout.user_code:rows", ConfigError, "has no rows; it has .*row"),
-        ("tests.rollout.user_code:no_row", DataError, "must answer a dict"),
+        ("tests.rollout.user_code:no_row", DataError, "must return a dict"),
     ],
 )
 def test_python_errors(chat: ChatTokenizer, path: str, error: type[Exception], message: str) -> None:

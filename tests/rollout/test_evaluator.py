@@ -1,4 +1,4 @@
-"""A whole evaluator between a real manager and a scripted engine."""
+"""A whole evaluator between a real manager and a scripted engine; the figures of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
+from streamrl.config.evaluation import as_evaluated
 from streamrl.errors import ConfigError, DataError
-from streamrl.evaluation_config import as_evaluated
+from streamrl.records.evaluation import pass_at_k
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.evaluator import serve
+from streamrl.rollout.evaluator import Tally, serve
+from streamrl.transport.control import EvaluationTask
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
+from tests.groups import make_group
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, answer, failure, serving
 from tests.rollout.evaluating import evaluating
@@ -220,3 +226,52 @@ async def test_held_out_data_that_cannot_be_read_stops_the_run_with_the_reason(t
 async def test_without_a_frequency_there_is_nothing_to_do(tmp_path: Path, model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="does not say when"):
         await serve(from_dict({}), manager_url="http://127.0.0.1:1", model_dir=model_dir)
+
+
+TASK = EvaluationTask(number=3, policy_version=20, step=20)
+group_figures = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=3, max_size=3),  # rewards
+        st.lists(st.integers(1, 5), min_size=3, max_size=3),  # lengths
+        st.lists(st.sampled_from(["stop", "length"]), min_size=3, max_size=3),
+        st.integers(18, 24),  # version
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(group_figures, st.sampled_from([0.1, 0.7, 1.0]), st.integers(0, 3))
+def test_the_figures_of_an_evaluation_are_those_of_plain_counting(
+    given_groups: list[tuple[list[float], list[int], list[str], int]], pass_reward: float, rejected: int
+) -> None:
+    tally = Tally(samples=3, pass_reward=pass_reward)
+    for seq, (rewards, lengths, finishes, version) in enumerate(given_groups):
+        group = make_group(seq, seqlens=tuple(3 + n for n in lengths), version=version)
+        group.rewards = np.array(rewards, dtype=np.float32)
+        group.finish_reasons = finishes
+        tally.add(group)
+    for _ in range(rejected):
+        tally.reject()
+    report = tally.report(TASK, time=9.0, seconds=2.0)
+    all_rewards = [reward for rewards, _, _, _ in given_groups for reward in rewards]
+    all_lengths = [length for _, lengths, _, _ in given_groups for length in lengths]
+    cut = [finish == "length" for _, _, finishes, _ in given_groups for finish in finishes]
+    versions = [version for _, _, _, version in given_groups]
+    assert (report.policy_version, report.step, report.time, report.seconds) == (20, 20, 9.0, 2.0)
+    assert (report.prompts, report.samples, report.rejected) == (len(given_groups), 3, rejected)
+    assert report.reward_mean == pytest.approx(sum(all_rewards) / len(all_rewards))
+    assert report.response_length_mean == pytest.approx(sum(all_lengths) / len(all_lengths))
+    assert report.cut_share == pytest.approx(sum(cut) / len(cut))
+    assert (report.oldest_version, report.newest_version) == (min(versions), max(versions))
+    passed = [sum(reward >= pass_reward for reward in rewards) for rewards, _, _, _ in given_groups]
+    for k in (1, 2, 3):
+        assert report.pass_at[k] == pytest.approx(sum(pass_at_k(3, c, k) for c in passed) / len(passed))
+
+
+def test_an_evaluation_that_failed_altogether() -> None:
+    tally = Tally(samples=2, pass_reward=1.0)
+    tally.reject()
+    report = tally.report(TASK, time=9.0, seconds=2.0)
+    assert (report.prompts, report.rejected, report.reward_mean, report.pass_at) == (0, 1, None, {})
+    assert report.oldest_version is report.newest_version is report.cut_share is report.response_length_mean is None

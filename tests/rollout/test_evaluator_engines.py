@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import Config, from_dict
-from streamrl.gserver.process import serve as serve_gserver
+from streamrl.gserver.server.process import serve as serve_gserver
 from streamrl.models import initial_checkpoint
 from tests.rollout.evaluating import evaluating
 

@@ -1,3 +1,5 @@
+"""Reward functions in processes of their own: scores, failures, time limits, and what is left behind (nothing)."""
+
 from __future__ import annotations
 
 import asyncio
@@ -77,8 +79,8 @@ async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
         pid = await rewards.score(response("pid"), prompt())
         for text, message in [
             ("raise", r"user_code(.*\n)*LookupError: no such thing"),
-            ("nan", "answered nan; a reward is a finite number"),
-            ("text", r"answered 'good' \(str\)"),
+            ("nan", "returned nan; a reward is a finite number"),
+            ("text", r"returned 'good' \(str\)"),
         ]:
             with pytest.raises(RewardError, match=message):
                 await rewards.score(response(text), prompt(seq=5))

@@ -64,12 +64,12 @@ class Trainer:
             ingress.start()
 
     @property
-    def held(self) -> dict[int, SampleMeta]:
+    def stored(self) -> dict[int, SampleMeta]:
         return {meta.seq: meta for meta in self._told if self.datasets[meta.head].find(meta.seq) is not None}
 
     async def until(self, groups: int) -> None:
         async with asyncio.timeout(30), self._stored:
-            await self._stored.wait_for(lambda: len(self.held) >= groups)
+            await self._stored.wait_for(lambda: len(self.stored) >= groups)
 
     async def _take(self, meta: SampleMeta) -> None:
         async with self._stored:
@@ -123,7 +123,7 @@ def say(request: GenerateRequest, number: int) -> GenerateReply:
     return answer([*CHAT.encode("12"[: number % 3]), 2], version=str(number % 2))
 
 
-def held_until(event: asyncio.Event) -> Callable[[GenerateRequest, int], Awaitable[GenerateReply]]:
+def blocked_until(event: asyncio.Event) -> Callable[[GenerateRequest, int], Awaitable[GenerateReply]]:
     async def script(request: GenerateRequest, number: int) -> GenerateReply:
         await event.wait()
         return say(request, number)
@@ -140,7 +140,7 @@ async def test_groups_flow_to_the_heads(model_dir: Path) -> None:
         (registered,) = on.manager.registered
         assert (registered.role, registered.index, registered.config_digest) == ("rollout", 1, configure().digest())
     source = PromptSource.open(configure(), CHAT)
-    assert len(on.trainer.held) == 30
+    assert len(on.trainer.stored) == 30
     for group in groups:
         assert group is not None
         prompt = source.prompt(group.seq).input_ids
@@ -159,7 +159,7 @@ async def test_groups_flow_to_the_heads(model_dir: Path) -> None:
 
 async def test_no_more_groups_at_a_time_than_allowed_and_all_its_places_used(model_dir: Path) -> None:
     go = asyncio.Event()
-    async with stage(held_until(go), model_dir) as on:
+    async with stage(blocked_until(go), model_dir) as on:
         await on.manager.give(range(9))
         await on.manager.until(
             lambda: len(on.engine.requests) >= 12 and on.manager.heartbeats[-1].stats["requests_in_flight"] == 12
@@ -172,7 +172,7 @@ async def test_no_more_groups_at_a_time_than_allowed_and_all_its_places_used(mod
         await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_done_total"] == 9)
         last = on.manager.heartbeats[-1]
         assert last.waiting_for == "room in the ledger"
-        assert last.stats["tokens_generated_total"] == sum(meta.sampled_tokens for meta in on.trainer.held.values())
+        assert last.stats["tokens_generated_total"] == sum(meta.sampled_tokens for meta in on.trainer.stored.values())
         assert 1 <= last.stats["reward_mean"] <= 3
         assert on.manager.asked[0] == 4
         assert all(1 <= count <= 4 for count in on.manager.asked)
@@ -206,7 +206,7 @@ async def test_a_refused_request_rejects_its_group_alone(model_dir: Path, caplog
             await on.trainer.until(7)
             await on.manager.until(lambda: 5 in on.manager.rejected)
             await on.finish()
-    assert sorted(on.trainer.held) == [0, 1, 2, 3, 4, 6, 7]
+    assert sorted(on.trainer.stored) == [0, 1, 2, 3, 4, 6, 7]
     assert "no such token" in on.manager.rejected[5]
     assert len([record for record in caplog.records if "group 5 is rejected" in record.getMessage()]) == 1
 
@@ -247,7 +247,7 @@ async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
         await on.manager.give(range(3))
         await on.trainer.until(3)
         await on.finish()
-    assert all(meta.rewards == [0.0] * 3 for meta in on.trainer.held.values())
+    assert all(meta.rewards == [0.0] * 3 for meta in on.trainer.stored.values())
 
 
 async def test_successes_in_between_keep_the_run_alive(model_dir: Path) -> None:
@@ -261,7 +261,7 @@ async def test_successes_in_between_keep_the_run_alive(model_dir: Path) -> None:
         await on.manager.give(range(20))
         await on.manager.until(lambda: len(on.manager.rejected) == 10)
         await on.finish()
-    assert len(on.trainer.held) == 10
+    assert len(on.trainer.stored) == 10
 
 
 async def test_groups_without_contrast_may_be_dropped(
@@ -281,7 +281,7 @@ async def test_groups_without_contrast_may_be_dropped(
         await on.finish()
     assert sorted(on.manager.rejected) == list(range(10))
     assert set(on.manager.rejected.values()) == {"all responses scored 2"}
-    assert sorted(on.trainer.held) == [10, 11, 12, 13]
+    assert sorted(on.trainer.stored) == [10, 11, 12, 13]
     warnings = [
         record.getMessage() for record in caplog.records if "groups in a row are dropped" in record.getMessage()
     ]
@@ -323,7 +323,7 @@ async def test_groups_move_to_another_gserver(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["stop", "cancel"])
 async def test_the_end_leaves_nothing_behind(model_dir: Path, ending: str) -> None:
-    async with stage(held_until(asyncio.Event()), model_dir) as on:
+    async with stage(blocked_until(asyncio.Event()), model_dir) as on:
         await on.manager.give(range(4))
         await on.manager.until(lambda: len(on.engine.requests) == 12)
         if ending == "stop":

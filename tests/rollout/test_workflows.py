@@ -1,3 +1,5 @@
+"""Workflows, those that come with streamrl and one of a user's; the session that they work with, and the builder."""
+
 from __future__ import annotations
 
 import asyncio
@@ -14,11 +16,10 @@ from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.partial import Generation, Generator, GroupRoute
+from streamrl.rollout.generation import Generation, Generator, GroupRoute
+from streamrl.rollout.groups import check_trajectory
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.session import Session
-from streamrl.rollout.workflow import TrajectoryBuilder, check_trajectory, shared_prefix
-from streamrl.rollout.workflows import load_workflow
+from streamrl.rollout.workflows.base import Session, TrajectoryBuilder, load_workflow
 from streamrl.transport.generation import GenerationClient
 from streamrl.types import NO_VERSION, Prompt, Trajectory
 from tests.rollout.characters import PLAIN_TEMPLATE, make_chat
@@ -42,6 +43,10 @@ class Rewards:
         if isinstance(score, Exception):
             raise score
         return float(score)
+
+
+async def no_other(failed: str) -> str:
+    raise AssertionError(f"{failed} failed")
 
 
 @asynccontextmanager
@@ -77,7 +82,7 @@ async def session(
                     eos_token_ids=(),
                     policy_version=lambda: 0,
                 ),
-                route=GroupRoute(None, worker=0, seq=0, gserver=engine.url),  # type: ignore[arg-type]
+                route=GroupRoute(engine.url, find_another=no_other),
                 rewards=rewards,
                 reward=reward or RewardConfig(on_error=on_error),
                 chat=CHAT,
@@ -283,37 +288,3 @@ async def test_a_response_that_may_not_be_scored_yet_names_whom_it_waits_for() -
         may.set()
         assert await scoring == 1.0
         assert told[-2:] == ["rewards", "nothing"]
-
-
-def built(prompt: list[int], sampled: list[int]) -> Trajectory:
-    builder = TrajectoryBuilder()
-    builder.append_prompt(prompt)
-    builder.append_sampled(Generation(sampled, [0.0] * len(sampled), [0] * len(sampled), "stop", None, 0))
-    return builder.build(reward=0.0, finish_reason="stop")
-
-
-@pytest.mark.parametrize(
-    ("siblings", "length"),
-    [
-        ([([1, 2, 3], [4]), ([1, 2, 3], [4])], 3),  # equal responses are not shared
-        ([([1, 2, 3], [4]), ([1, 2, 9, 9], [4])], 2),
-        ([([1, 2, 3], [4]), ([1, 2], [3, 4])], 2),
-        ([([8, 1], [4]), ([9, 1], [4])], 0),
-    ],
-)
-def test_shared_prefix(siblings: list[tuple[list[int], list[int]]], length: int) -> None:
-    assert shared_prefix([built(*sibling) for sibling in siblings]) == length
-
-
-def test_trajectories_that_a_trainer_could_not_use() -> None:
-    good = built([1], [2])
-    import msgspec
-
-    for change, message in [
-        ({"reward": float("nan")}, "reward is nan"),
-        ({"loss_mask": np.array([True, True])}, "first token is sampled"),
-        ({"loss_mask": np.array([False])}, "shapes"),
-        ({"policy_versions": np.array([NO_VERSION, NO_VERSION], dtype=np.int32)}, "NO_VERSION exactly"),
-    ]:
-        with pytest.raises(WireError, match=message):
-            check_trajectory(msgspec.structs.replace(good, **change))

@@ -1,4 +1,4 @@
-"""What a user might bring: data, rewards and workflows, good and bad."""
+"""Data, rewards and workflows as a user might write them, good and bad."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.session import Session
-from streamrl.rollout.workflow import TrajectoryBuilder
+from streamrl.rollout.workflows.base import Session, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
 

@@ -20,15 +20,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamrl import progress
 from streamrl.config import Config
 from streamrl.errors import PeerLost
 from streamrl.ledger import Fate, Ledger
+from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     BeingScored,
     ClearDataCache,
+    DataTransfer,
     Done,
+    FinishSave,
     Function,
     HaveScored,
     Inference,
@@ -40,7 +42,6 @@ from streamrl.trainer.calls import (
     Published,
     Save,
     Saved,
-    SettleSave,
     Spec,
     Stored,
     StoreOpened,
@@ -49,14 +50,11 @@ from streamrl.trainer.calls import (
     WorkerSpec,
 )
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.hooks import DataTransfer
 from streamrl.trainer.layout import layout_of
-from streamrl.trainer.master import Master
+from streamrl.trainer.master.process import Master
 from streamrl.trainer.redistributor import transfers
-from streamrl.transport.control.comparison import Compared, Scores
-from streamrl.transport.control.evaluations import EvaluationReports
-from streamrl.transport.control.publication import Wanted
-from streamrl.transport.directing import Generate, Generated, Score, Scored, name_on_channel
+from streamrl.transport.control import Compared, EvaluationReports, ResyncNeeded, Scores
+from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored, ScoreGroups, name_on_channel
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
 from tests.launch.statuses import status
@@ -120,7 +118,7 @@ class Event(NamedTuple):
 
 
 class Workers:
-    """All model workers, and directed rollout workers, as the master sees them through its channel."""
+    """Model workers, and rollout workers of a synchronous graph, as the master sees them through its channel."""
 
     def __init__(self, config: Config, *, manager: Manager, stored: asyncio.Queue[Stored], script: Script) -> None:
         self.events: list[Event] = []
@@ -210,13 +208,13 @@ class Workers:
             case ClearDataCache():
                 await self._script.happen(name)
                 return {worker: self._clear(worker, call) for worker, call in calls.items()}
-            case Generate() | Score():
-                return {worker: await self._direct(worker, call) for worker, call in calls.items()}
+            case GenerateGroups() | ScoreGroups():
+                return {worker: await self._roll_out_as_called(worker, call) for worker, call in calls.items()}
             case HaveScored():
                 await self._script.happen(name)
                 return {worker: self._have_scored(worker, call) for worker, call in calls.items()}
-            case Publish(version, again):
-                return dict.fromkeys(calls, await self._publish(version, again=again))
+            case Publish(version, resync):
+                return dict.fromkeys(calls, await self._publish(version, resync=resync))
         async with self._turn:
             await self._script.happen(name)
             match next(iter(calls.values())):
@@ -229,7 +227,7 @@ class Workers:
                 case Save() as save:
                     await self._weights_free.wait()
                     return dict.fromkeys(calls, self._save(save))
-                case SettleSave():
+                case FinishSave():
                     return dict.fromkeys(calls, Saved())
         raise AssertionError(name)
 
@@ -243,18 +241,18 @@ class Workers:
         self._manager.scored(call.version, [OPINION] * (places[-1] + 1))
         return BeingScored(places)
 
-    async def _publish(self, version: int, *, again: bool) -> Published:
+    async def _publish(self, version: int, *, resync: bool) -> Published:
         """Read the weights, then have them taken on by the gservers that are there."""
         assert version == self.weights
-        late = set(self._manager.wanted)
+        lacking = set(self._manager.lacking)
         try:
             await self._script.happen("reading")
         finally:
             self._weights_free.set()
         assert version == self.weights, "the weights changed while they were read"
         await self._script.happen("Publish")
-        self._manager.wanted -= late
-        if not again:
+        self._manager.lacking -= lacking
+        if not resync:
             self._manager.serve(version)
         return Published(seconds=1.0, pause_seconds=0.5, bytes=1, attempts=1)
 
@@ -352,17 +350,19 @@ class Workers:
         progress.write(folder, save.progress)
         return Saved()
 
-    async def _direct(self, worker: int, call: Generate | Score) -> Generated | Scored:
+    async def _roll_out_as_called(
+        self, worker: int, call: GenerateGroups | ScoreGroups
+    ) -> GroupsGenerated | GroupsScored:
         """What a rollout worker of a synchronous graph does."""
         waiting = self._waiting[worker]
         await self._script.happen(type(call).__name__)
-        if isinstance(call, Generate):
+        if isinstance(call, GenerateGroups):
             lacking = max(0, call.groups - len(waiting))
             if lacking:
                 await self._manager.until(lambda: self._manager.ledger.room)
             admitted = self._manager.ledger.admit(name_on_channel(worker), lacking, now=0.0)
             waiting += [make_group(seq, [self._manager.version] * 4) for seq in admitted]
-            return Generated([group.seq for group in waiting])
+            return GroupsGenerated([group.seq for group in waiting])
         scored = [group for group in waiting if group.seq in call.seqs]
         self._waiting[worker] = [group for group in waiting if group.seq not in call.seqs]
         for group in scored:
@@ -370,7 +370,7 @@ class Workers:
                 self._manager.reject(group.seq)
             else:
                 self.offer(group)
-        return Scored([group.seq for group in scored if not self._script.rejects(group.seq)])
+        return GroupsScored([group.seq for group in scored if not self._script.rejects(group.seq)])
 
 
 def _seqs(call: Any) -> list[int]:
@@ -456,7 +456,7 @@ class Manager(Signal):
         self.reports: list[Any] = []
         self.evaluated: list[tuple[Any, int]] = []
         """Each evaluation that was asked for, and the version that was served then."""
-        self.wanted: set[str] = set()
+        self.lacking: set[str] = set()
         """gservers that came too late for the weights that are served."""
         self.scores: dict[int, list[Scores]] = {}
         """What the gservers say, by version."""
@@ -494,9 +494,9 @@ class Manager(Signal):
     async def data_rows(self) -> int:
         return self._script.rows
 
-    async def weights_wanted(self) -> Wanted:
-        await self.until(lambda: self.wanted)
-        return Wanted(version=self.version, gservers=sorted(self.wanted), serving=1)
+    async def resync_needed(self) -> ResyncNeeded:
+        await self.until(lambda: self.lacking)
+        return ResyncNeeded(version=self.version, gservers=sorted(self.lacking), serving=1)
 
     def scored(self, version: int, scores: list[float]) -> None:
         """A response is scored; the gservers that serve another version by now do not answer."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamrl.config import AlgorithmConfig, from_dict
 from streamrl.trainer.algorithms.objective import LARGEST_LOG_WEIGHT, Objective, Tokens, Totals, objective
 from streamrl.trainer.calls import Trained
-from streamrl.trainer.report import train_metrics
+from streamrl.trainer.master.figures import train_metrics
 from tests.trainer.pretended import whole_run
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
+from streamrl.trainer.calls import EvaluateHook, Offload, ParamRealloc, SaveHook
 from streamrl.trainer.graph import GENERATED_KEYS, MFC, SEQUENCE_KEYS, STREAM_KEYS, build_graph, downstream, graph_of
-from streamrl.trainer.hooks import EvaluateHook, Offload, ParamRealloc, SaveHook
 
 
 def mfc(name, inputs=(), outputs=(), reads="batch", **settings):
@@ -121,7 +121,7 @@ def users_graph(config: Config) -> list[MFC]:
         "function",
         SEQUENCE_KEYS | {"rewards"},
         frozenset({"advantages"}),
-        function="tests.trainer.test_computation:penalise_length",
+        function="tests.trainer.worker.test_computation:penalise_length",
         post_hooks=(Offload("actor"),),
     )
     *others, last = downstream(config)

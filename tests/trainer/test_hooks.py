@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from streamrl.config import Config, from_dict
-from streamrl.trainer.batches import BatchFormer
-from streamrl.trainer.buffer import AsyncIOSequenceBuffer
-from streamrl.trainer.calls import Done, Trained
-from streamrl.trainer.executor import FunctionExecutor
+from streamrl.trainer.calls import Done, Offload, ParamRealloc, Trained
 from streamrl.trainer.graph import MFC, downstream, graph_of
-from streamrl.trainer.holdings import Holdings
-from streamrl.trainer.hooks import Offload, ParamRealloc
+from streamrl.trainer.master.executor import FunctionExecutor
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings
 from streamrl.types import SampleMeta
 from tests.trainer.models import random_group
 

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import from_dict
-from streamrl.trainer.assembly import Assembly
 from streamrl.trainer.calls import ClearDataCache, Done
-from streamrl.trainer.computation import Computation
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.worker_data import WorkerData
+from streamrl.trainer.worker.assembly import Assembly
+from streamrl.trainer.worker.computation import Computation
+from streamrl.trainer.worker.data import WorkerData
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.trainer.models import VOCAB, save_model
 from tests.trainer.pretended import Script, pretended, virtually

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from streamrl.config import from_dict
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.assembly import Assembly
 from streamrl.trainer.calls import Inference, MinibatchShare, TrainStep
-from streamrl.trainer.computation import Computation
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.worker_data import WorkerData
+from streamrl.trainer.worker.assembly import Assembly
+from streamrl.trainer.worker.computation import Computation
+from streamrl.trainer.worker.data import WorkerData
 from tests.trainer.models import random_group, save_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +14,9 @@ from torch import Tensor
 from streamrl.errors import PublicationError
 from streamrl.transport.collective import (
     AT_ONCE,
-    GLOO_INTERFACE,
     broadcasts,
     destroy_group,
     form_group,
-    gloo_environment,
     open_store,
 )
 from tests.forked import Forked
@@ -81,21 +78,6 @@ def test_the_store_listens_where_it_is_said_to() -> None:
     store = open_store("127.0.0.1")
     found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [at.ip for at in found if at.port == store.port] == ["127.0.0.1"]
-
-
-def test_gloo_listens_at_the_interface_of_the_run_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
-    interfaces = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        for address in addresses:
-            if address.family == socket.AF_INET:
-                assert gloo_environment(address.address) == {GLOO_INTERFACE: name}
-    loopback = gloo_environment("localhost")[GLOO_INTERFACE]
-    assert any(address.address == "127.0.0.1" for address in interfaces[loopback])
-    assert gloo_environment("127.0.0.7") == {GLOO_INTERFACE: loopback}
-    assert gloo_environment("192.0.2.254") == {}, "of another machine"
-    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
-    assert gloo_environment("127.0.0.1") == {}
 
 
 def test_a_peer_that_is_gone() -> None:

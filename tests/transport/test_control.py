@@ -16,32 +16,35 @@ from aiohttp import web
 from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLost, WireError
 from streamrl.essential import ends_with_its_work
 from streamrl.ledger import Fate
-from streamrl.metrics import StepReport
+from streamrl.records.metrics import StepReport
 from streamrl.transport import http
-from streamrl.transport.control import client as control_client
-from streamrl.transport.control.client import ControlClient
-from streamrl.transport.control.evaluations import (
-    Evaluate,
-    EvaluationReports,
-    EvaluationResult,
-    EvaluationRoute,
-    NextEvaluation,
-    NextEvaluationReply,
-)
-from streamrl.transport.control.groups import (
+from streamrl.transport import manager_client as control_client
+from streamrl.transport.control import (
     Admission,
     Admit,
     AdmitReply,
     DataFacts,
+    Done,
+    Evaluate,
+    EvaluationReports,
+    EvaluationResult,
+    EvaluationRoute,
+    FinishRun,
+    HeartbeatReply,
     InFlight,
+    NextEvaluation,
+    NextEvaluationReply,
+    Register,
+    RegisterReply,
     Reject,
     Rejections,
+    ResyncNeeded,
     Route,
     RouteReply,
     Settle,
+    Topology,
 )
-from streamrl.transport.control.members import Done, FinishRun, HeartbeatReply, Register, RegisterReply, Topology
-from streamrl.transport.control.publication import Wanted
+from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import CHILDREN_SECONDS, PROCESSOR_SECONDS, Membership
 from tests.evaluations import make_report
 
@@ -172,7 +175,7 @@ async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_t
 CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
     "/settle": lambda client: client.settle(Settle([Fate(1, 1)])),
     "/rejections": lambda client: client.rejections(0),
-    "/publish/wanted": lambda client: client.weights_wanted(),
+    "/publish/resync": lambda client: client.resync_needed(),
     "/data": lambda client: client.data_rows(),
     "/report": lambda client: client.report(StepReport(step=1, time=0.0, metrics={}, token_ages={})),
     "/evaluate": lambda client: client.evaluate(Evaluate(policy_version=1, step=1)),
@@ -188,7 +191,7 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
 }
 REPLIES: dict[str, msgspec.Struct] = {
     "/rejections": Rejections([]),
-    "/publish/wanted": Wanted(0, [], 0),
+    "/publish/resync": ResyncNeeded(0, [], 0),
     "/data": DataFacts(rows=3),
     "/evaluations": EvaluationReports([], stop=False),
     "/route": RouteReply(gserver="http://h"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from streamrl.transport.credit import CreditBook
+from streamrl.transport.puller import CreditBook
 
 SILENCE = 10.0
 senders = st.sampled_from([b"a", b"b", b"c"])
@@ -20,7 +20,7 @@ class Book(RuleBasedStateMachine):
         self.book = CreditBook(capacity=capacity, silence_seconds=SILENCE)
         self.capacity = capacity
         self.now = 0.0
-        self.held: set[int] = set()
+        self.stored: set[int] = set()
         self.known: set[int] = set()
         self.waiting: dict[int, list[bytes]] = {}
         self.reserved: dict[int, bytes] = {}
@@ -59,30 +59,30 @@ class Book(RuleBasedStateMachine):
         """Lowest sequence number first, first come first served among its owners, until all is full."""
         expected = []
         for seq in sorted(self.waiting):
-            if seq not in self.reserved and len(self.held) + len(self.reserved) < self.capacity:
+            if seq not in self.reserved and len(self.stored) + len(self.reserved) < self.capacity:
                 sender = self.waiting[seq][0]
                 self.drop(sender, seq)
                 self.reserved[seq] = sender
                 expected.append((sender, seq))
-        assert self.book.grant(held=len(self.held)) == expected
+        assert self.book.grant(stored=len(self.stored)) == expected
 
     @rule(sender=senders, seq=seqs)
     def arrive(self, sender: bytes, seq: int) -> None:
         self.hear(sender)
         if seq in self.known:
             return
-        fits = seq in self.reserved or len(self.held) + len(self.reserved) < self.capacity
-        assert self.book.admits(seq, held=len(self.held)) is fits
+        fits = seq in self.reserved or len(self.stored) + len(self.reserved) < self.capacity
+        assert self.book.admits(seq, stored=len(self.stored)) is fits
         if fits:
-            assert self.book.settle(seq) == self.waiting.pop(seq, [])
+            assert self.book.note_stored(seq) == self.waiting.pop(seq, [])
             self.reserved.pop(seq, None)
-            self.held.add(seq)
+            self.stored.add(seq)
             self.known.add(seq)
 
     @rule(seq=seqs, forget=st.booleans())
     def discard(self, seq: int, forget: bool) -> None:
-        self.held.discard(seq)
-        if forget and seq not in self.held:
+        self.stored.discard(seq)
+        if forget and seq not in self.stored:
             self.known.discard(seq)
 
     @rule(seconds=st.floats(0, 8))
@@ -98,14 +98,14 @@ class Book(RuleBasedStateMachine):
 
     @invariant()
     def places_are_not_oversold(self) -> None:
-        assert len(self.held) + self.book.reserved <= self.capacity
+        assert len(self.stored) + self.book.reserved <= self.capacity
         assert self.book.reserved == len(self.reserved)
         assert self.book.waiting == len(self.waiting.keys() - self.reserved.keys())
 
     @invariant()
     def unasked_groups_fit(self) -> None:
-        share = self.book.eager(held=len(self.held))
-        assert 0 <= share * max(1, len(self.heard)) <= self.capacity - len(self.held) - len(self.reserved)
+        share = self.book.eager(stored=len(self.stored))
+        assert 0 <= share * max(1, len(self.heard)) <= self.capacity - len(self.stored) - len(self.reserved)
 
     @invariant()
     def silence_is_due_in_time(self) -> None:
@@ -120,12 +120,12 @@ def test_a_place_goes_to_the_next_owner_when_the_first_falls_silent() -> None:
     book = CreditBook(capacity=1, silence_seconds=SILENCE)
     book.hear(b"dead", now=0.0)
     book.offer(b"dead", 7)
-    assert book.grant(held=0) == [(b"dead", 7)]
+    assert book.grant(stored=0) == [(b"dead", 7)]
     book.hear(b"alive", now=5.0)
     book.offer(b"alive", 7)
-    assert book.grant(held=0) == []
+    assert book.grant(stored=0) == []
     assert book.forget_silent(now=10.0) == {b"dead": 1}
-    assert book.grant(held=0) == [(b"alive", 7)]
+    assert book.grant(stored=0) == [(b"alive", 7)]
 
 
 def test_a_silent_sender_is_counted_though_another_silent_one_waits_for_the_same_group() -> None:
@@ -133,7 +133,7 @@ def test_a_silent_sender_is_counted_though_another_silent_one_waits_for_the_same
     for sender in (b"first", b"second"):
         book.hear(sender, now=0.0)
         book.offer(sender, 1)
-        book.grant(held=0)
+        book.grant(stored=0)
     assert book.forget_silent(now=10.0) == {b"first": 1}
     assert (book.reserved, book.waiting) == (0, 0)
-    assert book.grant(held=0) == []
+    assert book.grant(stored=0) == []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from streamrl.transport.http_server import MOST_HEAD_BYTES, Answer, Call, HttpServer
+from streamrl.transport.http import MOST_HEAD_BYTES, Answer, Call, HttpServer
 
 BODY_LIMIT = 1000
 

@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from streamrl.errors import ConfigError, PeerError
-from streamrl.gserver import manager
-from streamrl.transport.control.client import ControlClient
+from streamrl.gserver.manager import process
 from streamrl.transport.keys import admits, is_loopback, read_key
+from streamrl.transport.manager_client import ControlClient
 from tests.gserver.harness import managed, small_config
 
 KEY = "0123456789abcdef-key"
@@ -68,7 +68,7 @@ async def test_a_manager_that_others_can_reach_without_a_key_warns(
         caplog.clear()
         ready = asyncio.Event()
         serving = asyncio.create_task(
-            manager.serve(
+            process.serve(
                 small_config(tmp_path, manager=settings),
                 host="0.0.0.0",
                 port=0,

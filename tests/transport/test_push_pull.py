@@ -389,14 +389,14 @@ async def test_every_group_arrives_once_though_answers_are_lost(monkeypatch: pyt
     dice = random.Random(1)
     with head(capacity=8, resend=0.05, keep=False) as opened:
         puller = opened.ingress._puller
-        answer = puller._answer
+        answer = puller._send_replies
 
         def lose_some() -> None:
             for sender in [sender for sender in puller._replies if dice.random() < 0.4]:
                 del puller._replies[sender]
             answer()
 
-        monkeypatch.setattr(puller, "_answer", lose_some)
+        monkeypatch.setattr(puller, "_send_replies", lose_some)
         async with pusher_to(opened, resend=0.05) as one, pusher_to(opened, worker="rollout/1", resend=0.05) as other:
             mine = [one.push(make_group(seq)) for seq in range(0, 60)]
             theirs = [other.push(make_group(seq)) for seq in range(40, 100)]  # 20 are made twice

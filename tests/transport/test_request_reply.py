@@ -380,7 +380,7 @@ class Line:
 
 async def test_every_notice_arrives_once_and_in_order_though_connections_break(monkeypatch):
     """Also those that the worker's own end had sent when the connection broke."""
-    monkeypatch.setattr(request_reply, "UNHEARD_SECONDS", 0.1)
+    monkeypatch.setattr(request_reply, "RESEND_SECONDS", 0.1)
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
     line = Line()
     async with master() as m:
@@ -400,7 +400,7 @@ async def test_every_notice_arrives_once_and_in_order_though_connections_break(m
             line.swallows, line.lost = False, 0
             await end.notify(News(f"{round_} after"))
             said += [f"{round_} arrives", *(f"{round_} is lost {number}" for number in range(3)), f"{round_} after"]
-        await until(lambda: len(m.notices) >= len(said) and not end._unheard)
+        await until(lambda: len(m.notices) >= len(said) and not end._unconfirmed)
         assert [notice.text for _, notice in m.notices] == said
         assert line.connections == 5
         assert (await m.call(0, Double(1), Answer, timeout=5)).value == 2
@@ -415,7 +415,7 @@ async def test_notices_of_a_worker_that_was_started_anew_are_heard_from_its_firs
         for start in ("first", "second"):
             async with worker(m, 0) as end:
                 await end.notify(News(start))
-                await until(lambda: not end._unheard)
+                await until(lambda: not end._unconfirmed)
         assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 

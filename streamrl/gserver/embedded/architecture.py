@@ -1,4 +1,7 @@
-"""The shape of a model, read from its Hugging Face `config.json`; refuses what is not supported."""
+"""The shape of a model, read from its Hugging Face `config.json`.
+
+Only what the engine computes is accepted: a setting that would change the computation in another way is an error.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,15 @@ class Rope(msgspec.Struct, frozen=True):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
+    def table(self, head_dim: int, length: int) -> Tensor:
+        """Return the rotation at each of `length` positions: cosines, and sines with the sign that exchanged halves of
+        a head need, `[2, length, head_dim]`, float32."""
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inverse_frequencies(head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """`[head_dim / 2]`, float32."""
+        """Return radians per position of each pair of numbers: `[head_dim / 2]`, float32."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
@@ -36,7 +46,7 @@ class Rope(msgspec.Struct, frozen=True):
         return frequencies
 
     def _stretched(self, frequencies: Tensor) -> Tensor:
-        """Llama 3.1: low frequencies are divided by `factor`, high ones stay, between them a ramp."""
+        """Scale as Llama 3.1 does: low frequencies are divided by `factor`, high ones stay, a ramp is in between."""
         wavelengths = 2 * math.pi / frequencies
         longest = self.original_max_position / self.low_freq_factor
         shortest = self.original_max_position / self.high_freq_factor
@@ -49,7 +59,7 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """All that the forward pass needs to know besides the weights."""
+    """Everything that the forward pass needs to know besides the weights."""
 
     vocab_size: int
     hidden_size: int
@@ -61,7 +71,7 @@ class Architecture(msgspec.Struct, frozen=True):
     rms_norm_eps: float
     rope: Rope
     max_position: int
-    """Positions that the model was made for."""
+    """Number of positions that the model was made for."""
     tied: bool
     """The output head is the embedding."""
     qkv_bias: bool
@@ -72,7 +82,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read `folder/config.json`; raises `ModelError` with what is not supported."""
+    """Read `folder/config.json`; raises `ModelError`, which names what is not supported."""
     settings = check_checkpoint(folder)
     kind = settings["model_type"]
     _refuse_unsupported(settings, folder)

@@ -1,9 +1,9 @@
 """The embedded engine as the server sees it, and the one thread in which it computes.
 
-The thread takes commands between two steps, computes while there is something to compute, and
-sleeps otherwise. It touches no asyncio object: its news go to the event loop once a step.
+The thread takes commands between two steps, computes while there is something to compute, and sleeps otherwise. It
+touches no asyncio object: what it has to tell goes to the event loop once a step.
 
-New weights are written to the set that stands by, and a swap only exchanges the two (`weight_sets.py`).
+New weights are written to the staged set, and a swap only exchanges it with the one that is served (`weights.py`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ from streamrl import essential
 from streamrl.checksum import WeightsChecksum
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
-from streamrl.gserver.embedded.apart import ScheduleApart
 from streamrl.gserver.embedded.architecture import read_architecture
-from streamrl.gserver.embedded.cache import KVCache
-from streamrl.gserver.embedded.model import Model
-from streamrl.gserver.embedded.parameters import TIED_HEAD
+from streamrl.gserver.embedded.model import KVCache, Model
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.scheduler import Event, Scheduler
-from streamrl.gserver.embedded.weight_sets import WeightSets
-from streamrl.gserver.engine import Job, Lent, QueueFull, Ticket
-from streamrl.gserver.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
-from streamrl.gserver.text import Text
+from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, Scheduler
+from streamrl.gserver.embedded.weights import TIED_HEAD, DoubleBufferedWeights
+from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, Ticket
+from streamrl.gserver.server.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     InitWeightsUpdateGroup,
@@ -55,10 +51,10 @@ BURST_GAP = 0.1
 
 
 class EmbeddedEngine:
-    """Serves one model; see `gserver.engine.Engine` for the contract."""
+    """Serves one model; `gserver.server.engine.Engine` says what each method does."""
 
     name = "embedded"
-    lends_weights = True
+    sends_weights = True
 
     def __init__(
         self,
@@ -94,25 +90,25 @@ class EmbeddedEngine:
         self.max_running = max_running
         self._capacity = max_running + max_queued
         self._random = random.Random(seed)
-        computes_in = inference_dtype(dtype, device)
-        if computes_in != dtype:
+        compute_dtype = inference_dtype(dtype, device)
+        if compute_dtype != dtype:
             log.info(
-                "this processor only emulates %s: weights of it are held and computed with in %s", dtype, computes_in
+                "this processor only emulates %s: weights of it are kept and computed with in %s", dtype, compute_dtype
             )
-        self._weights = WeightSets(
+        self._weights = DoubleBufferedWeights(
             architecture,
             dtype=dtype,
-            held_in=computes_in,
+            compute_dtype=compute_dtype,
             device=device,
             threads=threads,
             deterministic=deterministic,
         )
         cache = KVCache(
-            architecture, max_slots=max_running, max_length=self.max_context, dtype=computes_in, device=device
+            architecture, max_slots=max_running, max_length=self.max_context, dtype=compute_dtype, device=device
         )
-        schedule = ScheduleApart if deterministic else Scheduler
-        self._scheduler: Scheduler = schedule(
-            model=Model(self._weights.live, cache, max_length=self.max_context, copies_cache=deterministic),
+        scheduler = DeterministicScheduler if deterministic else Scheduler
+        self._scheduler: Scheduler = scheduler(
+            model=Model(self._weights.served, cache, max_length=self.max_context, copies_cache=deterministic),
             cache=cache,
             max_running=max_running,
             version=version,
@@ -121,7 +117,7 @@ class EmbeddedEngine:
         )
         self._receiver = WeightReceiver(
             expected=Expected(
-                shapes={name: tuple(tensor.shape) for name, tensor in self._weights.live.named.items()},
+                shapes={name: tuple(tensor.shape) for name, tensor in self._weights.served.named.items()},
                 dtype=dtype,
                 ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
             ),
@@ -132,7 +128,7 @@ class EmbeddedEngine:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None
-        """When the thread began what it does now; None: it waits for work."""
+        """When the thread began what it is doing; None: it waits for work."""
         self._stuck_seconds = stuck_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tickets: set[Ticket] = set()
@@ -140,11 +136,11 @@ class EmbeddedEngine:
         self._broken_by = ""
         self._requests_total = 0
         self._weight_updates = 0
-        self._letting_go: asyncio.Task[None] | None = None
-        """Generation does not wait for it."""
+        self._freeing: asyncio.Task[None] | None = None
+        """Of weights that are no longer served; generation does not wait for it."""
         self._pause_seconds = 0.0
         self._pause_mode: PauseMode = "in_place"
-        """What was asked for last."""
+        """Of the latest pause."""
         self._paused_at: float | None = None
 
     @property
@@ -154,7 +150,7 @@ class EmbeddedEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._do(lambda: self._weights.start(self._folder))
+        await self._do(lambda: self._weights.load_served(self._folder))
 
     async def failed(self) -> None:
         watching = essential.begin(self._break_when_stuck(), name="the watch over the engine's thread")
@@ -235,7 +231,7 @@ class EmbeddedEngine:
 
         async def replace() -> str:
             await self._receiver.discard()
-            await in_thread(lambda: self._weights.load(folder))
+            await in_thread(lambda: self._weights.load_staged(folder))
             self.model_path = str(folder)
             return await self._swap(Staged(version=version))
 
@@ -245,13 +241,13 @@ class EmbeddedEngine:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        return await self._receiver.exclusively(lambda: self._weights.live.checksum())
+        return await self._receiver.exclusively(lambda: self._weights.served.checksum())
 
-    async def lend(self) -> Lent:
+    async def served_weights(self) -> ServedWeights:
         return await self._do(
-            lambda: Lent(
+            lambda: ServedWeights(
                 version=self._scheduler.version,
-                tensors=self._weights.lend(),
+                tensors=self._weights.share(),
                 dtype=self._weights.dtype,
                 device=self._device,
             )
@@ -281,7 +277,8 @@ class EmbeddedEngine:
         }
 
     async def _break_when_stuck(self) -> None:
-        """Seen `LOOKS` times in one step: if it were this process that stood still, it would be seen once."""
+        """Break the engine when its thread is seen `LOOKS` times in the same step: if this whole process had stood
+        still, it would be seen once."""
         looks, began = 0, self._step_began
         while looks < LOOKS:
             await asyncio.sleep(self._stuck_seconds / LOOKS)
@@ -292,7 +289,7 @@ class EmbeddedEngine:
         self._break(f"it has finished no step for {self._stuck_seconds:g} s (gserver.stuck_seconds)")
 
     async def _swap(self, staged: Staged) -> str:
-        """Serve the weights that stand by, which are complete."""
+        """Serve the staged weights, which are complete; return what was done."""
 
         def swap() -> float:
             began = time.perf_counter()
@@ -301,25 +298,25 @@ class EmbeddedEngine:
             going_on = not self._scheduler.paused
             if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
                 self._scheduler.pause(self._pause_mode)
-            self._scheduler.new_weights(self._weights.exchange(), staged.version)
+            self._scheduler.new_weights(self._weights.swap(), staged.version)
             if going_on:
                 self._scheduler.resume()
             return time.perf_counter() - began
 
         seconds = await self._do(swap)
-        self._letting_go = asyncio.create_task(in_thread(self._weights.let_go))
+        self._freeing = asyncio.create_task(in_thread(self._weights.free_retired))
         self._weight_updates += 1
-        return f"{len(self._weights.live.named)} tensors swapped in within {seconds:.4f} s"
+        return f"{len(self._weights.served.named)} tensors swapped in within {seconds:.4f} s"
 
     async def _do(self, command: Callable[[], Result]) -> Result:
-        """Run `command` in the engine's thread between two steps."""
+        """Run `command` in the engine's thread between two steps; return its result."""
         assert self._loop is not None, "start() comes first"
         loop = self._loop
         if not self._thread.is_alive():
             raise ModelError(self._broken_by or "the engine has stopped")
         future: asyncio.Future[Result] = loop.create_future()
 
-        def settle(result: Any, error: BaseException | None) -> None:
+        def resolve(result: Any, error: BaseException | None) -> None:
             if future.done():
                 return
             if error is None:
@@ -331,9 +328,9 @@ class EmbeddedEngine:
             try:
                 result = command()
             except Exception as error:  # tolerance point: belongs to the asking side, not to the thread
-                loop.call_soon_threadsafe(settle, None, error)
+                loop.call_soon_threadsafe(resolve, None, error)
             else:
-                loop.call_soon_threadsafe(settle, result, None)
+                loop.call_soon_threadsafe(resolve, result, None)
 
         self._commands.put(run)
         return await future
@@ -347,7 +344,7 @@ class EmbeddedEngine:
                 self._loop.call_soon_threadsafe(self._break, f"{type(error).__name__}: {error}")
 
     def _break(self, reason: str) -> None:
-        """The thread is gone, or hangs: nothing will be computed any more."""
+        """Fail everything: the thread is gone, or hangs, and nothing will be computed any more."""
         self._broken_by = f"the engine has stopped: {reason}"
         self._broken.set()
         self._fail_all(self._broken_by)
@@ -371,8 +368,11 @@ class EmbeddedEngine:
                 self._report()
 
     def _take_commands(self) -> Iterator[Callable[[], None] | None]:
-        """All that have come. Waits for one if there is nothing to compute, and then for those that soon follow it:
-        requests come in bursts, and a step for the first ones alone would hold up the others."""
+        """Yield all commands that have come; None: stop.
+
+        Waits for one if there is nothing to compute, and then for those that soon follow it: requests come in bursts,
+        and a step for the first ones alone would hold up the others.
+        """
         was_idle = self._scheduler.idle
         if was_idle:
             self._step_began = None

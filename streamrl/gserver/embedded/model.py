@@ -1,6 +1,8 @@
 """The forward pass: `extend` adds prompts to the cache, `decode` adds one token to every running slot.
 
-Tokens of different sequences are packed without padding; only attention knows sequences.
+Tokens of different sequences are packed without padding; only attention knows sequences. Their keys and values lie in
+`KVCache`, one tensor for each layer that grows as needed. A slot holds one sequence, all of a token next to each other.
+Slots in use are always the first ones, so that a decode step reads plain slices of these tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor
 
 from streamrl.gserver.embedded.architecture import Architecture
-from streamrl.gserver.embedded.cache import KVCache
-from streamrl.gserver.embedded.compiled import kernels_for
-from streamrl.gserver.embedded.kernels import Attend, Piece, Turn
-from streamrl.gserver.embedded.parameters import LayerWeights, Parameters
+from streamrl.gserver.embedded.weights import LayerWeights, Parameters
+from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for
+
+FIRST_SLOTS = 8
+FIRST_LENGTH = 128
 
 
 class Extension(msgspec.Struct, frozen=True):
@@ -33,26 +36,30 @@ class Extension(msgspec.Struct, frozen=True):
 
 
 class Model:
-    """Computes with `parameters` (of one shape, dtype and device; may be exchanged) on `cache`."""
+    """Computes with `parameters`, which may be replaced by others of the same shape, dtype and device, on `cache`."""
 
     def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int, copies_cache: bool = False) -> None:
-        """`copies_cache`: see `TorchKernels`."""
+        """`max_length`: of a sequence, in tokens. `copies_cache`: see `TorchOperations`."""
         self.parameters = parameters
         self.cache = cache
         self._a: Architecture = parameters.architecture
         self._device = parameters.device
-        self._kernels = kernels_for(
-            self._a,
-            max_length=max_length,
-            dtype=parameters.held_in,
+        self._operations = operations_for(
+            heads=self._a.heads,
+            kv_heads=self._a.kv_heads,
+            head_dim=self._a.head_dim,
+            eps=self._a.rms_norm_eps,
+            rotation=self._a.rope.table(self._a.head_dim, max_length),
+            dtype=parameters.compute_dtype,
             device=self._device,
             copies_cache=copies_cache,
         )
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
-        """Hidden states of the wanted tokens, packed, and where each extension's begin.
+        """Compute the tokens of `extensions` and write their keys and values to the cache.
 
-        Extensions are best passed sorted by (cached, new) lengths: torch attends to neighbours of equal lengths
+        Returns the hidden states of the wanted tokens, packed (`[wanted, hidden_size]`), and where each extension's
+        begin. Extensions are best passed sorted by (cached, new) lengths: torch attends to neighbours of equal lengths
         together.
         """
         starts: list[int] = []
@@ -72,39 +79,119 @@ class Model:
         return self._forward(place, pieces, wanted=chosen), starts
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits `[n, vocab]` after `tokens[i]`, which stands at `positions[i]` of slot i."""
+        """Compute `tokens[i]`, which stands at `positions[i]` of slot i; return the logits after it, `[n, vocab]`."""
         place = torch.tensor([tokens, positions, range(len(tokens))], device=self._device)
         pieces = [Piece(slot, position, 1) for slot, position in enumerate(positions)]
         return self.logits(self._forward(place, pieces))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, vocab]` in the dtype that is computed in."""
-        return self.parameters.head(self._kernels.rms_norm(hidden, self.parameters.norm))
+        """Return the logits of `hidden` (`[n, hidden_size]`): `[n, vocab]`, in the dtype that is computed in."""
+        return self.parameters.head(self._operations.rms_norm(hidden, self.parameters.norm))
 
     def _forward(self, place: Tensor, pieces: Sequence[Piece], *, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states of the `wanted` tokens: the last layer ends with these alone. `place`: `[3, tokens]`, the
-        tokens, their positions and their slots."""
+        """Return the hidden states of the `wanted` tokens; the last layer ends with these alone.
+
+        `place`: `[3, tokens]`, the tokens, their positions and their slots.
+        """
         tokens, positions, slots = place.unbind()
-        turn: Turn = self._kernels.turn(positions, self.cache.rows(slots, positions))
-        attend: Attend = self._kernels.attend(slots, positions, pieces)
+        rotate_and_store: RotateAndStore = self._operations.rotate_and_store(
+            positions, self.cache.rows(slots, positions)
+        )
+        attend: Attend = self._operations.attend(slots, positions, pieces)
         x = self.parameters.embedding.index_select(0, tokens)
         last = self._a.layers - 1
         for i, layer in enumerate(self.parameters.layers):
             qkv = self._queries_keys_values(layer, x)
-            turn(qkv, self.cache.layers[i])
+            rotate_and_store(qkv, self.cache.layers[i])
             attended = attend(qkv, self.cache.layers[i])
             if i == last and wanted is not None:
                 x, attended = x[wanted], attended[wanted]
             x = layer.o(attended, layer.o_bias, added=x)
-            gated = layer.gate_up.gated(self._kernels.rms_norm(x, layer.post_norm), self._kernels.silu_times)
+            gated = layer.gate_up.gated(self._operations.rms_norm(x, layer.post_norm))
             x = layer.down(gated, added=x)
         return x
 
     def _queries_keys_values(self, w: LayerWeights, x: Tensor) -> Tensor:
         a = self._a
-        qkv = w.qkv(self._kernels.rms_norm(x, w.input_norm), w.qkv_bias).view(len(x), -1, a.head_dim)
+        qkv = w.qkv(self._operations.rms_norm(x, w.input_norm), w.qkv_bias).view(len(x), -1, a.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             queries, keys = qkv[:, : a.heads], qkv[:, a.heads : a.heads + a.kv_heads]
-            queries.copy_(self._kernels.rms_norm(queries, w.q_norm))
-            keys.copy_(self._kernels.rms_norm(keys, w.k_norm))
+            queries.copy_(self._operations.rms_norm(queries, w.q_norm))
+            keys.copy_(self._operations.rms_norm(keys, w.k_norm))
         return qkv
+
+
+class KVCache:
+    """Keys and values of all slots: `[slots, length, 2 * kv_heads, head_dim]` for each layer, keys in the first half
+    of the heads."""
+
+    def __init__(
+        self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots = min(FIRST_SLOTS, max_slots)
+        self.length = min(FIRST_LENGTH, max_length)
+        self.max_slots = max_slots
+        self._max_length = max_length
+        self._kv_heads = architecture.kv_heads
+        self._head_dim = architecture.head_dim
+        self._dtype = dtype
+        self._device = device
+        self.layers = [self._empty() for _ in range(architecture.layers)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of one token in all layers."""
+        return sum(2 * self._kv_heads * self._head_dim * layer.element_size() for layer in self.layers)
+
+    def reserve(self, *, slots: int, length: int) -> None:
+        """Make room for so many slots of so many tokens. Sizes double, so that copies stay rare."""
+        if slots <= self.slots and length <= self.length:
+            return
+        old_slots, old_length = self.slots, self.length
+        while self.slots < slots:
+            self.slots = min(2 * self.slots, self.max_slots)
+        while self.length < length:
+            self.length = min(2 * self.length, self._max_length)
+        for i, old in enumerate(self.layers):
+            self.layers[i] = self._empty()
+            self.layers[i][:old_slots, :old_length] = old
+
+    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the row of token i, which is at `positions[i]` of `slots[i]`: `[tokens]`."""
+        return slots * self.length + positions
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of a slot to others, given in ascending order."""
+        for layer in self.layers:
+            kept = layer[source, :length]
+            for first, last in _spans(targets):
+                layer[first : last + 1, :length] = kept
+
+    def take(self, slot: int, length: int) -> list[Tensor]:
+        """Return a copy of the first `length` tokens of a slot: `[length, 2 * kv_heads, head_dim]` for each layer."""
+        return [layer[slot, :length].clone() for layer in self.layers]
+
+    def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None:
+        """Copy the first `length` tokens of what `take` returned into a slot."""
+        for layer, kept in zip(self.layers, taken, strict=True):
+            layer[slot, :length] = kept[:length]
+
+    def _empty(self) -> Tensor:
+        # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
+        shape = (self.slots, self.length, 2 * self._kv_heads, self._head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+def _spans(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending `slots` as (first, last) of each stretch without a gap."""
+    spans: list[tuple[int, int]] = []
+    for slot in slots:
+        if spans and spans[-1][1] == slot - 1:
+            spans[-1] = (spans[-1][0], slot)
+        else:
+            spans.append((slot, slot))
+    return spans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.gserver.embedded.sampler import Draw
-from streamrl.gserver.engine import Job, Output, Ticket
+from streamrl.gserver.server.engine import Job, Output, Ticket
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.generation import FinishReason, VersionSpan
 

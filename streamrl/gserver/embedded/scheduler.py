@@ -1,9 +1,20 @@
-"""Which requests are computed in a step: continuous batching over the slots of the cache.
+"""What the engine computes in each step: continuous batching over the slots of the cache.
 
-Request i of `running` sits in slot i; a finished one leaves a hole (None) that the next request
-takes, or else the last running one. A request whose prompt was cut waits at the head of the queue,
-and what is computed of it lies in a slot behind the running ones. Everything here happens in the
-engine's thread.
+A step first computes prompts of waiting requests, then one token for every running one. Request i of `running` sits in
+slot i; a finished one leaves a hole (None) that the next request takes, or else the last running one.
+
+A slot that waits for its prompt makes no tokens, and a long prompt holds up all slots that make some. So the more slots
+are free, the more prompt tokens may come between two decode steps (`prefill_budget`), and a long prompt is cut
+(`prefill_chunks`). A request whose prompt was cut waits at the head of the queue, and what is computed of it lies in a
+slot behind the running ones.
+
+The `DeterministicScheduler` computes every request in forward passes of its own. How a matrix product rounds depends on
+its shape, so the same prompt among others, after a cached prefix, or computed again after a retraction gives other last
+bits. With it, the shapes of a request's passes are a function of the request alone: its whole prompt, then token after
+token. Its invariant: tokens and log-probabilities do not depend, bit for bit, on other requests or on when a request
+came.
+
+Everything here happens in the engine's thread.
 """
 
 from __future__ import annotations
@@ -12,33 +23,34 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+import msgspec
 import torch
 from torch import Tensor
 
-from streamrl.gserver.embedded.cache import KVCache
-from streamrl.gserver.embedded.chunks import Need, budget, shares
-from streamrl.gserver.embedded.model import Extension, Model
-from streamrl.gserver.embedded.parameters import Parameters
-from streamrl.gserver.embedded.prefixes import Prefixes
+from streamrl.gserver.embedded.model import Extension, KVCache, Model
+from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.sampler import sample, scaled_logprobs
-from streamrl.gserver.engine import Output, Refused, Ticket
+from streamrl.gserver.embedded.weights import Parameters
+from streamrl.gserver.server.engine import Output, Refused, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode
 
 log = logging.getLogger(__name__)
 
+CHUNK_TOKENS = 256
+"""Least prompt budget of a step; prompts that need no more are not cut."""
 LOGITS_ROWS = 256
 """Rows of logits computed at once for the log-probabilities of a prompt."""
 
 Event = tuple[Ticket, Output | str]
-"""News for a ticket: an output, or why it failed."""
+"""What a ticket is told: an output, or why it failed."""
 
 
 class Scheduler:
-    """Owns the requests and the cache; `step` computes, and leaves its news in `events`."""
+    """Owns the requests and the cache; `step` computes, and leaves what tickets are to be told in `events`."""
 
     cuts_prompts = True
 
@@ -52,7 +64,8 @@ class Scheduler:
         prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 0,
     ) -> None:
-        """`prefill_tokens`: of prompts, computed between two decode steps while nothing else runs."""
+        """`prefill_tokens`: how many tokens of prompts are computed between two decode steps while nothing else runs.
+        `prefix_cache_bytes`: see `PrefixCache`."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -65,17 +78,18 @@ class Scheduler:
         self.busy_seconds = 0.0
         self.slot_seconds = 0.0
         self.decode_seconds = 0.0
-        """Of the latest decode step."""
+        """How long the latest decode step took."""
         self._model = model
         self._cache = cache
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
-        self._prefixes = Prefixes(cache, capacity=prefix_cache_bytes)
-        self._begun: tuple[Request, int] | None = None  # whose prompt was cut, and the slot of what is computed of it
+        self._prefixes = PrefixCache(cache, capacity=prefix_cache_bytes)
+        self._cut: tuple[Request, int] | None = None
+        """The request whose prompt was cut, and the slot of what is computed of it."""
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute until a command comes."""
+        """Whether there is nothing to compute until a command comes."""
         return self.paused or not (self.waiting or self.occupied)
 
     @property
@@ -84,7 +98,7 @@ class Scheduler:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the slots and of what is kept of finished requests."""
+        """Memory of the slots and of what is kept of finished requests."""
         return self._cache.bytes + self._prefixes.kept_bytes
 
     def submit(self, request: Request) -> None:
@@ -133,7 +147,7 @@ class Scheduler:
             request.note_version(version)
 
     def step(self) -> None:
-        """Take in waiting requests, then make one token for each running one."""
+        """Admit waiting requests, then make one token for each running one."""
         began = time.perf_counter()
         self._admit()
         self._close_holes()
@@ -162,18 +176,18 @@ class Scheduler:
             self._fail(unfinished, f"the prompt could not be computed: {type(error).__name__}: {error}")
 
     def _next_batch(self) -> tuple[list[Request], int]:
-        """Requests whose prompts are completed now, and how many tokens are computed of the one after them."""
+        """Return the requests whose prompts are completed now, and how many tokens are computed of the next one."""
         free = self._max_running - self.occupied
         if not (free and self.waiting):
             return [], 0
-        tokens = budget(free=free, slots=self._max_running, most=self._prefill_tokens)
+        budget = prefill_budget(free=free, slots=self._max_running, most=self._prefill_tokens)
         needs: list[Need] = []
-        given = shares(self._needs(free, needs), tokens=tokens)
+        given = prefill_chunks(self._needs(free, needs), budget=budget)
         cut = given[-1] if given[-1] < needs[len(given) - 1].tokens else 0
         return [self.waiting.popleft() for _ in range(len(given) - bool(cut))], cut
 
     def _needs(self, most: int, seen: list[Need]) -> Iterator[Need]:
-        """Of the first `most` waiting requests; each is added to `seen`."""
+        """Yield the needs of the first `most` waiting requests, and append each to `seen`."""
         prompts: set[tuple[int, ...]] = set()
         for request in islice(self.waiting, most):
             key = tuple(request.tokens)
@@ -188,12 +202,12 @@ class Scheduler:
             yield need
 
     def _prefill_part(self, request: Request, count: int) -> None:
-        """Compute `count` more tokens of a prompt that is too long for one step."""
+        """Compute `count` more tokens of a prompt that does not fit into one step."""
         self._close_holes()  # there may be one in place of a slot behind the running ones
-        slot = self._begun[1] if self._begun is not None and self._begun[0] is request else len(self.running)
+        slot = self._cut[1] if self._cut is not None and self._cut[0] is request else len(self.running)
         self._cache.reserve(slots=slot + 1, length=len(request.tokens))
         cached = self._fill(request, slot)
-        self._begun = request, slot
+        self._cut = request, slot
         end = cached + count
         self._model.extend([Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end], last=0)])
         self._prefixes.place(slot, request.tokens[:end])
@@ -244,23 +258,23 @@ class Scheduler:
         return slots
 
     def _extension(self, request: Request, slot: int) -> Extension:
-        """What has to be computed of `request` after the longest prefix that is known."""
+        """Return what has to be computed of `request` after the longest prefix that is cached."""
         cached = self._fill(request, slot)
-        if self._begun is not None and self._begun[0] is request:
-            self._forget_begun()
+        if self._cut is not None and self._cut[0] is request:
+            self._forget_cut()
         last = None if request.wants_input_logprobs else 1
         return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:], last=last)
 
     def _fill(self, request: Request, slot: int) -> int:
-        """Put the longest known prefix of `request` into `slot`; answers its length."""
+        """Copy the longest cached prefix of `request` into `slot`; return its length."""
         cached = self._prefixes.fill(slot, request.tokens, limit=_shareable(request))
-        if self._begun is None or self._begun[0] is not request:  # else a part of it is the request's own work
+        if self._cut is None or self._cut[0] is not request:  # else a part of it is the request's own work
             request.cached_tokens = cached
             self.prompt_tokens_cached += cached
         return cached
 
     def _logits_of(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits of `rows`, computed once for rows that repeat."""
+        """Return the logits of `rows`, computed once for rows that repeat."""
         distinct = sorted(set(rows))
         logits = self._model.logits(hidden[distinct])
         if len(distinct) == len(rows) and list(rows) == distinct:
@@ -269,7 +283,7 @@ class Scheduler:
         return logits[[where[row] for row in rows]]
 
     def _score_prompt(self, request: Request, hidden: Tensor, first: int) -> None:
-        """Log-probabilities of the prompt's tokens; `hidden[0]` belongs to token `first`."""
+        """Note the log-probabilities of the prompt's tokens; `hidden[0]` belongs to token `first`."""
         start, end = request.job.logprob_start_len, request.prompt_length
         count = request.job.top_logprobs_num
         if start == 0:
@@ -308,7 +322,7 @@ class Scheduler:
             self._fail(unfinished, f"a token could not be computed: {type(error).__name__}: {error}")
 
     def _decode_running(self, requests: Sequence[Request]) -> None:
-        """A token for each of `requests`, of which request i sits in slot i."""
+        """Make a token for each of `requests`, of which request i sits in slot i."""
         positions = [len(request.tokens) - 1 for request in requests]
         logits = self._model.decode([request.tokens[-1] for request in requests], positions)
         self._sample_for(range(len(requests)), logits)
@@ -353,16 +367,16 @@ class Scheduler:
                 self._prefixes.remove(slot)
                 self.waiting.appendleft(request)
         self.running.clear()
-        self._forget_begun()
+        self._forget_cut()
 
-    def _forget_begun(self) -> None:
-        if self._begun is not None:
-            self._prefixes.remove(self._begun[1])
-            self._begun = None
+    def _forget_cut(self) -> None:
+        if self._cut is not None:
+            self._prefixes.remove(self._cut[1])
+            self._cut = None
 
     def _forget_prefixes(self) -> None:
         self._prefixes.clear()
-        self._begun = None
+        self._cut = None
 
     def _abort(self, requests: Sequence[Request]) -> None:
         gone = set(map(id, requests))
@@ -384,8 +398,8 @@ class Scheduler:
             if request is not None and id(request) in gone:
                 self._prefixes.remove(slot)
                 self.running[slot] = None
-        if self._begun is not None and id(self._begun[0]) in gone:
-            self._forget_begun()
+        if self._cut is not None and id(self._cut[0]) in gone:
+            self._forget_cut()
         self.waiting = deque(request for request in self.waiting if id(request) not in gone)
 
     def _tell(self, request: Request) -> None:
@@ -398,12 +412,86 @@ class Scheduler:
 
 
 def _shareable(request: Request) -> int:
-    """How many tokens of `request` need no computation if they are known: what is asked for comes after them."""
+    """Return how many tokens of `request` need not be computed if they are cached: what is asked for comes later."""
     last = len(request.tokens) - 1
     return min(last, max(0, request.job.logprob_start_len - 1)) if request.wants_input_logprobs else last
 
 
 def _top(logprobs: Tensor, count: int) -> list[list[tuple[float, int]]]:
-    """The `count` likeliest tokens of each row, with their log-probabilities."""
+    """Return the `count` likeliest tokens of each row, as pairs of log-probability and token."""
     values, indices = logprobs.topk(min(count, logprobs.shape[-1]), -1)
     return [list(zip(v, i, strict=True)) for v, i in zip(values.tolist(), indices.tolist(), strict=True)]
+
+
+class DeterministicScheduler(Scheduler):
+    """Admits and reports like `Scheduler`, keeps and cuts no prompts. Its model has to be one with `copies_cache`."""
+
+    cuts_prompts = False
+
+    def _prefill(self, batch: Sequence[Request]) -> None:
+        slots = self._take_slots(batch)
+        self._cache.reserve(slots=len(self.running), length=max(len(request.tokens) for request in batch))
+        computed: dict[tuple[int, ...], tuple[int, Tensor]] = {}  # prompt → its slot, and its last hidden state
+        for request, slot in zip(batch, slots, strict=True):
+            prompt = request.tokens[: request.prompt_length]
+            found = computed.get(tuple(prompt))
+            if found is None or request.wants_input_logprobs:
+                hidden = self._extend(slot, 0, prompt)
+                if request.wants_input_logprobs:
+                    self._score_prompt(request, hidden, 0)
+                hidden = hidden[-1:].clone()
+                computed[tuple(prompt)] = slot, hidden
+                request.cached_tokens = 0
+            else:  # a copy of the same computation has the same bits
+                source, hidden = found
+                self._cache.copy(source, [slot], len(prompt))
+                request.cached_tokens = len(prompt) - 1
+            for position in range(request.prompt_length, len(request.tokens)):  # if it was retracted
+                hidden = self._extend(slot, position, request.tokens[position : position + 1])
+            self._sample_for([slot], self._model.logits(hidden))
+
+    def _extend(self, slot: int, cached: int, tokens: Sequence[int]) -> Tensor:
+        """Return the hidden states of `tokens`, which follow `cached` ones in `slot`."""
+        self.prompt_tokens += len(tokens)
+        return self._model.extend([Extension(slot=slot, cached=cached, tokens=tokens)])[0]
+
+    def _decode_running(self, requests: Sequence[Request]) -> None:
+        for slot, request in enumerate(requests):
+            last = len(request.tokens) - 1
+            extension = Extension(slot=slot, cached=last, tokens=request.tokens[last:])
+            self._sample_for([slot], self._model.logits(self._model.extend([extension])[0]))
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What is left to compute of the prompt of one waiting request."""
+
+    tokens: int
+    whole: bool = False
+    """It must not be cut."""
+
+
+def prefill_budget(*, free: int, slots: int, most: int) -> int:
+    """Return how many prompt tokens may be computed until the next decode step: the share of `most` that `free` is of
+    `slots`, but a chunk at least. Pure."""
+    return max(CHUNK_TOKENS, most * free // slots)
+
+
+def prefill_chunks(needs: Iterable[Need], *, budget: int) -> list[int]:
+    """Return how many tokens are computed of each of the first requests, in their order; the others wait for a later
+    step. Pure.
+
+    Only the last one may get less than it needs. `budget` is exceeded only by a first request that has to be computed
+    whole. `needs` is read no further than necessary.
+    """
+    given: list[int] = []
+    left = budget
+    for need in needs:
+        fits = need.tokens <= left
+        if not fits and given and (need.whole or need.tokens <= CHUNK_TOKENS):
+            break
+        chunk = need.tokens if fits or need.whole else left
+        given.append(chunk)
+        left -= chunk
+        if left <= 0:
+            break
+    return given

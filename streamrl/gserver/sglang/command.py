@@ -1,7 +1,7 @@
 """The command line and the environment of an SGLang server. Pure.
 
-streamrl's own flags come first and those of `gserver.sglang.args` after them, so that a flag given
-there replaces streamrl's: SGLang takes the last one.
+streamrl's own flags come first and those of `gserver.sglang.args` after them, so that a flag given there replaces
+streamrl's: SGLang takes the last one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamrl.config import GserverConfig
 from streamrl.gserver.sglang import entry
 
 LEAST_CACHE_TOKENS = 32768
-"""Of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
+"""Least size of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
 
 CPU_FLAGS: Sequence[str] = (
     "--attention-backend=torch_native",
@@ -30,7 +30,7 @@ CPU_FLAGS: Sequence[str] = (
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is started with besides its settings."""
+    """What a server is started with besides its section of the configuration."""
 
     model_dir: Path
     port: int
@@ -40,11 +40,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     weight_version: str
     prompt_cache: bool
-    """Whether prompts are kept for later requests; only if a weight update flushes them."""
+    """Whether prompts are kept for later requests, which needs weight updates to flush them."""
 
 
 def command(settings: GserverConfig, launch: Launch) -> list[str]:
-    """Interpreter, entry and flags."""
+    """Return the command line: interpreter, entry and flags."""
     kind, _, number = launch.device.partition(":")
     flags = [
         f"--model-path={launch.model_dir}",
@@ -78,11 +78,11 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
 def environment(
     *, device: str, threads: int, index: int, ranks: int, group_seconds: float, key: str = ""
 ) -> Mapping[str, str]:
-    """Variables for server `index`; on a CPU each of its `ranks` has `threads` cores, its own as long as there are
-    enough.
+    """Return the environment variables of server `index`.
 
+    On a CPU each of its `ranks` gets `threads` cores, of its own as long as there are enough.
     `group_seconds`: the longest wait for the others of a weight group.
-    `key`: what its callers must show. Not a flag: the flags of a process are there for everyone on the machine to see.
+    `key`: what its callers must show; not a flag, since everyone on the machine can see the flags of a process.
     """
     variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", entry.GROUP_SECONDS: f"{group_seconds:g}"}
     if key:
@@ -98,6 +98,6 @@ def environment(
 
 
 def _cores(place: int, threads: int) -> str:
-    """The cores of the rank that is number `place` on this machine, as SGLang reads them."""
+    """Return the cores of the rank that is number `place` on this machine, in SGLang's notation."""
     first = place % max((os.cpu_count() or 1) // threads, 1) * threads
     return str(first) if threads == 1 else f"{first}-{first + threads - 1}"

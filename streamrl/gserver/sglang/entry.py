@@ -1,23 +1,23 @@
 """What runs in SGLang's interpreter: the lifeline, a limit to waiting in weight groups, checksums of what comes in an
 update, support for machines without a GPU, then SGLang itself.
 
-Run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; of streamrl it
-imports only what needs nothing else (`received.py`). Processes that SGLang starts afresh import it again, and so have
-the same support. Its arguments are those of SGLang's server.
+It is run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; of streamrl it
+imports only what needs nothing that SGLang does not bring (`received.py`). Processes that SGLang starts afresh import
+it again, and so get the same changes. Its arguments are those of SGLang's server.
 
-Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only
-writing end is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the
-gserver's session: Linux may share processors out between sessions, and busy servers in sessions of their own
-would then starve whoever else is on the machine.
+Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only writing end is the
+gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the gserver's session: Linux may
+share processors out between sessions, and busy servers in sessions of their own would then starve whoever else is on
+the machine.
 
 What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 
-- SGLang imports `sgl_kernel` for its CUDA operators. Where it is not installed, a module takes its
-  place whose operators can be imported and raise when they are called: the torch backends do not.
-- The wheel of torchvision is built for CUDA and expects two operators that only its own library
-  defines; their schemas are declared, which is enough to import it.
+- SGLang imports `sgl_kernel` for its CUDA operators. Where it is not installed, a module takes its place whose
+  operators can be imported and raise when they are called, which the torch backends never do.
+- The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. Their schemas
+  are declared, which is enough to import it.
 - SGLang starts its scheduler and its detokenizer afresh, as it must with CUDA. Here they are forked: nothing is
-  imported again, so that a server starts with a third of the CPU time and takes less memory.
+  imported again, so a server starts with a third of the CPU time and takes less memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ API_KEY = "STREAMRL_SGLANG_API_KEY"
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
 """Environment variable: how long the others may take to form a weight group, or to send what they announced."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""At this signal each process prints what its threads are doing, and goes on."""
+"""Has each process print what its threads are doing, and go on."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
@@ -68,8 +68,11 @@ def hold_lifeline(descriptor: int) -> None:
 
 
 def limit_group_waits(seconds: float) -> None:
-    """SGLang waits half an hour for whom it has to meet in a weight group, and answers nothing meanwhile; there is no
-    setting for that, so the default of its function is replaced."""
+    """Limit the wait for the other members of a weight group to `seconds`.
+
+    SGLang waits half an hour for them and answers nothing meanwhile. There is no setting for that, so the default
+    argument of its function is replaced.
+    """
     from sglang.srt.utils.common import init_custom_process_group as form
 
     ours = {"timeout": timedelta(seconds=seconds)}
@@ -78,8 +81,10 @@ def limit_group_waits(seconds: float) -> None:
 
 
 def listen_where_told() -> None:
-    """The store at which SGLang's ranks meet listens at every address of the machine, and asks nobody for a key; given
-    a socket, it listens there."""
+    """Have the store at which SGLang's ranks meet listen at the address that they were told, and nowhere else.
+
+    By itself it listens at every address of the machine, and asks nobody for a key; given a socket, it listens there.
+    """
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # there is a function of this name, too
     open_store = rendezvous.TCPStore
 
@@ -93,7 +98,7 @@ def listen_where_told() -> None:
 
 
 def take_checksums_of_updates() -> None:
-    """See `received.py`. SGLang's environment need not have streamrl, whose modules are found without it."""
+    """Install `received.py`, also where streamrl is not installed: its modules are found from this file."""
     package = types.ModuleType("streamrl")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]
     sys.modules["streamrl"] = package
@@ -111,13 +116,13 @@ def support_cpu() -> None:
 
 
 def fork_processes() -> None:
-    """Fork what SGLang starts, whatever it asks for."""
+    """Fork the processes that SGLang starts, whatever start method it asks for."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None
 
 
 class Kernels(types.ModuleType):
-    """Stands for `sgl_kernel`: every operator is there, and none can be called."""
+    """Takes the place of `sgl_kernel`: has every operator, none of which can be called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -138,7 +143,7 @@ class Kernels(types.ModuleType):
 
 
 def declare_detection_operators() -> None:
-    """Declare what torchvision expects of its CUDA library, unless it is there."""
+    """Declare what torchvision expects of its CUDA library, unless that is there."""
     import torch
 
     for name in DETECTION_OPERATORS:

@@ -20,13 +20,12 @@ from streamrl.transport.generation import AbortRequest, GenerationClient, PauseG
 
 log = logging.getLogger(__name__)
 
-
 OLDEST_VERSION = (0, 5, 23)
-"""Of SGLang; older ones have not been tried, and may not tell under which weights each token was sampled."""
+"""The oldest SGLang that may join; earlier ones were not tried, and may not tell which weights sampled a token."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What it is, and what of its own flags matters here; part of /server_info."""
+    """Its version and those of its flags that matter here; part of /server_info."""
 
     version: str = ""
     disable_radix_cache: bool = False
@@ -36,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class JoinedServer:
-    """One server that runs elsewhere."""
+    """One server that was started elsewhere."""
 
     name = "sglang"
 
@@ -45,11 +44,11 @@ class JoinedServer:
         self._monitor = monitor
 
     def stats(self) -> dict[str, float]:
-        """As of the last time that SGLang was asked."""
+        """Return SGLang's figures as of the last time that it was asked."""
         return self._monitor.stats()
 
     async def failed(self) -> None:
-        """Wait until it answers no more, and raise `PeerLost`."""
+        """Wait until it no longer answers, and raise `PeerLost`."""
         await self._monitor.until_silent()
 
 
@@ -66,7 +65,7 @@ async def joined_server(
     update_seconds: float,
     key: str = "",
 ) -> AsyncIterator[JoinedServer]:
-    """The server at `url`, serving `model_dir` as `weight_version`.
+    """Have the server at `url` serve `model_dir` as `weight_version`, and watch it.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
     later requests; `load_seconds`: how long it may take to load weights; `stuck_seconds`, `update_seconds`: as in
@@ -84,7 +83,7 @@ async def joined_server(
         finally:
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
-        async with monitor.asking():
+        async with monitor.polling():
             yield JoinedServer(monitor, url=url)
 
 
@@ -113,16 +112,17 @@ async def _check_flags(client: GenerationClient, url: str, *, max_context: int, 
 
 
 def _is_old(version: str) -> bool:
-    """Of a build from a repository without its tags (0.0.0) nobody can tell."""
+    """Return whether a version is too old. A build from a repository without its tags (0.0.0) does not count as old."""
     found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
     numbers = tuple(int(part) for part in found.groups()) if found else ()
     return numbers < OLDEST_VERSION and numbers != (0, 0, 0)
 
 
 async def load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:
-    """Serve the model in `model_dir` as `weight_version`, whatever the server does now.
+    """Have the server serve the model in `model_dir` as `weight_version`, whatever it is doing.
 
     A run that died may have left it paused, or with requests that nobody waits for any more; these end.
+    Raises `ModelError` if it does not load the model.
     """
     # A load that was given up has ended, since /server_info was answered: two at once would break its front down.
     # Paused like this it flushes its cache whatever it has to do; it refuses while a request runs, even an aborted one.

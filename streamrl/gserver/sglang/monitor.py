@@ -1,6 +1,8 @@
 """What a running SGLang server says of itself: whether it is ready, whether it still works, and its figures.
 
-Its front may answer while its scheduler hangs, so each is asked what only it can answer.
+Its front end may answer while its scheduler hangs, so each is asked what only it can answer. Figures come from the
+Prometheus text of GET /metrics, and get the names under which gservers report theirs. SGLang does not say how long it
+was busy; that is summed from how many requests ran whenever it was asked.
 
 Owns its HTTP session and the figures; the server is somebody else's.
 """
@@ -10,34 +12,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from streamrl import essential
 from streamrl.errors import PeerLost
-from streamrl.gserver.sglang.figures import Figures
 from streamrl.transport.keys import bearer
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""For any question."""
+"""How long an answer to any question may take."""
 FIGURES_SECONDS = 2.0
-"""Between two questions for figures; each costs SGLang some milliseconds."""
+"""Between two questions for figures, each of which costs SGLang some milliseconds."""
 SCHEDULER_SECONDS = 5.0
 """Between two questions to the scheduler."""
 SILENT_QUESTIONS = 3
-"""So many questions in a row have to be unanswered: it may be this process that stood still, and then it asks again
-first."""
+"""How many questions in a row have to go unanswered: if it was this process that stood still, it asks again first."""
+NAMES: Mapping[str, str] = {
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "queued",
+    "sglang:num_used_tokens": "running_tokens",
+    "sglang:generation_tokens_total": "tokens_generated_total",
+    "sglang:prompt_tokens_total": "prompt_tokens_total",
+    "sglang:num_requests_total": "requests_total",
+}
 
 
 @asynccontextmanager
 async def monitoring(url: str, *, key: str, stuck_seconds: float, update_seconds: float) -> AsyncIterator[Monitor]:
-    """A monitor of the server at `url`, which asks callers for `key`.
+    """Open a monitor of the server at `url`, which asks callers for `key`.
 
-    It is lost when it has answered nothing for `stuck_seconds`; its scheduler may also be silent for the
+    The server is lost when it has answered nothing for `stuck_seconds`; its scheduler may also be silent for the
     `update_seconds` that it may wait in a weight update.
     """
     # Without a timeout of aiohttp's: a task that is cancelled in the moment when that runs out is not cancelled.
@@ -46,31 +55,8 @@ async def monitoring(url: str, *, key: str, stuck_seconds: float, update_seconds
         yield Monitor(session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
 
 
-class _Voice:
-    """A part of a server that is asked again and again."""
-
-    def __init__(self, name: str, *, patience: float) -> None:
-        self._name = name
-        self._patience = patience
-        self._answered = time.monotonic()
-        self._unanswered = 0
-        """Questions since."""
-
-    def heard(self) -> None:
-        self._answered, self._unanswered = time.monotonic(), 0
-
-    def unheard(self) -> None:
-        self._unanswered += 1
-
-    def check(self) -> None:
-        """Raise `PeerLost` when it has been silent for too long."""
-        silent = time.monotonic() - self._answered
-        if silent >= self._patience and self._unanswered >= SILENT_QUESTIONS:
-            raise PeerLost(f"{self._name} has not answered for {silent:.0f} s; look at its log")
-
-
 class Monitor:
-    """Asks one server."""
+    """Asks one server how it is."""
 
     def __init__(
         self, session: aiohttp.ClientSession, *, url: str, stuck_seconds: float, update_seconds: float
@@ -79,17 +65,17 @@ class Monitor:
         self._url = url
         self._figures = Figures()
         self._stuck_seconds = stuck_seconds
-        self._front = _Voice(f"the SGLang server at {url}", patience=stuck_seconds)
-        self._scheduler = _Voice(
+        self._front = _Responder(f"the SGLang server at {url}", patience=stuck_seconds)
+        self._scheduler = _Responder(
             f"the scheduler of the SGLang server at {url}", patience=stuck_seconds + update_seconds
         )
 
     def stats(self) -> dict[str, float]:
-        """As of the last time that the server was asked."""
+        """Return the figures as of the last time that the server was asked."""
         return self._figures.stats()
 
     async def is_ready(self) -> bool:
-        """Whether it answers that it is well."""
+        """Return whether it answers that it is well."""
         try:
             async with self._answer("/health") as response:
                 return response.status == 200
@@ -97,7 +83,10 @@ class Monitor:
             return False
 
     async def is_there(self) -> bool:
-        """Whether anybody answers, be it paused, when /health does not; a busy server has the time of a stuck one."""
+        """Return whether anybody answers, also a paused server, for which /health fails.
+
+        A busy server has as much time as a stuck one.
+        """
         deadline = time.monotonic() + self._stuck_seconds
         while True:
             try:
@@ -110,11 +99,11 @@ class Monitor:
                 return False
 
     @asynccontextmanager
-    async def asking(self) -> AsyncIterator[None]:
-        """`keep_figures` and `keep_asking_the_scheduler` meanwhile."""
+    async def polling(self) -> AsyncIterator[None]:
+        """Poll figures and scheduler meanwhile."""
         tasks = (
-            essential.begin(self.keep_figures(), name="the watch over SGLang"),
-            essential.begin(self.keep_asking_the_scheduler(), name="the watch over SGLang's scheduler"),
+            essential.begin(self.poll_figures(), name="the watch over SGLang"),
+            essential.begin(self.poll_scheduler(), name="the watch over SGLang's scheduler"),
         )
         try:
             yield
@@ -123,35 +112,38 @@ class Monitor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def keep_figures(self) -> None:
-        """Ask for figures again and again; while there is no answer the last ones stand."""
-        self._front.heard()
+    async def poll_figures(self) -> None:
+        """Ask for figures again and again; without an answer the last ones stand."""
+        self._front.answered()
         while True:
             try:
                 async with self._answer("/metrics") as response:
-                    self._front.heard()
+                    self._front.answered()
                     if response.status == 200:
                         self._figures.update(await response.text(), now=time.monotonic())
             except (aiohttp.ClientError, TimeoutError) as error:
-                self._front.unheard()
+                self._front.missed()
                 log.debug("no figures from SGLang: %s", error)
             await asyncio.sleep(FIGURES_SECONDS)
 
-    async def keep_asking_the_scheduler(self) -> None:
-        """/server_info tells the scheduler's own state, so only a scheduler that works, or is paused, answers it.
-        (/health_generate, which asks for a token, is not answered by a paused one.)"""
-        self._scheduler.heard()
+    async def poll_scheduler(self) -> None:
+        """Ask the scheduler again and again whether it works.
+
+        /server_info tells the scheduler's own state, so only one that works, or is paused, answers it.
+        (/health_generate, which asks for a token, is not answered by a paused one.)
+        """
+        self._scheduler.answered()
         while True:
             try:
                 async with self._answer("/server_info"):
-                    self._scheduler.heard()
+                    self._scheduler.answered()
             except (aiohttp.ClientError, TimeoutError) as error:
-                self._scheduler.unheard()
+                self._scheduler.missed()
                 log.debug("no answer from SGLang's scheduler: %s", error)
             await asyncio.sleep(SCHEDULER_SECONDS)
 
     async def until_silent(self) -> None:
-        """While it is asked: wait until nothing was answered for long, and raise `PeerLost`."""
+        """While `polling`: wait until nothing was answered for too long, and raise `PeerLost`."""
         while True:
             self._front.check()
             self._scheduler.check()
@@ -161,3 +153,52 @@ class Monitor:
     async def _answer(self, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
         async with asyncio.timeout(ANSWER_SECONDS), self._session.get(self._url + path) as response:
             yield response
+
+
+class _Responder:
+    """A part of a server that is asked again and again, and how long it has been silent."""
+
+    def __init__(self, name: str, *, patience: float) -> None:
+        self._name = name
+        self._patience = patience
+        self._last_answer = time.monotonic()
+        self._unanswered = 0
+        """Questions since then."""
+
+    def answered(self) -> None:
+        self._last_answer, self._unanswered = time.monotonic(), 0
+
+    def missed(self) -> None:
+        self._unanswered += 1
+
+    def check(self) -> None:
+        """Raise `PeerLost` if it has been silent for too long."""
+        silent = time.monotonic() - self._last_answer
+        if silent >= self._patience and self._unanswered >= SILENT_QUESTIONS:
+            raise PeerLost(f"{self._name} has not answered for {silent:.0f} s; look at its log")
+
+
+class Figures:
+    """The figures of one server."""
+
+    def __init__(self) -> None:
+        self._latest = dict.fromkeys([*NAMES.values(), "busy_seconds_total", "slot_seconds_total"], 0.0)
+        self._asked: float | None = None
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._latest)
+
+    def update(self, text: str, *, now: float) -> None:
+        """Take in what SGLang said (`text`) at the time `now`, in seconds."""
+        found = dict.fromkeys(NAMES.values(), 0.0)
+        wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(NAMES)))
+        for family in text_string_to_metric_families(wanted):  # too slow for all that SGLang says
+            for sample in family.samples:
+                if name := NAMES.get(sample.name):
+                    found[name] += sample.value
+        if self._asked is not None:
+            seconds = now - self._asked
+            self._latest["busy_seconds_total"] += seconds * (found["running"] > 0)
+            self._latest["slot_seconds_total"] += seconds * found["running"]
+        self._asked = now
+        self._latest |= found

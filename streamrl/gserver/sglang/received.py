@@ -1,9 +1,9 @@
-"""Runs in SGLang's processes: checksums of the weights that were brought to a server, as they came.
+"""Checksums of the weights that an SGLang server received, as they came. Runs in SGLang's processes.
 
 SGLang's own checksums are of its parameters as it lays them out (fused, padded, a part on each rank), which nobody else
-can tell from the weights that were trained. So it is made to take `checksum.tensor_sums` of every tensor of an update
-just before it loads it, and to tell them at POST /weights_checker for the action `received`, in the form of its own.
-What SGLang then does with the tensor is not covered.
+can derive from the weights that were trained. So SGLang is patched to take `checksum.tensor_sums` of every tensor of an
+update just before it loads it, and to return them at POST /weights_checker for the action `received`, in the form of
+its own checksums. What SGLang does with a tensor after that is not covered.
 
 Written for sglang 0.5.23. Imports nothing that SGLang does not bring.
 """
@@ -21,14 +21,17 @@ from typing import Any
 from streamrl.checksum import tensor_sums
 
 ACTION = "received"
-LOADS = "sglang.srt.model_executor.model_runner_components.weight_updater"
-TELLS = "sglang.srt.utils.weight_checker"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+CHECKER = "sglang.srt.utils.weight_checker"
 
 
 def install() -> None:
-    """Before SGLang is imported; a process that it forks has it then, one that it starts afresh has not."""
+    """Install the patches, before SGLang is imported.
+
+    A process that SGLang forks has them then; one that it starts afresh has not.
+    """
     received = Received()
-    sys.meta_path[:0] = [_AfterImport(LOADS, received.note_updates), _AfterImport(TELLS, received.answer)]
+    sys.meta_path[:0] = [_AfterImport(UPDATER, received.note_updates), _AfterImport(CHECKER, received.reply_with_sums)]
 
 
 class Received:
@@ -38,10 +41,10 @@ class Received:
         self._sums: dict[str, str] = {}
         """Name → checksum of the tensor that came last."""
         self._reading = False
-        """Whether files are read for an update; they are to begin with, too."""
+        """Whether files are being read for an update, rather than the first weights."""
 
     def note_updates(self, module: Any) -> None:
-        """Have the functions of `LOADS` note what they are given."""
+        """Patch the functions of `UPDATER` to note what they are given."""
         updater, loader = module.WeightUpdater, module.DefaultModelLoader
         from_broadcast, from_disk = updater.load_weights_from_distributed, updater.update_weights_from_disk
         load = loader.load_weights_only
@@ -63,8 +66,8 @@ class Received:
         updater.update_weights_from_disk = update_weights_from_disk
         loader.load_weights_only = staticmethod(load_weights_only)
 
-    def answer(self, module: Any) -> None:
-        """Have the function of `TELLS` tell it, when it is asked."""
+    def reply_with_sums(self, module: Any) -> None:
+        """Patch the function of `CHECKER` to return what was noted when it is asked for the action `received`."""
         handle = module.WeightChecker.handle
 
         def check(of: Any, action: str, *arguments: Any, role: str, **settings: Any) -> Any:
@@ -87,7 +90,7 @@ class Received:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `then` with the module `name` once it was imported."""
+    """Calls `then` with the module `name` as soon as that is imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name

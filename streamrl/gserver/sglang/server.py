@@ -1,34 +1,109 @@
 """A real SGLang server behind the entry of a gserver: started, awaited, watched, ended.
 
-Role: SGLang speaks for itself. The run's other processes call its own HTTP API at the address that is
-registered, so no token passes through this process; it only reports SGLang's figures in heartbeats.
-Owns the child process. Invariant: an address is told only once the server answers there.
+Role: SGLang speaks for itself. The run's other processes call its own HTTP API at the address that is registered, so no
+token passes through this process; it only reports SGLang's figures in heartbeats. Weight updates are SGLang's own too:
+it joins the weight group and writes buckets straight into its weights, so generation pauses for the whole transfer
+(`gserver/updates/update.py`).
 
-Weight updates are SGLang's own too: it joins the weight group and writes buckets straight into its
-weights, so generation pauses for the whole transfer (`gserver/weight_update.py`).
+Owns the child process: its process group, its output and the writing end of its lifeline (see `entry.py`). Invariants:
+an address is told only once the server answers there; after `stop`, or when this process ends in whatever way, nothing
+of the child is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
+
+from streamrl.children import describe_exit, kill_group, reading
 from streamrl.config import GserverConfig
-from streamrl.errors import DeadlineExceeded
-from streamrl.gserver.sglang.child import SglangProcess
+from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
+from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.sglang.monitor import Monitor, monitoring
 
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 0.5
-"""Between two questions whether the server is ready: SGLang gives no other sign."""
+"""Between two questions whether the server is ready; SGLang gives no other sign."""
 PROGRESS_SECONDS = 15.0
+TAIL_LINES = 30
+MOST_LINE_BYTES = 4096
+STOP_SECONDS = 2.0
+"""Between asking SGLang to stop and ending it by force; less than a gserver itself is given."""
+STACKS_SECONDS = 0.5
+"""For a process that hangs to say where."""
+
+
+@asynccontextmanager
+async def sglang_server(
+    settings: GserverConfig,
+    *,
+    index: int,
+    model_dir: Path,
+    device: str,
+    dtype: str,
+    seed: int,
+    weight_version: str,
+    prompt_cache: bool,
+    group_seconds: float,
+    key: str = "",
+) -> AsyncIterator[SglangServer]:
+    """Start a server, wait until it answers, and end it afterwards.
+
+    Arguments as in `Launch`; `index`: the gserver's; `group_seconds`: the longest wait for the others of a weight
+    group; `key`: what callers must show. Raises as `until_ready` does, and `ModelError` if SGLang cannot be started.
+    """
+    launch = Launch(
+        model_dir=model_dir,
+        port=free_port(settings.host),
+        device=device,
+        dtype=dtype,
+        seed=seed % 2**31,
+        weight_version=weight_version,
+        prompt_cache=prompt_cache,
+    )
+    words = command(settings, launch)
+    log.info("starting SGLang: %s", " ".join(words))
+    variables = environment(
+        device=device,
+        threads=settings.threads,
+        index=index,
+        ranks=settings.sglang.tensor_parallel,
+        group_seconds=group_seconds,
+        key=key,
+    )
+    process = await SglangProcess.start(words, variables)
+    try:
+        url = f"http://{settings.host}:{launch.port}"
+        async with monitoring(
+            url, key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
+        ) as monitor:
+            server = SglangServer(process, monitor, url=url)
+            began = time.monotonic()
+            await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
+            log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
+            async with monitor.polling():
+                yield server
+    finally:
+        await asyncio.shield(process.stop())
+
+
+def free_port(host: str) -> int:
+    """Return a port that nobody listens on at present."""
+    with socket.create_server((host, 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
 
 
 class SglangServer:
@@ -42,11 +117,11 @@ class SglangServer:
         self._monitor = monitor
 
     def stats(self) -> dict[str, float]:
-        """As of the last time that SGLang was asked."""
+        """Return SGLang's figures as of the last time that it was asked."""
         return self._monitor.stats()
 
     async def failed(self) -> None:
-        """Wait for the server's end and raise `ProcessDied`, or until it answers no more and raise `PeerLost`."""
+        """Wait for the server's end and raise `ProcessDied`, or until it no longer answers and raise `PeerLost`."""
         died = asyncio.create_task(self.process.died())
         silent = asyncio.create_task(self._monitor.until_silent())
         try:
@@ -86,65 +161,111 @@ class SglangServer:
             now = time.monotonic()
             if now - told >= PROGRESS_SECONDS:
                 told = now
-                log.info("waiting for SGLang to start for %.0f s; its last line: %s", now - began, self._last_words())
-
-    def _last_words(self) -> str:
-        return self.process.last_line[:200]
-
-
-@asynccontextmanager
-async def sglang_server(
-    settings: GserverConfig,
-    *,
-    index: int,
-    model_dir: Path,
-    device: str,
-    dtype: str,
-    seed: int,
-    weight_version: str,
-    prompt_cache: bool,
-    group_seconds: float,
-    key: str = "",
-) -> AsyncIterator[SglangServer]:
-    """A server that answers, and that is gone afterwards. Arguments as in `Launch`, and `group_seconds`: the longest
-    wait for the others of a weight group; `key`: what callers must show."""
-    launch = Launch(
-        model_dir=model_dir,
-        port=free_port(settings.host),
-        device=device,
-        dtype=dtype,
-        seed=seed % 2**31,
-        weight_version=weight_version,
-        prompt_cache=prompt_cache,
-    )
-    words = command(settings, launch)
-    log.info("starting SGLang: %s", " ".join(words))
-    variables = environment(
-        device=device,
-        threads=settings.threads,
-        index=index,
-        ranks=settings.sglang.tensor_parallel,
-        group_seconds=group_seconds,
-        key=key,
-    )
-    process = await SglangProcess.start(words, variables)
-    try:
-        url = f"http://{settings.host}:{launch.port}"
-        async with monitoring(
-            url, key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
-        ) as monitor:
-            server = SglangServer(process, monitor, url=url)
-            began = time.monotonic()
-            await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
-            log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
-            async with monitor.asking():
-                yield server
-    finally:
-        await asyncio.shield(process.stop())
+                log.info(
+                    "waiting for SGLang to start for %.0f s; its last line: %s",
+                    now - began,
+                    self.process.last_line[:200],
+                )
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server((host, 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+class SglangProcess:
+    """One SGLang server with everything that it starts."""
+
+    def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: int, output: int) -> None:
+        self.pid = handle.pid
+        self._handle = handle
+        self._lifeline = lifeline
+        self._output = output
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._level = logging.DEBUG
+        """The level at which its output is logged."""
+        self._reading = asyncio.create_task(self._read(), name="output of SGLang")
+        self._ending = asyncio.create_task(self._see_end(), name="end of SGLang")
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> SglangProcess:
+        """Start `command`; `environment` is added to this process's. Raises `ModelError` if it cannot be run."""
+        lifeline, our_end = os.pipe()
+        output, its_end = os.pipe()
+        try:
+            handle = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                # Not asyncio's own pipe: with that one the server's end is not told before all who hold it have ended.
+                stdout=its_end,
+                stderr=its_end,
+                env={**os.environ, **environment, LIFELINE: str(lifeline)},
+                pass_fds=[lifeline],
+            )
+        except OSError as error:
+            os.close(our_end)
+            os.close(output)
+            raise ModelError(
+                f"SGLang's interpreter {command[0]} cannot be started ({error.strerror}); "
+                "set gserver.sglang.python to one that has sglang"
+            ) from error
+        finally:
+            os.close(lifeline)
+            os.close(its_end)
+        return cls(handle, lifeline=our_end, output=output)
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its output."""
+        return self._tail[-1] if self._tail else "nothing yet"
+
+    async def died(self) -> None:
+        """Wait for its end and raise `ProcessDied` with the last lines of its output."""
+        await asyncio.shield(self._ending)
+        lines = "\n".join(f"  {line}" for line in self._tail) or "  (nothing)"
+        raise ProcessDied(f"SGLang (pid {self.pid}) {describe_exit(self._handle.returncode)}; its last lines:\n{lines}")
+
+    async def tell_stacks(self) -> None:
+        """Have its processes print what their threads are doing, one after another so that the lines do not mix.
+
+        From then on its output is logged as errors.
+        """
+        self._level = logging.ERROR
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == self.pid:
+                    os.kill(pid, STACKS_SIGNAL)
+                    await asyncio.sleep(STACKS_SECONDS)
+
+    async def stop(self) -> None:
+        """End it by SIGTERM, and whatever is left after `STOP_SECONDS` by force."""
+        if not self._ending.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._handle.terminate()
+            await asyncio.wait({self._ending}, timeout=STOP_SECONDS)
+        if not self._ending.done():
+            self._kill_group()
+        os.close(self._lifeline)
+        await self._ending
+
+    async def _see_end(self) -> None:
+        await self._handle.wait()
+        self._kill_group()  # the server's own processes, which would keep its memory and its pipe
+        await self._reading
+
+    def _kill_group(self) -> None:
+        if not kill_group(self.pid):  # it has ended, or was just started and leads no group yet
+            with contextlib.suppress(ProcessLookupError):
+                self._handle.kill()
+
+    async def _read(self) -> None:
+        rest = b""
+        async with reading(self._output) as reader:
+            while chunk := await reader.read(65536):
+                *lines, rest = (rest + chunk).split(b"\n")
+                self._note(lines)
+                if len(rest) > MOST_LINE_BYTES:
+                    self._note([rest])
+                    rest = b""
+        self._note([rest])
+
+    def _note(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            if text := line[:MOST_LINE_BYTES].decode(errors="replace").rstrip():
+                self._tail.append(text)
+                log.log(self._level, "sglang: %s", text)

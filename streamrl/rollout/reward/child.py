@@ -1,9 +1,9 @@
 """A reward process: `python -m streamrl.rollout.reward.child`, started by `RewardPool`.
 
-Reads frames from standard input and answers on standard output. The reward function gets
-neither: its output goes to standard error, its input is empty, so that it cannot break the
-protocol. It runs in the main thread, where signals work. The process ends with its parent,
-also while the function hangs.
+Reads frames from standard input and replies on standard output. The reward function gets neither: its output goes to
+standard error and its input is empty, so that it cannot break the protocol. It runs in the main thread, where signals
+work. Invariant: the process ends with its parent, also while the function hangs, and whatever the function has started
+ends with the process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from streamrl.errors import StreamRLError
 from streamrl.rollout.reward.functions import RewardFunction, load_reward
 from streamrl.rollout.reward.protocol import (
     LENGTH_BYTES,
-    Answer,
-    Call,
     Failure,
     Ready,
-    Request,
-    Score,
+    Reward,
+    RewardCall,
+    RewardReply,
+    ScoreCall,
     Setup,
     frame,
 )
@@ -44,23 +44,23 @@ def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent()
     _end_the_rest_after_death()
-    requests_in, answers_out = _take_standard_streams()
-    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests_in, requests), daemon=True).start()
+    calls_in, replies_out = _take_standard_streams()
+    calls: queue.SimpleQueue[RewardCall] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(calls_in, calls), daemon=True).start()
     function: RewardFunction | None = None
     while True:
-        request = requests.get()
-        if isinstance(request, Setup):
-            function, answer = _load(request)
+        call = calls.get()
+        if isinstance(call, Setup):
+            function, reply = _load(call)
         elif function is None:
-            answer = Failure("a call came before the setup")
+            reply = Failure("a call came before the setup")
         else:
-            answer = _score(function, request)
-        answers_out.write(frame(answer))
-        answers_out.flush()
+            reply = _score(function, call)
+        replies_out.write(frame(reply))
+        replies_out.flush()
 
 
-def _load(setup: Setup) -> tuple[RewardFunction | None, Answer]:
+def _load(setup: Setup) -> tuple[RewardFunction | None, RewardReply]:
     try:
         return load_reward(setup), Ready()
     except StreamRLError as error:
@@ -69,7 +69,7 @@ def _load(setup: Setup) -> tuple[RewardFunction | None, Answer]:
         return None, Failure(_tail(error))
 
 
-def _score(function: RewardFunction, call: Call) -> Answer:
+def _score(function: RewardFunction, call: ScoreCall) -> RewardReply:
     try:
         value = function(call.response, call.prompt)
     except Exception as error:  # the user's function may raise anything: the parent reports it
@@ -77,37 +77,39 @@ def _score(function: RewardFunction, call: Call) -> Answer:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return Failure(f"it answered {value!r:.200} ({type(value).__name__}); a reward is a number")
+        return Failure(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number")
     if not math.isfinite(number):
-        return Failure(f"it answered {number}; a reward is a finite number")
-    return Score(number)
+        return Failure(f"it returned {number}; a reward is a finite number")
+    return Reward(number)
 
 
 def _tail(error: BaseException) -> str:
+    """Return the last lines of the traceback."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-_TRACEBACK_LINES:])
 
 
-def _read(stream: BinaryIO, requests: queue.SimpleQueue[Request]) -> None:
-    decoder = msgspec.msgpack.Decoder(Request)
+def _read(stream: BinaryIO, calls: queue.SimpleQueue[RewardCall]) -> None:
+    decoder = msgspec.msgpack.Decoder(RewardCall)
     while True:
         header = stream.read(LENGTH_BYTES)
         body = stream.read(int.from_bytes(header, "little"))
         if not body:
             os._exit(0)  # the parent is gone, and the main thread may hang in the user's function
-        requests.put(decoder.decode(body))
+        calls.put(decoder.decode(body))
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    requests_in = os.fdopen(os.dup(0), "rb")
-    answers_out = os.fdopen(os.dup(1), "wb")
+    """Return where calls come in and replies go out; the user's function gets other streams."""
+    calls_in = os.fdopen(os.dup(0), "rb")
+    replies_out = os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    return requests_in, answers_out
+    return calls_in, replies_out
 
 
 def _die_with_parent() -> None:
@@ -117,9 +119,10 @@ def _die_with_parent() -> None:
 
 
 def _end_the_rest_after_death() -> None:
-    """On Linux, leave a process behind that waits for the end of this one, and then ends what the function has started.
+    """On Linux, leave a process behind that waits for the end of this one and then kills what the function has started.
 
-    Nobody else could where the rollout worker was killed. It is no child of this process, which may wait for its own.
+    Nobody else could, where the rollout worker was killed. It is no child of this process, because the function may
+    wait for all children of its own.
     """
     leader = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:

@@ -1,6 +1,12 @@
-"""The reward functions that come with streamrl, and the loading of the user's own.
+"""The reward functions that come with streamrl, and the loading of your own.
 
-Runs in a reward process. A reward function is `function(response: Response, prompt: Prompt, **args) -> float`.
+A reward function of your own is a plain function
+
+    def my_reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> float: ...
+
+which `rollout.reward.function = "my_module:my_reward"` names; `rollout.reward.args` are its keyword arguments. It runs
+in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite number; an error that
+it raises is handled as `rollout.reward.on_error` says. `streamrl.rollout.tasks` has small examples.
 """
 
 from __future__ import annotations
@@ -14,8 +20,8 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
+from streamrl.rollout.data import create_reasoning_gym
 from streamrl.rollout.reward.protocol import DataOrigin, Response, Setup
-from streamrl.rollout.rows import create_reasoning_gym
 from streamrl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -26,7 +32,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def load_reward(setup: Setup) -> RewardFunction:
-    """The function that `setup` names, its arguments bound. Raises `ConfigError`."""
+    """Return the function that `setup` names, with its arguments bound; raises `ConfigError` when it cannot be used."""
     match setup.function:
         case "reasoning_gym":
             return ReasoningGymReward(setup.origin, **setup.args)
@@ -47,7 +53,7 @@ def load_reward(setup: Setup) -> RewardFunction:
 
 
 def extract_answer(text: str) -> str:
-    """What stands in the last `<answer>…</answer>`, or else the whole text, stripped."""
+    """Return what stands in the last `<answer>…</answer>`, or else the whole text, stripped."""
     tagged = _TAGGED.findall(text)
     return str(tagged[-1] if tagged else text).strip()
 
@@ -84,7 +90,7 @@ class ReasoningGymReward:
 
 
 def _scorer_named_by(row: dict[str, Any]) -> Any:
-    """The task that an entry kept in a file came from."""
+    """Return the task that an entry kept in a file came from."""
     details = row.get("metadata")
     task = details.get("source_dataset") if isinstance(details, dict) else None
     if task is None:

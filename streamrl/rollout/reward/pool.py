@@ -1,8 +1,8 @@
 """`RewardPool`: a few reward processes, each with one call at a time and a limit on how long it takes.
 
-Owns the processes. Invariants: a call ends within the time limit of its start in a process,
-whatever the function does; a process that hung or died is replaced before it is used again;
-after `close` no process is left.
+Owns the processes. Invariants: a call ends within the time limit of its start in a process, whatever the function
+does; a process that hung or died is replaced before it is used again; after `close` no process is left, nor anything
+that the function has started in one. The function's environment has none of the user's secrets unless it is to.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from streamrl.errors import RewardError, RewardTimeout, WireError
 from streamrl.rollout.reward.protocol import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
-    Answer,
-    Call,
     DataOrigin,
     Failure,
     Ready,
-    Request,
     Response,
-    Score,
+    Reward,
+    RewardCall,
+    RewardReply,
+    ScoreCall,
     Setup,
     frame,
 )
@@ -41,22 +41,10 @@ from streamrl.types import Prompt
 _EXIT_SECONDS = 2.0
 """A process whose pipe closed gets this long to leave its exit status."""
 
-_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
 _SECRET = re.compile(r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+"""Names of environment variables that look like secrets."""
 
-
-def without_secrets(
-    environment: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str]
-) -> dict[str, str]:
-    """`environment` for code that may run what a model wrote: without variables that look like secrets, but for those
-    that are `passed`, and without those that are `withheld` whatever they look like."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in withheld and (name in passed or not _SECRET.search(name))
-    }
+_decoder: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardReply)
 
 
 class RewardPool:
@@ -71,19 +59,19 @@ class RewardPool:
         start_timeout: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds. `environment`: of the
-        processes; None: as this one's."""
+        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds. `environment` is the
+        processes'; None: as this one's."""
         self._children = [_Child(setup, start_timeout=start_timeout, environment=environment) for _ in range(processes)]
         self._idle: asyncio.Queue[_Child] = asyncio.Queue()
         self._calls: set[asyncio.Task[float]] = set()
         self._function = setup.function
         self._timeout = timeout
         self.busy_seconds = 0.0
-        """Of all processes, in calls that have ended; waiting for a process not included."""
+        """Sum over all processes and all calls that have ended; waiting for a process is not included."""
 
     @classmethod
     def of(cls, config: Config) -> RewardPool:
-        """The pool that `config.rollout.reward` describes, not yet started."""
+        """Return the pool that `config.rollout.reward` describes, not yet started."""
         reward = config.rollout.reward
         data = config.data
         return cls(
@@ -124,32 +112,33 @@ class RewardPool:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def score(self, response: Response, prompt: Prompt) -> float:
-        """What the function says of `response`, waiting for an idle process if none is.
+        """Return what the function says of `response`; waits for an idle process if there is none.
 
-        Raises `RewardTimeout` when it takes too long, `RewardError` when it raises, crashes or
-        answers something else than a finite number.
+        Raises `RewardTimeout` when it takes too long, and `RewardError` when it raises, crashes or returns something
+        else than a finite number.
         """
         child = await self._idle.get()
-        call = asyncio.create_task(self._call(child, Call(response, prompt)), name=f"reward of seq {prompt.seq}")
+        call = asyncio.create_task(self._call(child, ScoreCall(response, prompt)), name=f"reward of seq {prompt.seq}")
         self._calls.add(call)
         call.add_done_callback(self._forget)
         # Shielded: a process that has begun a call must end it before it can take another.
         return await asyncio.shield(call)
 
-    async def _call(self, child: _Child, call: Call) -> float:
+    async def _call(self, child: _Child, call: ScoreCall) -> float:
         began = time.monotonic()
         try:
-            return await self._answer(child, call)
+            return await self._score(child, call)
         finally:
             self.busy_seconds += time.monotonic() - began
             self._idle.put_nowait(child)
 
-    async def _answer(self, child: _Child, call: Call) -> float:
+    async def _score(self, child: _Child, call: ScoreCall) -> float:
+        """Have `child` score; whatever goes wrong, it is fit for the next call, or about to be."""
         what = f"reward function {self._function}, seq {call.prompt.seq}"
         await child.ready()
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await child.exchange(call)
+                reply = await child.exchange(call)
         except TimeoutError as error:
             await child.replace()
             raise RewardTimeout(
@@ -163,13 +152,13 @@ class RewardPool:
         except (WireError, msgspec.DecodeError) as error:
             await child.replace()
             raise RewardError(f"{what}: its process broke the protocol and was replaced: {error}") from error
-        match answer:
-            case Score(value):
+        match reply:
+            case Reward(value):
                 return value
             case Failure(message):
                 raise RewardError(f"{what}: {message}")
             case Ready():
-                raise RewardError(f"{what}: answered out of turn")
+                raise RewardError(f"{what}: its process replied out of turn")
 
     def _forget(self, call: asyncio.Task[float]) -> None:
         self._calls.discard(call)
@@ -197,12 +186,12 @@ class _Child:
             self.launch()
         await asyncio.shield(cast("asyncio.Task[None]", self._launching))
 
-    async def exchange(self, request: Request) -> Answer:
-        """Send `request`, return the answer; raises `IncompleteReadError` when the process ends."""
+    async def exchange(self, call: RewardCall) -> RewardReply:
+        """Send `call` and return the reply; raises `IncompleteReadError` when the process ends."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(frame(request))
+        process.stdin.write(frame(call))
         await process.stdin.drain()
         length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
         if length > MAX_FRAME_BYTES:
@@ -210,7 +199,7 @@ class _Child:
         return _decoder.decode(await process.stdout.readexactly(length))
 
     async def replace(self, *, grace: float = 0.0) -> int | None:
-        """Kill the process and begin to start another; answers its exit status."""
+        """Kill the process and begin to start another; return the exit status of the first."""
         status = await self._kill(grace=grace)
         self.launch()
         return status
@@ -239,7 +228,7 @@ class _Child:
         )
         try:
             async with asyncio.timeout(self._start_timeout):
-                answer = await self.exchange(self._setup)
+                reply = await self.exchange(self._setup)
         except TimeoutError as error:
             await self._kill()
             raise RewardTimeout(
@@ -251,13 +240,14 @@ class _Child:
                 f"reward function {function}: its process died while it was imported ({_exit_text(status)}); "
                 "its own words are above"
             ) from error
-        if isinstance(answer, Failure):
+        if isinstance(reply, Failure):
             await self._kill()
-            raise RewardError(f"reward function {function} cannot be loaded: {answer.message}")
+            raise RewardError(f"reward function {function} cannot be loaded: {reply.message}")
 
     async def _kill(self, *, grace: float = 0.0) -> int | None:
-        """End the process and all that it started; one that is ending gets `grace` seconds to leave its own status.
+        """Kill the process and all that it started, and return its exit status, if there was a process.
 
+        One that is ending by itself gets `grace` seconds to leave its own status.
         May be cancelled and called again: the process is forgotten only when it is gone.
         """
         process = self._process
@@ -278,6 +268,20 @@ class _Child:
         if self._process is None:
             raise ConnectionError("the process is gone")
         return self._process
+
+
+def without_secrets(
+    environment: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str]
+) -> dict[str, str]:
+    """Return `environment` for code that may run what a model wrote.
+
+    Variables that look like secrets are left out unless they are `passed`; those `withheld` are left out in any case.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in withheld and (name in passed or not _SECRET.search(name))
+    }
 
 
 def _exit_text(status: int | None) -> str:

@@ -1,7 +1,7 @@
 """What a rollout worker and its reward processes say to each other over a pipe.
 
-A frame is the length of its body (4 bytes, little endian) and the body in msgpack. The worker
-sends one `Setup`, then any number of `Call`s; the process answers each in turn.
+A frame is the length of its body (4 bytes, little endian) and the body in msgpack. The worker sends one `Setup`, then
+any number of `ScoreCall`s; the process replies to each in turn.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class DataOrigin(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """Which function to serve."""
+    """Which function to serve; the reply is `Ready` or `Failure`."""
 
     function: str
     """As `rollout.reward.function`."""
     args: dict[str, Any]
+    """As `rollout.reward.args`."""
     origin: DataOrigin
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
+class ScoreCall(msgspec.Struct, frozen=True, tag="call"):
+    """Score one response; the reply is `Reward` or `Failure`."""
+
     response: Response
     prompt: Prompt
 
@@ -57,21 +60,23 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The function is imported."""
 
 
-class Score(msgspec.Struct, frozen=True, tag="score"):
+class Reward(msgspec.Struct, frozen=True, tag="score"):
+    """What the function returned; finite."""
+
     value: float
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """The function could not be loaded, raised, or answered no finite number."""
+    """The function could not be loaded, raised, or returned something else than a finite number."""
 
     message: str
 
 
-Request = Setup | Call
-Answer = Ready | Score | Failure
+RewardCall = Setup | ScoreCall
+RewardReply = Ready | Reward | Failure
 
 
-def frame(message: Request | Answer) -> bytes:
-    """`message` as it goes through the pipe; raises `TypeError` for values that msgpack has no type for."""
+def frame(message: RewardCall | RewardReply) -> bytes:
+    """Return `message` as it goes through the pipe; raises `TypeError` for values that msgpack has no type for."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

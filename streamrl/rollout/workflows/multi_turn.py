@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from streamrl.errors import ConfigError
-from streamrl.rollout.session import Session
-from streamrl.rollout.workflow import TrajectoryBuilder
+from streamrl.rollout.workflows.base import Session, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
 
 class MultiTurn:
-    """The workflow `multi_turn`: the reward is the last attempt's, times `discount` for each attempt before it."""
+    """The workflow `multi_turn`: the reward is the last attempt's, times `discount` for each attempt before it.
+
+    Another attempt follows while the reward is below `success`, the model ended its answer by itself, and turns and
+    context are left.
+    """
 
     def __init__(
         self,

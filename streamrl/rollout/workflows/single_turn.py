@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.rollout.session import Session
-from streamrl.rollout.workflow import TrajectoryBuilder
+from streamrl.rollout.workflows.base import Session, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
 

@@ -195,7 +195,7 @@ def _add_figures(
     maxima = {"ratio": float(ratio.max())}
     difference = (at_start - tokens.behavior_logprobs).abs()[tokens.comparable]
     if len(difference):
-        sums["fresh_tokens"] = len(difference)
+        sums["comparable_tokens"] = len(difference)
         sums["sampling_diff"] = float(difference.sum())
         maxima["sampling_diff"] = float(difference.max())
     return maxima

@@ -1,4 +1,13 @@
-"""The interface of a model that several model workers compute with together.
+"""This process among the model workers, and what all of them add up.
+
+The ranks meet in torch's default process group. Sums are over the DP heads, which alone hold
+distinct data; every rank takes part and gets the same sum.
+
+Memory of tensors kept on the CPU for a while; the tensors, and all views of them, stay valid objects.
+
+It is the same on every device: where tensors are on the CPU anyway, their memory is given back and copied, too.
+
+The interface of a model that several model workers compute with together.
 
 A *role* (`trainer/roles/`) knows what is computed: which loss, on which tokens. A `ParallelModel`
 knows how: with which library, spread how over the ranks of a `Layout`. So each algorithm is
@@ -16,10 +25,63 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.config import OptimizerConfig
+from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
+
+# --- ranks ---
+
+
+class Ranks:
+    """One rank of a layout."""
+
+    def __init__(self, layout: Layout, rank: int, *, device: torch.device) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.coordinates = layout.coordinates(rank)
+        self._device = device
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank gives its data-parallel rank's output."""
+        return self.rank == self.layout.head(self.coordinates.data)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """`values` of all heads, added; the others' do not count. Collective."""
+        if self.layout.world == 1:
+            return values
+        total = values.to(self._device, copy=True) if self.is_head else torch.zeros_like(values, device=self._device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+
+# --- offload ---
+
+
+class Offloaded:
+    """The memory under some tensors, moved away on construction."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        for storage in storages.values():
+            copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            copy.copy_(storage)
+            self._copies.append((storage, copy))
+            storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """Fill the memory as it was."""
+        for storage, copy in self._copies:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._copies.clear()
+
+
+# --- base ---
 
 Head = Literal["tokens", "scalar"]
 """`tokens`: the language model's own; `scalar`: one linear unit (critics, reward models), `score.weight` in

@@ -18,14 +18,14 @@ from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.errors import ModelError
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
-from streamrl.trainer.backends.adamw import updates_file
-from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
+from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.packing import MicroBatch
-from streamrl.trainer.ranks import Ranks
-from streamrl.trainer.roles.credit import Credit, assign_credit
+from streamrl.trainer.roles.advantages import Credit, assign_credit
 from streamrl.trainer.roles.items import (
     Minibatch,
+    RoleState,
     StepStatistics,
     TrainItem,
     at_targets,
@@ -33,7 +33,6 @@ from streamrl.trainer.roles.items import (
     needed,
     pack_for,
 )
-from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
 
 KL_FILE = "kl.json"
@@ -208,7 +207,7 @@ class Actor:
                 sequence=kept(sequences),
                 sequences=int(firsts[-1]),
                 age=kept([item.age for item in items]).long(),
-                comparable=kept([item.fresh for item in items]),
+                comparable=kept([item.comparable for item in items]),
             ),
             self._algorithm,
             kl_coef=self._kl.value,

@@ -1,4 +1,7 @@
-"""The critic: what reward is still to come, token by token, for PPO with generalised advantage estimation."""
+"""The critic: what reward is still to come, token by token, for PPO with generalised advantage estimation.
+
+A neural reward model: one score for each response, read at its last token (`rew_inf`).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.losses import clipped_value_loss
-from streamrl.trainer.backends.adamw import updates_file
-from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
+from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.packing import MicroBatch
-from streamrl.trainer.ranks import Ranks
-from streamrl.trainer.roles.credit import Credit, assign_credit
+from streamrl.trainer.roles.advantages import Credit, assign_credit
 from streamrl.trainer.roles.items import (
     Minibatch,
+    RoleState,
     StepStatistics,
     TrainItem,
     at_targets,
@@ -29,8 +32,9 @@ from streamrl.trainer.roles.items import (
     needed,
     pack_for,
 )
-from streamrl.trainer.roles.state import RoleState
 from streamrl.types import TrajectoryGroup
+
+# --- critic ---
 
 
 class Critic:
@@ -130,3 +134,21 @@ def _returns(credit: Credit) -> Tensor:
     if credit.returns is None:
         raise TrainingError('critic_train needs returns: set algorithm.advantage = "gae"')
     return credit.returns
+
+
+# --- reward model ---
+
+
+class RewardModel:
+    """A model with a scalar head that is never trained here."""
+
+    def __init__(self, model: ParallelModel, *, trainer: TrainerConfig) -> None:
+        self.model = model
+        self._trainer = trainer
+
+    def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
+        """`[siblings]` scores of each group; None where the model gives no output. Collective."""
+        packed = infer_packed(self.model, groups, self._trainer, positions="ends")
+        if packed is None:
+            return None
+        return [values[np.cumsum(group.seqlens) - 1] for values, group in zip(packed, groups, strict=True)]

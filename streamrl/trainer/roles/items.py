@@ -1,20 +1,29 @@
-"""What roles get to compute with: groups, and what other model function calls found out about them."""
+"""What roles get to compute with: groups, and what other model function calls found out about them.
+
+What a trained role is besides its weights: gathered from all ranks, then written, at different times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.backends.files import copies, write_tensors
+from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
+
+# --- items ---
 
 
 class TrainItem(msgspec.Struct):
@@ -25,7 +34,7 @@ class TrainItem(msgspec.Struct):
     """`[tokens]` sampled and young enough: these enter the loss."""
     age: NDArray[np.int32]
     """`[tokens]` in policy versions, of sampled tokens."""
-    fresh: NDArray[np.bool_]
+    comparable: NDArray[np.bool_]
     """`[tokens]` of responses sampled as a whole by the policy at the start of the step: there engine and
     trainer have to agree."""
     proximal_logprobs: NDArray[np.float32] | None = None
@@ -117,3 +126,25 @@ def unpack(
             mine = micro.group_index == index
             result[index][micro.target_index[mine]] = values[mine]
     return result
+
+
+# --- state ---
+
+
+class RoleState(msgspec.Struct, frozen=True):
+    """On its way to a checkpoint."""
+
+    optimizer: Iterable[tuple[str, Tensor]]
+    """Whole tensors by name on rank 0, empty ones elsewhere; while they come one after another, collective."""
+    files: Mapping[str, bytes]
+    """Small facts, by the name of their file."""
+
+    def copied(self, *, keep: bool) -> RoleState:
+        """The same in host memory, which training leaves alone; only taken part in without `keep`. Collective."""
+        return RoleState(copies(self.optimizer, keep=keep).items(), self.files)
+
+    def write(self, folder: Path) -> None:
+        """Into `folder`, which exists; for `load_state` of the role."""
+        write_tensors(folder, OPTIMIZER, self.optimizer)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)

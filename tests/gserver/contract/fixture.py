@@ -20,15 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.gserver.text import Text
+from streamrl.gserver.server.engine import Text
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.publisher import Publisher, carrier_for
-from streamrl.transport.control.client import ControlClient
+from streamrl.trainer.worker.publisher import Publisher, carrier_for
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from streamrl.transport.keys import bearer, gserver_key
+from streamrl.transport.manager_client import ControlClient
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
+from tests.weights import FixedWeights
 
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
 Way = Literal["collective", "disk", "shared_memory"]
@@ -42,26 +43,20 @@ LONG = {"embedded": 2000, "sglang": 400}
 """Tokens of a response that goes on for longer than an update takes."""
 
 
-class FixedWeights:
-    """Weights to publish."""
+class InterruptedWeights(FixedWeights):
+    """Weights during whose first pass something may happen."""
 
-    def __init__(self, weights: dict[str, Tensor], *, halfway: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, weights: dict[str, Tensor], *, halfway: Callable[[], None]) -> None:
         """`halfway` is called once, when half of them were read."""
-        self._weights = weights
+        super().__init__(weights)
         self._halfway = halfway
 
-    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, tuple(tensor.shape)) for name, tensor in self._weights.items()]
-
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        for number, item in enumerate(self._weights.items()):
-            if number == len(self._weights) // 2:
+        for number, item in enumerate(super().weights()):
+            if number == len(self.specs()) // 2:
                 halfway, self._halfway = self._halfway, lambda: None
                 halfway()
             yield item
-
-    def end(self) -> None:
-        """Nobody else has a part of them."""
 
 
 class Contract:
@@ -122,7 +117,7 @@ class Contract:
     ) -> None:
         """Publish the initial weights times `factor` as the next version; `logprobs` follow them."""
         new = {name: tensor * factor for name, tensor in self._initial.items()}
-        await self._publisher(way).publish(self.version + 1, FixedWeights(new, halfway=halfway))
+        await self._publisher(way).publish(self.version + 1, InterruptedWeights(new, halfway=halfway))
         self.version += 1
         self._factors[self.version] = factor
 

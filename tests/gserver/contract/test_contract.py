@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.rollout.replies import check_reply, token_versions
+from streamrl.rollout.generation import check_reply, token_versions
 from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode
 from tests.gserver.contract.fixture import MODES, TOLERANCE, WAYS, Contract, Way, output_logprobs, request
 from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS

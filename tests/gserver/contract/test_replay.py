@@ -15,8 +15,7 @@ import pytest
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import StreamRLError
-from streamrl.rollout.partial import Generation, Generator
-from streamrl.rollout.replies import token_versions, unmixed
+from streamrl.rollout.generation import Generation, Generator, token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
 from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, contract, request
 from tests.gserver.contract.replay import replay

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from streamrl.config import SamplingConfig
-from streamrl.rollout.partial import Generation, Generator
-from streamrl.rollout.replies import check_reply
+from streamrl.rollout.generation import Generation, Generator, check_reply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
 from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, output_logprobs
 from tests.gserver.running_sglang import START_SECONDS

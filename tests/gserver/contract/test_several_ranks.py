@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.gserver.routing import Gserver
-from streamrl.gserver.weight_calls import WeightCalls
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.updates.calls import WeightCalls
 from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, output_logprobs
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
@@ -59,7 +59,7 @@ async def test_servers_of_one_and_of_two_ranks_are_in_one_weight_group(
         await served_alike(run)
         await run.publish(0.6)  # in the same group
         await served_alike(run)
-        told = await WeightCalls(run.client, timeout=30).received(Gserver(0, spread.url, on_change=lambda _: None))
+        told = await WeightCalls(run.client, timeout=30).received(Gserver(0, spread.url))
         assert told is not None
         assert len(told) == 2
         assert told[0] == told[1], "each rank took the whole weights"

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.gserver.embedded.chunks import CHUNK_TOKENS, Need, budget, shares
+from streamrl.gserver.embedded.scheduler import CHUNK_TOKENS, Need, prefill_budget, prefill_chunks
 
 needs_of = st.lists(st.builds(Need, st.integers(0, 3 * CHUNK_TOKENS), st.booleans()), max_size=12)
 
 
 @given(needs_of, st.integers(CHUNK_TOKENS, 5 * CHUNK_TOKENS))
-def test_shares(needs: list[Need], tokens: int) -> None:
-    given_ = shares(needs, tokens=tokens)
+def test_chunks(needs: list[Need], tokens: int) -> None:
+    given_ = prefill_chunks(needs, budget=tokens)
     assert bool(given_) == bool(needs)
     for need, share in zip(needs, given_[:-1], strict=False):
         assert share == need.tokens  # only the last one is cut
@@ -31,7 +31,7 @@ def test_all_prompts_are_computed_step_by_step(needs: list[Need]) -> None:
     left = list(needs)
     computed = steps = 0
     while left:
-        given_ = shares(left, tokens=CHUNK_TOKENS)
+        given_ = prefill_chunks(left, budget=CHUNK_TOKENS)
         computed += sum(given_)
         steps += 1
         rest = left[len(given_) - 1].tokens - given_[-1]
@@ -48,14 +48,14 @@ def test_needs_are_read_no_further_than_necessary() -> None:
             read.append(number)
             yield Need(CHUNK_TOKENS)
 
-    assert shares(needs(), tokens=2 * CHUNK_TOKENS) == [CHUNK_TOKENS] * 2
+    assert prefill_chunks(needs(), budget=2 * CHUNK_TOKENS) == [CHUNK_TOKENS] * 2
     assert read == [0, 1]
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(1, 10_000))
 def test_the_budget_grows_with_free_slots(slots: int, occupied: int, most: int) -> None:
     free = max(1, slots - occupied)
-    found = budget(free=free, slots=slots, most=most)
+    found = prefill_budget(free=free, slots=slots, most=most)
     assert CHUNK_TOKENS <= found <= max(CHUNK_TOKENS, most)
-    assert found <= budget(free=min(slots, free + 1), slots=slots, most=most)
-    assert budget(free=slots, slots=slots, most=most) == max(CHUNK_TOKENS, most)
+    assert found <= prefill_budget(free=min(slots, free + 1), slots=slots, most=most)
+    assert prefill_budget(free=slots, slots=slots, most=most) == max(CHUNK_TOKENS, most)

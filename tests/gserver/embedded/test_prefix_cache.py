@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.gserver.embedded.chunks import CHUNK_TOKENS
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.engine import Output
-from tests.gserver.test_engine_requests import grown
+from streamrl.gserver.embedded.scheduler import CHUNK_TOKENS
+from streamrl.gserver.server.engine import Output
+from tests.gserver.embedded.test_engine_requests import grown
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save
 
 LONG = 900
@@ -152,14 +152,14 @@ async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(folder: Path
         check(model, ids, output)
 
 
-def pause_once_begun(engine: EmbeddedEngine) -> None:
+def pause_once_cut(engine: EmbeddedEngine) -> None:
     """Pause in the middle of the next long prompt."""
     scheduler = engine._scheduler
     step = scheduler.step
 
     def once() -> None:
         step()
-        if scheduler._begun is not None:
+        if scheduler._cut is not None:
             scheduler.step = step  # type: ignore[method-assign]
             scheduler.pause("in_place")
 
@@ -174,12 +174,12 @@ async def test_what_happens_in_the_middle_of_a_prompt(folder: Path, model: Any, 
         first = engine.submit(job("first", prompt(10), params={"max_new_tokens": 1500}, stream=True))
         await grown(first, 2)
         await engine.pause("in_place")
-        pause_once_begun(engine)
+        pause_once_cut(engine)
         long = engine.submit(job("long", prompt(LONG), stream=True))
         await engine.resume()
         while not engine._scheduler.paused:
             await engine.set_version("0")  # a command waits for the step before it
-        assert engine._scheduler._begun is not None
+        assert engine._scheduler._cut is not None
         now = model
         if event == "abort":
             await engine.abort("long")

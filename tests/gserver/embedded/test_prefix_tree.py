@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.gserver.embedded.prefix_tree import PrefixTree, common_length
+from streamrl.gserver.embedded.prefix_cache import PrefixTree, common_length
 
 tokens = st.lists(st.integers(0, 2), max_size=12)
 

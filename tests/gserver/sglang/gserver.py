@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from streamrl.gserver.process import running
+from streamrl.gserver.server.process import running
 from tests.gserver.serving import config_of
 
 

@@ -12,7 +12,7 @@ import pytest
 from streamrl.config import GserverConfig, from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
-from streamrl.gserver.sglang.figures import Figures
+from streamrl.gserver.sglang.monitor import Figures
 
 ON_CPU = Launch(
     model_dir=Path("model"),

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, ModelError, PeerLost
-from streamrl.gserver.process import running
+from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang import monitor
 
 JOINING = ["/pause_generation", "/update_weights_from_disk", "/abort_request", "/continue_generation"]

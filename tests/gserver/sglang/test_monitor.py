@@ -33,7 +33,7 @@ async def test_figures_end_although_an_answer_is_overdue_in_the_same_moment(
     host, port = runner.addresses[0][:2]
     try:
         async with monitoring(f"http://{host}:{port}", key="", stuck_seconds=60.0, update_seconds=60.0) as monitor:
-            figures = asyncio.create_task(monitor.keep_figures())
+            figures = asyncio.create_task(monitor.poll_figures())
             began = time.monotonic()
             await asyncio.wait_for(asked.wait(), 10)
             asyncio.get_running_loop().call_later(0.3 + late, figures.cancel)

@@ -17,7 +17,7 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
-from streamrl.gserver.process import running
+from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang import monitor
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.backends.adamw import updates_file
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel
+from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.roles.state import RoleState
+from streamrl.trainer.roles.items import RoleState
 from streamrl.types import TrajectoryGroup
 from tests.trainer.backends.reference import (
     OPTIMIZER,

@@ -30,8 +30,8 @@ from transformers import (
 
 from streamrl.config import OptimizerConfig
 from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.packing import MicroBatch, pack
-from streamrl.trainer.schedule import learning_rate
 from streamrl.types import TrajectoryGroup
 from tests.trainer.models import SHAPE, random_group
 

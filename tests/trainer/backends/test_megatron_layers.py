@@ -14,15 +14,15 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
 
-from streamrl.trainer.backends.megatron import layers
-from streamrl.trainer.backends.megatron.layers import TreeAttention, block_modules
+from streamrl.trainer.backends.megatron import network
+from streamrl.trainer.backends.megatron.network import TreeAttention, block_modules
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """Transformer Engine can be found, though nothing of it can run here."""
     spec = importlib.machinery.ModuleSpec("transformer_engine", None)
-    monkeypatch.setattr(layers, "find_spec", lambda name: spec if name == "transformer_engine" else None)
+    monkeypatch.setattr(network, "find_spec", lambda name: spec if name == "transformer_engine" else None)
     monkeypatch.setattr(transformer_engine_spec_provider, "is_te_min_version", lambda version: True)
 
 
@@ -63,6 +63,6 @@ def test_on_a_cpu_they_are_megatrons_own_although_it_is_installed():
 
 
 def test_they_are_megatrons_own_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+    monkeypatch.setattr(network, "find_spec", lambda name: None)
     stage = block_modules(layers=1, qk_norm=True, device=torch.device("cuda", 0))
     assert made_of(stage) == expected(LocalSpecProvider(), qk_norm=True)

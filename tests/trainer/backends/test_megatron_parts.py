@@ -18,8 +18,9 @@ from tests.trainer.backends.reference import KINDS, save_models
 
 pytest.importorskip("megatron.core")
 
-from streamrl.trainer.backends.megatron.distribution import token_distribution
-from streamrl.trainer.backends.megatron.names import (
+from streamrl.trainer.backends.megatron.network import token_distribution
+from streamrl.trainer.backends.megatron.shape import read_shape
+from streamrl.trainer.backends.megatron.weights import (
     Columns,
     QueryGroups,
     Replicated,
@@ -28,7 +29,6 @@ from streamrl.trainer.backends.megatron.names import (
     stage_weights,
     whole_shapes,
 )
-from streamrl.trainer.backends.megatron.shape import read_shape
 
 
 @pytest.fixture(scope="module")

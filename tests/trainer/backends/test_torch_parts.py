@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
+from streamrl.trainer.backends.base import Offloaded
 from streamrl.trainer.backends.files import TensorFiles, write_tensors
-from streamrl.trainer.backends.offload import Offloaded
+from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.backends.torch import TorchModel
-from streamrl.trainer.schedule import learning_rate
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
 from tests.trainer.models import save_model
 

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.algorithms.kl import KLCoefficient
-from streamrl.trainer.backends.base import ModelSpec
+from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.files import copies, export
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
@@ -117,7 +116,7 @@ def make_item(group, *, oldest=0, ref=None, proximal=None):
         group=group,
         trainable=young,
         age=6 - group.packed_policy_versions,
-        fresh=young,
+        comparable=young,
         proximal_logprobs=proximal,
         ref_logprobs=ref,
     )

@@ -14,15 +14,13 @@ from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.advantages import gae
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.losses import clipped_value_loss
-from streamrl.trainer.backends.base import ModelSpec
+from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.files import export
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.ranks import Ranks
 from streamrl.trainer.roles.actor import Actor
-from streamrl.trainer.roles.critic import Critic
+from streamrl.trainer.roles.critic import Critic, RewardModel
 from streamrl.trainer.roles.items import Minibatch
-from streamrl.trainer.roles.reward_model import RewardModel
 from tests.trainer.models import random_group, save_model
 from tests.trainer.roles.test_actor import make_groups, make_item, reference_logprobs
 

@@ -6,8 +6,8 @@ before any of its modules is imported.
 
 import warnings
 
-from streamrl.trainer.backends.megatron import cpu
+from streamrl.trainer.backends.megatron import groups
 
 # megatron warns, with each model, of optional packages that are not installed and not needed here
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-cpu.install()
+groups.install()

@@ -19,16 +19,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.backends.adamw import MOMENTS, OPTIMIZER, load_updates
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Output, Update
+from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.megatron.groups import layout_groups
-from streamrl.trainer.backends.megatron.names import SCORE, stage_weights
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
-from streamrl.trainer.backends.megatron.whole import WholeTensors
-from streamrl.trainer.backends.offload import Offloaded
+from streamrl.trainer.backends.megatron.weights import SCORE, WholeTensors, stage_weights
+from streamrl.trainer.backends.optimizer import MOMENTS, OPTIMIZER, load_updates
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 

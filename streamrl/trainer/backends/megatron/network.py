@@ -1,4 +1,14 @@
-"""One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
+"""What Megatron's layers are made of.
+
+Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own
+elsewhere. Its fused norm-and-linear is left aside, so parameters have the same names either way.
+Attention is ours: rows of a micro-batch are trees of siblings.
+
+Log-probabilities and entropies from logits whose vocabulary is cut over the tensor ranks.
+
+No rank ever sees all logits of a token: each sums over its own part, and the sums are added up.
+
+One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
 Rows of a micro-batch are trees of siblings, so rotary positions are our own, as is attention
 (`layers.py`). The head is computed at the predicted positions alone.
@@ -6,28 +16,160 @@ Rows of a micro-batch are trees of siblings, so rotary positions are our own, as
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.trainer.backends.base import ModelSpec, Output
-from streamrl.trainer.backends.megatron.distribution import token_distribution
-from streamrl.trainer.backends.megatron.layers import block_modules
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch, attention_mask
+
+# --- layers ---
+
+
+def block_modules(*, layers: int, qk_norm: bool, device: torch.device) -> Any:
+    """The modules of one pipeline stage with `layers` layers on `device`; `qk_norm`: queries and keys have norms."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    modules = layer.submodules
+    modules.self_attention.submodules.core_attention = TreeAttention
+    if transformer_engine_runs_on(device):
+        _take_from_transformer_engine(modules, qk_norm=qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=modules.input_layernorm)
+
+
+def transformer_engine_runs_on(device: torch.device) -> bool:
+    """Whether layers on `device` are Transformer Engine's."""
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def _take_from_transformer_engine(modules: Any, *, qk_norm: bool) -> None:
+    engine = TESpecProvider()
+    attention, mlp = modules.self_attention.submodules, modules.mlp.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = engine.layer_norm(rms_norm=True)
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = engine.layer_norm(rms_norm=True, for_qk=True)
+    attention.linear_qkv = mlp.linear_fc1 = engine.column_parallel_linear()
+    attention.linear_proj = mlp.linear_fc2 = engine.row_parallel_linear()
+
+
+class TreeAttention(torch.nn.Module):
+    """Attention by torch's `scaled_dot_product_attention`: causal, or by the batch's mask."""
+
+    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        """`[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if attention_mask is not None and query.shape[1] != key.shape[1]:
+            # the fast kernels take either a mask or fewer key than query heads
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        mixed = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            scale=self._scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+# --- distribution ---
+
+
+def token_distribution(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first: int,
+    count: int,
+    temperature: float,
+    entropy_gradient: bool,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """`[tokens]` float32: log-probabilities of `targets` `[tokens]`, and entropies, at `temperature`.
+
+    `logits` `[tokens, columns]` are those of the token ids from `first`; columns from `count` on are padding,
+    and take no part. The ranks of `group` hold the other ids. Without `entropy_gradient` the entropy has none.
+    """
+    found: tuple[Tensor, Tensor] = _Distribution.apply(  # type: ignore[no-untyped-call]
+        logits, targets - first, count, temperature, entropy_gradient, group
+    )
+    return found
+
+
+class _Distribution(torch.autograd.Function):
+    """Forward exchanges a maximum and three sums for each token; backward exchanges nothing.
+
+    With p the probabilities, H the entropy, and y the target's one-hot vector:
+    d log p_y / d logits = (y - p) / T and d H / d logits = -p (log p + H) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        columns: Tensor,
+        count: int,
+        temperature: float,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        scaled = logits[:, :count].float() / temperature
+        peak = scaled.amax(-1)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        scaled = scaled - peak[:, None]
+        mine = (columns >= 0) & (columns < count)
+        columns = torch.where(mine, columns, 0)
+        chosen = scaled.gather(-1, columns[:, None])[:, 0] * mine
+        weights = scaled.exp()
+        sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, scaled), chosen])
+        dist.all_reduce(sums, group=group)
+        total, weighted, chosen = sums
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(weights.div_(total[:, None]), entropy, columns, mine)
+        ctx.settings = (logits.shape, logits.dtype, temperature, entropy_gradient)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - total.log(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_logprob, of_entropy = gradients
+        probabilities, entropy, columns, mine = ctx.saved_tensors
+        shape, dtype, temperature, entropy_gradient = ctx.settings
+        found = probabilities * -of_logprob[:, None]
+        found.scatter_add_(-1, columns[:, None], (of_logprob * mine)[:, None])
+        if entropy_gradient:
+            slope = torch.xlogy(probabilities, probabilities).add_(probabilities * entropy[:, None])
+            found -= slope.mul_(of_entropy[:, None])
+        gradient = probabilities.new_zeros(shape, dtype=dtype)
+        gradient[:, : found.shape[1]] = found / temperature
+        return gradient, None, None, None, None, None
+
+
+# --- network ---
 
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""

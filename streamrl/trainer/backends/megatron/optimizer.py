@@ -18,9 +18,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor
 
 from streamrl.errors import TrainingError
-from streamrl.trainer.backends.adamw import MOMENTS
 from streamrl.trainer.backends.base import ModelSpec, Update
-from streamrl.trainer.schedule import learning_rate
+from streamrl.trainer.backends.optimizer import MOMENTS, learning_rate
 
 
 class Trainable:

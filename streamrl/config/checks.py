@@ -1,0 +1,195 @@
+"""Values of a configuration that do not fit together; what a single field cannot check."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from streamrl.config.evaluation import as_evaluated
+from streamrl.config.fields import GENERATED_SOURCES
+from streamrl.config.trainer import role_config
+
+if TYPE_CHECKING:
+    from streamrl.config import Config
+
+
+def found_in(config: Config) -> list[str]:
+    """One sentence for each thing that cannot work; empty when all is well."""
+    problems: list[str] = []
+    if (config.model.path == "scratch") != (config.model.scratch is not None):
+        problems.append('model.path = "scratch" and the section [model.scratch] need each other')
+    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
+        problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
+    if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
+        problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
+    if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:
+        problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
+    if config.rollout.reward.overlong_tokens > config.rollout.sampling.max_new_tokens:
+        problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
+    if config.rollout.sampling.temperature == 0:
+        problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
+    if "" in config.rollout.sampling.stop:
+        problems.append("rollout.sampling.stop must not contain an empty string: it would end every response at once")
+    algorithm = config.algorithm
+    if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
+        problems.append(
+            'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
+            'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
+        )
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        problems.append("algorithm.kl_target needs an algorithm.kl_coef above 0 to start from")
+    if algorithm.behavior_weight_floor > 0 and algorithm.behavior_weight_limit != "mask":
+        problems.append('algorithm.behavior_weight_floor needs algorithm.behavior_weight_limit = "mask"')
+    if algorithm.behavior_weight_floor > algorithm.behavior_weight_cap:
+        problems.append("algorithm.behavior_weight_floor must not exceed algorithm.behavior_weight_cap")
+    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
+        problems.append("algorithm.dual_clip bounds a clipped objective; cispo has none")
+    if config.algorithm.minibatches > config.trainer.batch_groups:
+        problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
+    if config.trainer.data_parallel > config.trainer.batch_groups:
+        problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
+    in_flight = (config.staleness.max_staleness + 1) * config.trainer.batch_groups
+    if config.staleness.over_age == "wait" and config.stream.capacity_groups < in_flight:
+        problems.append(
+            f"stream.capacity_groups must be at least (max_staleness + 1) * batch_groups = {in_flight} "
+            'with staleness.over_age = "wait", or groups that a batch waits for could not be delivered'
+        )
+    elif config.stream.capacity_groups < config.trainer.batch_groups:
+        problems.append("stream.capacity_groups must be at least trainer.batch_groups")
+    if config.run.device == "cpu" and config.weights.backend == "nccl":
+        problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
+    if config.weights.dir and config.weights.mode != "disk":
+        problems.append('weights.dir is of weights.mode = "disk"')
+    if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
+        problems.append('weights.backend is of weights.mode = "collective"')
+    return (
+        problems
+        + _sglang_problems(config)
+        + _mismatch_problems(config)
+        + _layout_problems(config)
+        + _length_problems(config)
+        + _evaluation_problems(config)
+    )
+
+
+_SGLANG_OWN_FLAGS = {
+    "--host": "gserver.host",
+    "--port": "any free port",
+    "--model-path": "[model]",
+    "--model": "[model]",
+    "--weight-version": "the policy version",
+    "--api-key": "gserver.api_key_env",
+    "--device": "run.device",
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "gserver.sglang.tensor_parallel"),
+}
+"""Flags of SGLang that streamrl decides, and from what."""
+_SGLANG_PARALLEL_FLAGS = {
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "raise gserver.sglang.tensor_parallel instead"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "raise gserver.count instead"),
+    "--nnodes": "a server is on one machine; start gservers on the others",
+}
+"""Flags that make other ranks of a server than SGLang has places for in a weight group, and what to do."""
+
+
+def _mismatch_problems(config: Config) -> list[str]:
+    warning, limit = config.trainer.logprob_diff_warning, config.trainer.logprob_diff_limit
+    if limit is not None and limit < warning:
+        return [f"trainer.logprob_diff_limit = {limit:g} is below trainer.logprob_diff_warning = {warning:g}"]
+    return []
+
+
+def _sglang_problems(config: Config) -> list[str]:
+    problems = []
+    if config.gserver.engine == "sglang" and config.gserver.deterministic:
+        problems.append(
+            "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
+            "(gserver.sglang.args)"
+        )
+    if config.gserver.engine != "sglang" and config.gserver.sglang.tensor_parallel > 1:
+        problems.append(f'gserver.sglang.tensor_parallel: not with gserver.engine = "{config.gserver.engine}"')
+    addresses = set(config.gserver.sglang.addresses)
+    count = config.gserver.count
+    if addresses and len(addresses) != count:
+        problems.append(f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {count}")
+    started = {"args": bool(config.gserver.sglang.args), "tensor_parallel": config.gserver.sglang.tensor_parallel > 1}
+    problems += [
+        f"gserver.sglang.{name}: servers that are joined (gserver.sglang.addresses) have their own flags"
+        for name, given in started.items()
+        if addresses and given
+    ]
+    for word in config.gserver.sglang.args:
+        flag = word.partition("=")[0]
+        if flag in _SGLANG_OWN_FLAGS:
+            problems.append(f"gserver.sglang.args: {flag} is set by streamrl (from {_SGLANG_OWN_FLAGS[flag]})")
+        elif flag in _SGLANG_PARALLEL_FLAGS:
+            problems.append(f"gserver.sglang.args: {flag}: {_SGLANG_PARALLEL_FLAGS[flag]}")
+        elif flag == "--trust-remote-code":
+            problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
+    return problems
+
+
+def _layout_problems(config: Config) -> list[str]:
+    """What is wrong with how models are spread over the model workers, and with who has which."""
+    trainer = config.trainer
+    problems = []
+    for role in ("actor", "ref", "critic", "reward"):
+        chosen = role_config(trainer, role)
+        where = f"trainer.roles.{role}" if role in trainer.roles else "trainer"
+        sizes = (chosen.data_parallel, chosen.tensor_parallel, chosen.pipeline_parallel)
+        if math.prod(sizes) != trainer.workers:
+            problems.append(
+                f"{where}: data_parallel * tensor_parallel * pipeline_parallel is {math.prod(sizes)}, "
+                f"but there are {trainer.workers} model workers, and each role spans all of them"
+            )
+        if chosen.backend == "torch" and chosen.data_parallel != math.prod(sizes):
+            problems.append(f'{where}: tensor_parallel and pipeline_parallel need backend = "megatron"')
+        if config.run.record and chosen != role_config(trainer, "actor"):
+            problems.append(f"run.record: {where} has another backend or layout than [trainer], which is not recorded")
+        if role == "actor" and role in trainer.roles:
+            problems.append("trainer.roles.actor: the actor is what [trainer] itself describes")
+    algorithm = config.algorithm
+    if config.reward_model.path is not None and config.rollout.drop_uniform_groups:
+        problems.append("rollout.drop_uniform_groups looks at rewards before a reward model has given them")
+    if algorithm.ref_update_every and algorithm.kl_coef == 0:
+        problems.append("algorithm.ref_update_every needs a reference: an algorithm.kl_coef above 0")
+    if trainer.graph == "synchronous" and config.staleness.max_staleness > 0:
+        problems.append('trainer.graph = "synchronous" needs staleness.max_staleness = 0')
+    if "actor" in trainer.offload:
+        problems.append("trainer.offload: the actor is never idle (its weights are published beside the next step)")
+    return problems
+
+
+def _length_problems(config: Config) -> list[str]:
+    """What is wrong with where the run ends."""
+    if config.run.most_steps is not None or config.data.source in GENERATED_SOURCES:
+        return []
+    sections = {"trainer": config.trainer.optimizer}
+    if config.algorithm.advantage == "gae":
+        sections["critic"] = config.critic.optimizer
+    return [
+        f'{section}.optimizer.schedule = "{optimizer.schedule}" falls until the last step: '
+        "set run.total_train_steps, too"
+        for section, optimizer in sections.items()
+        if optimizer.schedule != "constant"
+    ]
+
+
+def _evaluation_problems(config: Config) -> list[str]:
+    """What is wrong with [evaluation], if it is on."""
+    chosen = config.evaluation
+    if not chosen.enabled:
+        return []
+    seen = as_evaluated(config)
+    problems = []
+    if chosen.samples > 1 and chosen.temperature == 0:
+        problems.append("evaluation.samples above 1 needs an evaluation.temperature above 0: greedy ones are all equal")
+    if seen.rollout.sampling.max_new_tokens >= config.gserver.max_context:
+        problems.append("evaluation.max_new_tokens must be smaller than gserver.max_context")
+    if seen.data.max_prompt_tokens + 1 > config.gserver.max_context:
+        problems.append("evaluation.data.max_prompt_tokens must be smaller than gserver.max_context")
+    same_rows = (seen.data.source, seen.data.path) == (config.data.source, config.data.path)
+    if same_rows and config.data.source not in GENERATED_SOURCES:
+        problems.append("evaluation.data.path must name held-out data: it is the file that the run trains on")
+    if same_rows and seen.run.seed == config.run.seed:
+        problems.append("evaluation.seed must differ from run.seed: it would be the prompts that the run trains on")
+    return problems

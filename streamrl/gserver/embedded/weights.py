@@ -1,0 +1,348 @@
+"""The model's weights, double-buffered: one set is served, the other is staged, which an update fills; a swap exchanges
+the two.
+
+A set (`Parameters`) is laid out as Hugging Face lays it out and addressed by those names. Q, K and V are neighbouring
+rows of one matrix, gate and up of another, so every name is a contiguous view and an update is a plain copy into it.
+Or the weights stay where they are, in memory that somebody else has filled: a publisher on this host may put them into
+shared memory, and they are served from there. Where packed products are faster (`products.py`), each matrix may have a
+packed copy besides.
+
+Weights are served in one dtype and may be kept in a wider one, in which is computed.
+
+Invariants: the served set is never written to, and one that was adopted from, or shared with, others never at all.
+Nothing is computed from packed copies that are older than the weights; a matrix that is written to is unpacked before.
+Every number that is kept is one of the served dtype, so the checksum is that of the weights as served.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
+from streamrl.errors import ModelError
+from streamrl.gserver.embedded.architecture import Architecture
+from streamrl.gserver.embedded.products import Matrix, Packer, packs
+
+TIED_HEAD = "lm_head.weight"
+
+
+class DoubleBufferedWeights:
+    """Implements `WeightsAside` (`server/engine.py`): the staged set is filled in other threads than the engine's."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        threads: int,
+        deterministic: bool = False,
+    ) -> None:
+        """Arguments as in `Parameters`. `deterministic`: a set is served when all its matrices are packed, so that
+        equal requests get equal results to the last bit; else it is served at once, and packed meanwhile."""
+        self._architecture = architecture
+        self.dtype = dtype
+        self._compute_dtype = compute_dtype
+        self._device = device
+        self._threads = threads
+        self._deterministic = deterministic
+        self.served = self._new()
+        self._staged: Parameters | None = None
+        """None: a new set will be made."""
+        self._retired: Parameters | None = None
+        """What was served before and must not be written to."""
+        self._making = threading.Lock()
+
+    def load_served(self, folder: Path) -> None:
+        """Write the checkpoint in `folder` to the served set, before anything is computed; raises `ModelError`."""
+        self.served.load(folder)
+        self.served.synchronize()
+        self.served.pack()
+
+    def load_staged(self, folder: Path) -> None:
+        """Write the checkpoint in `folder` to the staged set; raises `ModelError`."""
+        self._writable().load(folder)
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        return self._writable().write(name, tensor)
+
+    def place(self, name: str) -> Tensor | None:
+        return self._writable().place(name) if self._compute_dtype == self.dtype else None
+
+    def sums(self, name: str) -> str:
+        return tensor_sums(self._writable().named[name])
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        if self._compute_dtype != self.dtype or self._device.type != "cpu":
+            return False
+        with self._making:
+            self._staged = self._new(adopted=weights)
+        return True
+
+    def forget(self) -> None:
+        with self._making:
+            self._staged = None
+
+    def make_ready(self) -> None:
+        staged = self._staged_or_new()
+        staged.synchronize()
+        if self._deterministic:
+            staged.pack()
+
+    def swap(self) -> Parameters:
+        """Serve the staged set and return it. Call `free_retired` afterwards, when there is time."""
+        self.make_ready()
+        old, self.served = self.served, self._staged_or_new()
+        old.stop_packing()
+        self._staged, self._retired = (None, old) if old.read_only else (old, None)
+        self.served.start_packing()
+        return self.served
+
+    def share(self) -> Mapping[str, Tensor]:
+        """Return what is served now, by name, for others to read as long as they like."""
+        self.served.read_only = True
+        return self.served.named
+
+    def free_retired(self) -> None:
+        """Free what is no longer served; takes longer the larger it is."""
+        self._retired = None
+
+    def _writable(self) -> Parameters:
+        """Return the staged set, or a new one in its place if others read it."""
+        with self._making:
+            if self._staged is None or self._staged.read_only:
+                self._staged = self._new()
+            return self._staged
+
+    def _staged_or_new(self) -> Parameters:
+        """Return the staged set, whoever has filled it."""
+        with self._making:
+            if self._staged is None:
+                self._staged = self._new()
+            return self._staged
+
+    def _new(self, adopted: Mapping[str, Tensor] | None = None) -> Parameters:
+        return Parameters(
+            self._architecture,
+            dtype=self.dtype,
+            device=self._device,
+            compute_dtype=self._compute_dtype,
+            threads=self._threads,
+            deterministic=self._deterministic,
+            adopted=adopted,
+        )
+
+
+class LayerWeights(msgspec.Struct):
+    """One decoder layer."""
+
+    input_norm: Tensor
+    qkv: Matrix
+    """`[(heads + 2 * kv_heads) * head_dim, hidden]`"""
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    """`[head_dim]`"""
+    k_norm: Tensor | None
+    o: Matrix
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Matrix
+    """`[2 * intermediate, hidden]`"""
+    down: Matrix
+
+
+class Parameters:
+    """One set of weights: those of the layers for the forward pass, and all of them by name (`named`) for others."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        threads: int = 1,
+        deterministic: bool = False,
+        adopted: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`compute_dtype`: as what the weights of `dtype` lie in memory, `dtype` unless given. `threads`: of the thread
+        that computes with them. `deterministic`: every process packs them in the same way (`products.py`). `adopted`:
+        all weights by name, which are only read; without it there is new memory to write to."""
+        self.architecture = architecture
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype or dtype
+        self.device = device
+        self.read_only = adopted is not None
+        """Nobody may write to them: others read them."""
+        self.named: dict[str, Tensor] = {}
+        """Hugging Face name → contiguous view of the weights, in `compute_dtype`; without a tied head. To read only."""
+        self._adopted = adopted
+        self._packer = Packer(threads=threads, deterministic=deterministic)
+        self._lock = threading.Lock()
+        self._matrices: list[Matrix] = []
+        self._matrix_of: dict[str, Matrix] = {}
+        a = architecture
+        self.embedding = self._vector("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        """`[vocab, hidden]`"""
+        if a.tied:
+            self.head = self._matrix_over(self.embedding, ["model.embed_tokens.weight"])
+        else:
+            self.head = self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
+        """`[vocab, hidden]`"""
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
+        self.norm = self._vector("model.norm.weight", a.hidden_size)
+        numbers = sum(matrix.weight.numel() for matrix in self._matrices)
+        self._packs = packs(numbers=numbers, dtype=self.compute_dtype, device=device)
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether `name` is a weight that repeats another one: the head of a tied model."""
+        return self.architecture.tied and name == TIED_HEAD
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Write `weights` (Hugging Face name → tensor)."""
+        for name, tensor in weights.items():
+            self.write(name, tensor)
+
+    def place(self, name: str) -> Tensor:
+        """Return the memory of one weight, in `compute_dtype`, to be written to.
+
+        Several threads may write, each another weight.
+        """
+        assert not self.read_only, "others read these weights"
+        matrix = self._matrix_of.get(name)
+        if matrix is not None:
+            with self._lock:
+                self._packer.unpack(matrix)
+        return self.named[name]
+
+    def write(self, name: str, tensor: Tensor) -> str:
+        """Copy one weight in place; its name must be known and its shape right.
+
+        Several threads may write, each another weight. Returns `tensor_sums` of what was written, as it is served.
+        """
+        place = self.place(name)
+        rounded = tensor.to(self.dtype)  # where they are kept wider
+        if self.compute_dtype == self.dtype:
+            return copy_and_sum(place, rounded)
+        place.copy_(rounded)
+        return tensor_sums(place.to(self.dtype))
+
+    def synchronize(self) -> None:
+        """Wait until everything is written, so that another thread may compute with it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def start_packing(self) -> None:
+        """Begin to pack what is not packed, where that is faster; others may compute with the weights as they are."""
+        if self._packs:
+            self._packer.start(self._matrices)
+
+    def pack(self) -> None:
+        """Pack what is not packed, where that is faster."""
+        self.start_packing()
+        self._packer.finish()
+
+    def stop_packing(self) -> None:
+        """Stop packing: nobody computes with these weights any more."""
+        self._packer.stop()
+
+    def load(self, folder: Path) -> None:
+        """Copy the checkpoint in `folder` in place, converting its dtype."""
+        self.update(self.read(folder))
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Return the checkpoint in `folder` by name; raises `ModelError` unless it has exactly these weights."""
+        found: dict[str, Tensor] = {}
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - no mapping
+                        if not self.is_ignored(name):
+                            found[name] = tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+        problems = [
+            f"{name} has shape {list(tensor.shape)} instead of {list(self.named[name].shape)}"
+            for name, tensor in found.items()
+            if name in self.named and tensor.shape != self.named[name].shape
+        ]
+        problems += [f"{name} is unknown" for name in found if name not in self.named]
+        problems += [f"{name} is missing" for name in self.named if name not in found]
+        if problems:
+            raise ModelError(f"the weights in {folder} do not fit its model: {'; '.join(problems[:8])}")
+        return found
+
+    def checksum(self) -> WeightsChecksum:
+        """Return the checksum of the weights as served."""
+        if self.compute_dtype == self.dtype:
+            return weights_checksum(self.named)
+        return weights_checksum({name: tensor.to(self.dtype) for name, tensor in self.named.items()})
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        a = self.architecture
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q, kv, hidden = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size
+        qkv_rows = {f"{attention}{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+        gate_up_rows = {f"{mlp}gate_proj": a.intermediate_size, f"{mlp}up_proj": a.intermediate_size}
+        return LayerWeights(
+            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            qkv=self._matrix({f"{name}.weight": rows for name, rows in qkv_rows.items()}, hidden),
+            qkv_bias=self._fused({f"{name}.bias": rows for name, rows in qkv_rows.items()}) if a.qkv_bias else None,
+            q_norm=self._vector(attention + "q_norm.weight", a.head_dim) if a.qk_norm else None,
+            k_norm=self._vector(attention + "k_norm.weight", a.head_dim) if a.qk_norm else None,
+            o=self._matrix({attention + "o_proj.weight": hidden}, q),
+            o_bias=self._vector(attention + "o_proj.bias", hidden) if a.o_bias else None,
+            post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden, gated=True),
+            down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
+        )
+
+    def _matrix(self, rows: Mapping[str, int], inputs: int, *, gated: bool = False) -> Matrix:
+        """Return a matrix `[sum of rows, inputs]` whose rows belong to several names; `rows`: name → how many."""
+        return self._matrix_over(self._fused(rows, inputs), list(rows), gated=gated)
+
+    def _matrix_over(self, weight: Tensor, names: Sequence[str], *, gated: bool = False) -> Matrix:
+        matrix = Matrix(weight, gated=gated)
+        self._matrices.append(matrix)
+        self._matrix_of.update(dict.fromkeys(names, matrix))
+        return matrix
+
+    def _vector(self, name: str, *shape: int) -> Tensor:
+        self.named[name] = self._zeros(*shape) if self._adopted is None else self._adopted[name]
+        return self.named[name]
+
+    def _fused(self, rows: Mapping[str, int], *inputs: int) -> Tensor:
+        """Return one tensor whose rows belong to several names."""
+        if self._adopted is not None:
+            fused = joined([self._adopted[name] for name in rows])
+        else:
+            fused = self._zeros(sum(rows.values()), *inputs)
+        self.named.update(zip(rows, torch.split(fused, list(rows.values())), strict=True))
+        return fused
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.compute_dtype, device=self.device)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all `parts`, contiguous: a view where they lie one after another in the same memory, else a
+    copy."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(parts))
+        place += part.nbytes
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())

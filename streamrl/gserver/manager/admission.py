@@ -1,0 +1,336 @@
+"""Admission with routes: the ledger's room, a gserver for each group, and what became of the prompts.
+
+Pure: times are passed in. Invariants: a group is in flight on a gserver exactly while its lease
+lasts; asking again under the same ticket gives the same groups.
+
+Finds a gserver for a request, also when the one that had it has failed.
+
+Invariant: nobody is sent back to a failed gserver before it was asked how it is, unless there is another.
+
+The manager's calls about groups: admitted with a gserver, routed anew, given up, settled.
+
+Invariant: a group is admitted only into the ledger's room and only together with a gserver that serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from streamrl.config import Config
+from streamrl.gserver.manager.checks import GserverChecks
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.members import Members
+from streamrl.gserver.manager.registry import Member
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
+from streamrl.ledger import Fate, Ledger
+from streamrl.records import progress
+from streamrl.transport.control import (
+    Admission,
+    Admit,
+    AdmitReply,
+    DataFacts,
+    Done,
+    InFlight,
+    Reject,
+    Rejections,
+    Route,
+    RouteReply,
+    Settle,
+)
+
+# --- admissions ---
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""A prompt is given up after so many deaths of workers that had it, if they are more than half of all deaths since
+the first of them: it may well be what kills them. Where workers come and go, a long response sees some end."""
+REMEMBERED_TICKETS = 16
+"""Of each worker."""
+
+
+class Admissions:
+    """Gives prompts to rollout workers and takes account of them."""
+
+    def __init__(self, *, ledger: Ledger, fleet: Fleet, group_size: int) -> None:
+        self.admitted = 0
+        """Groups given out since the run began, those given out again included."""
+        self._ledger = ledger
+        self._fleet = fleet
+        self._new_group = Work(group_size, 0)
+        self.given_up = 0
+        """Prompts rejected since the workers that had them died."""
+        self._last_with: dict[int, str] = {}  # prompts that were given out and are not settled
+        self._deaths: dict[int, list[int]] = {}  # prompt → which deaths of workers it was at, by their number
+        self._all_deaths = 0
+        self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether a group could start now."""
+        return self._fleet.has_capacity and self._ledger.room > 0
+
+    def given(self, worker: str, ticket: str) -> list[Admission] | None:
+        """What `worker` was given under `ticket`, if it asked before."""
+        return self._tickets.get(worker, OrderedDict()).get(ticket)
+
+    def take(self, worker: str, count: int, *, workers: int, ticket: str, now: float) -> list[Admission]:
+        """Up to `count` groups for `worker`, leaving room for the others of `workers` live ones."""
+        given = self.given(worker, ticket)
+        if given is not None:
+            return given
+        if not self.possible:
+            return []
+        share = math.ceil(self._ledger.room / max(1, workers))
+        admissions: list[Admission] = []
+        while len(admissions) < min(count, share) and self._fleet.has_capacity:
+            (seq,) = self._ledger.admit(worker, 1, now=now)
+            gserver = self._fleet.assign(seq, self._new_group, now=now)
+            assert gserver is not None, "one has a place, as checked above"
+            self._last_with[seq] = worker
+            admissions.append(Admission(seq=seq, gserver=gserver.address))
+        self.admitted += len(admissions)
+        if ticket and admissions:
+            remembered = self._tickets.setdefault(worker, OrderedDict())
+            remembered[ticket] = admissions
+            if len(remembered) > REMEMBERED_TICKETS:
+                remembered.popitem(last=False)
+        return admissions
+
+    def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
+        """Another gserver for `seq`; its load moves along only while `worker` holds the lease."""
+        if self._ledger.holder(seq) == worker:
+            return self._fleet.reassign(seq, now=now, avoid=avoid)
+        return next((g for g in self._fleet.serving() if g.address != avoid), None)
+
+    def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
+        """`worker` tells what of `seq` is in flight, which counts while it holds the lease."""
+        if self._ledger.holder(seq) == worker:
+            self._fleet.change(seq, work, now=now)
+
+    def settle(self, groups: Sequence[Fate]) -> None:
+        """The trainer has taken groups, or let go of them."""
+        for fate in groups:
+            if self._ledger.settle(fate):
+                self._forget(fate.seq)
+
+    def reject(self, worker: str, seq: int, reason: str) -> None:
+        """`worker` gives `seq` up, which counts unless another holds it by now."""
+        holder = self._ledger.holder(seq)
+        if holder not in (worker, None) or not self._ledger.reject(seq):
+            log.info("%s gave seq %d up too late (%s); it is with %s", worker, seq, reason, holder or "nobody")
+            return
+        self._forget(seq)
+        log.info("%s gave seq %d up: %s", worker, seq, reason)
+
+    def worker_replaced(self, worker: str) -> None:
+        """The process behind `worker` is another one now: the old one's prompts go back, and may be why it ended."""
+        self._tickets.pop(worker, None)
+        self._came_back(self._ledger.release(worker), f"{worker} was replaced")
+        if had := [seq for seq, holder in self._last_with.items() if holder == worker]:
+            self._all_deaths += 1
+        for seq in had:
+            del self._last_with[seq]
+            self._deaths.setdefault(seq, []).append(self._all_deaths)
+            self._consider(seq)
+
+    def expire(self, *, now: float) -> bool:
+        """Prompts whose lease ran out go back; answers whether there are any. Silence alone is no prompt's fault."""
+        lost = self._ledger.expire(now=now)
+        self._came_back(lost, "their leases ran out")
+        return bool(lost)
+
+    def _came_back(self, seqs: Sequence[int], why: str) -> None:
+        if seqs:
+            log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(seqs), seqs[0], why)
+        for seq in seqs:
+            self._fleet.release(seq)
+
+    def _consider(self, seq: int) -> None:
+        """Give `seq` up if it was at too many deaths to be there by chance."""
+        deaths = self._deaths[seq]
+        since = self._all_deaths - deaths[0] + 1
+        if len(deaths) >= MAX_DEATHS and 2 * len(deaths) > since and self._ledger.reject(seq):
+            self.given_up += 1
+            del self._deaths[seq]
+            log.error(
+                "seq %d is given up: %d of the last %d workers that died had it; look at its prompt and its workflow",
+                *(seq, len(deaths), since),
+            )
+
+    def _forget(self, seq: int) -> None:
+        self._fleet.release(seq)
+        self._last_with.pop(seq, None)
+        self._deaths.pop(seq, None)
+
+
+# --- rerouting ---
+
+
+class Rerouting:
+    """Those for whom there is no capacity now wait in `queue`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        checks: GserverChecks,
+        queue: WaitingQueue[Gserver],
+        long_poll_seconds: float,
+    ) -> None:
+        self._fleet = fleet
+        self._checks = checks
+        self._queue = queue
+        self._long_poll = long_poll_seconds
+
+    async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
+        """URL of what `choose(avoid)` finds, with the URL to avoid, now or within a long poll; empty: nothing.
+
+        `failed`: URL of the gserver that failed, which is checked; empty: none did.
+        """
+        suspect = self._fleet.serving_at(failed)
+        check = self._checks.start(suspect) if suspect is not None else None
+        choice = choose(failed)
+        if choice is None:
+            if check is not None:
+                await asyncio.wait({check})
+            choice = await self._queue.find(lambda: choose(""), timeout=self._long_poll)
+        return choice.address if choice is not None else ""
+
+
+# --- manager groups ---
+
+
+class Groups:
+    """`live_workers` tells how many rollout workers share the room. Nothing is admitted before `start`."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        ledger: Ledger,
+        admissions: Admissions,
+        rerouting: Rerouting,
+        members: Members,
+        state: RunState,
+        signals: Signals,
+        live_workers: Callable[[], int],
+        long_poll_seconds: float,
+    ) -> None:
+        self.data_rows = 0
+        """Of the training data; 0: not known yet."""
+        self._epochs = config.run.total_train_epochs
+        self._ledger = ledger
+        self._admissions = admissions
+        self._rerouting = rerouting
+        self._members = members
+        self._state = state
+        self._signals = signals
+        self._live_workers = live_workers
+        self._long_poll = long_poll_seconds
+        self._admitting = False
+        self._training_over = False
+        begun = progress.of_run(config)
+        if begun is not None:
+            if begun.data_rows:
+                self._set_data_rows(begun.data_rows)
+            ledger.restore(
+                policy_version=begun.policy_version,
+                trained=list(begun.trained_seqs()),
+                rejected=list(begun.rejected_seqs()),
+            )
+            log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
+
+    def start(self) -> None:
+        """Admit from now on, unless training is over."""
+        self._admitting = not self._training_over
+        self._signals.admissions.wake()
+
+    def stop(self) -> None:
+        """Training is over: no further group starts."""
+        self._training_over = True
+        self._admitting = False
+
+    async def admit(self, message: Admit) -> AdmitReply:
+        member = self._members.caller("rollout", message.worker)
+        if message.data_rows:
+            self._compare_data_rows(member, message.data_rows)
+
+        def attempt() -> list[Admission] | None:
+            given = self._admissions.given(member.name, message.ticket)
+            if given is not None or not (self._admitting and self._admissions.possible):
+                return given
+            return self._admissions.take(
+                member.name,
+                message.count,
+                workers=self._live_workers(),
+                ticket=message.ticket,
+                now=time.monotonic(),
+            )
+
+        admissions = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
+        if self._state.over:
+            self._members.tell_over(member)
+            admissions = None
+        return AdmitReply(
+            admissions=admissions or [], policy_version=self._ledger.policy_version, stop=self._state.over
+        )
+
+    async def route(self, message: Route) -> RouteReply:
+        member = self._members.caller("rollout", message.worker)
+        if self._state.over:
+            return RouteReply(gserver="")
+        found = await self._rerouting.find(
+            lambda avoid: self._admissions.reroute(member.name, message.seq, avoid=avoid, now=time.monotonic()),
+            failed=message.failed,
+        )
+        return RouteReply(gserver="" if self._state.over else found)
+
+    async def in_flight(self, message: InFlight) -> Done:
+        now = time.monotonic()
+        worker = self._members.caller("rollout", message.worker).name
+        for group in message.groups:
+            self._admissions.in_flight(worker, group.seq, Work(group.requests, group.tokens), now=now)
+        return Done()
+
+    async def reject(self, message: Reject) -> Done:
+        self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
+        self._signals.rejected.notify()
+        self._signals.admissions.wake()
+        return Done()
+
+    async def settle(self, message: Settle) -> Done:
+        self._admissions.settle(message.groups)
+        self._signals.admissions.wake()
+        return Done()
+
+    async def rejections(self, after: int) -> Rejections:
+        rejected = self._ledger.rejections
+        await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
+        return Rejections(rejected=rejected[after:])
+
+    async def data(self) -> DataFacts:
+        await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
+        return DataFacts(rows=self.data_rows)
+
+    def _compare_data_rows(self, member: Member, rows: int) -> None:
+        if not self.data_rows:
+            self._set_data_rows(rows)
+            self._signals.data.notify()
+        elif rows != self.data_rows:
+            self._state.end(
+                "failed",
+                f"{member.name} has {rows} rows of training data, the run has {self.data_rows}: sequence numbers "
+                "would mean other prompts; give all workers the same data set, also when the run is resumed",
+            )
+
+    def _set_data_rows(self, rows: int) -> None:
+        self.data_rows = rows
+        self._ledger.ends_after = None if self._epochs is None else self._epochs * rows

@@ -1,0 +1,81 @@
+"""Finds out what a gserver serves before it is given groups: on joining, after silence, after a failure.
+
+Invariant: at most one check of a gserver goes on; a gserver that does not reply stays unchecked, and its next heartbeat
+brings the next check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from streamrl import essential
+from streamrl.errors import StreamRLError
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, serves
+from streamrl.gserver.updates.calls import PROBE_SECONDS, WeightCalls
+
+log = logging.getLogger(__name__)
+
+
+class GserverChecks:
+    """Asks gservers what they can do and what they serve. `version` returns the current policy version; `on_checked` is
+    called after every check."""
+
+    def __init__(
+        self,
+        *,
+        calls: WeightCalls,
+        version: Callable[[], int],
+        on_checked: Callable[[], None],
+    ) -> None:
+        self._calls = calls
+        self._version = version
+        self._on_checked = on_checked
+        self._running: dict[Gserver, asyncio.Task[None]] = {}
+
+    def start(self, gserver: Gserver) -> asyncio.Task[None]:
+        """Check `gserver`; return the task, that of the check in progress if there is one."""
+        task = self._running.get(gserver)
+        if task is None:
+            task = essential.begin(self._check(gserver), name=f"check of {gserver.name}")
+            self._running[gserver] = task
+            task.add_done_callback(lambda _: self._running.pop(gserver, None))
+        return task
+
+    async def close(self) -> None:
+        """End the checks in progress."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self, gserver: Gserver) -> None:
+        try:
+            gserver.info = await self._calls.info(gserver)
+            if gserver.stuck:
+                await self._calls.resume(gserver, timeout=PROBE_SECONDS)
+                gserver.stuck = False
+            label = await self._calls.label(gserver)
+        except StreamRLError as error:
+            log.warning("%s takes no groups until it replies: %s", gserver.name, error)
+            gserver.handle(GserverEvent.UNREACHABLE)
+        else:
+            self._found(gserver, label)
+        self._on_checked()
+
+    def _found(self, gserver: Gserver, label: str) -> None:
+        """`gserver` calls its weights `label`."""
+        unchecked = gserver.state is GserverState.UNCHECKED
+        if serves(label, self._version()):
+            gserver.handle(GserverEvent.FOUND_CURRENT)
+            if unchecked:
+                log.info("%s at %s takes groups", gserver.name, gserver.address)
+        else:
+            gserver.handle(GserverEvent.FOUND_OUTDATED)
+            if unchecked:
+                gserver.clear_failures()
+                log.info(
+                    "%s serves weights %r instead of %d: it takes groups once it has them",
+                    *(gserver.name, label, self._version()),
+                )

@@ -1,0 +1,295 @@
+"""What the gserver manager decides, wired together: membership, groups, weights, evaluations, the end of the run.
+
+Each part replies to its own calls of `transport/control.py`; here is what follows in one part from a change in
+another. State changes happen between two awaits of one event loop, and every change that somebody may wait
+for is signalled (`run_state.Signals`).
+
+Invariant: a run that is over admits nothing and says so to everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from streamrl.config import Config
+from streamrl.gserver.manager.admission import Admissions, Groups, Rerouting
+from streamrl.gserver.manager.checks import GserverChecks
+from streamrl.gserver.manager.comparisons import Comparisons
+from streamrl.gserver.manager.elastic import ElasticPools
+from streamrl.gserver.manager.evaluations import Evaluations
+from streamrl.gserver.manager.gserver import Gserver, GserverState
+from streamrl.gserver.manager.members import Members
+from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.gserver.manager.status import build_status, waits_for_members
+from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.gserver.updates.publication import WeightUpdates
+from streamrl.gserver.updates.update import UpdateRecord
+from streamrl.ledger import Ledger
+from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import PublicationEntry, Timeline
+from streamrl.transport.control import LONG_POLL_SECONDS, Done, FinishRun, Status
+from streamrl.transport.generation import GenerationClient
+
+log = logging.getLogger(__name__)
+
+MASTER_PATIENCE_SECONDS = 60.0
+"""At least; a master silent for longer ends the run, since nobody else would."""
+STANDSTILL_SECONDS = 1.0
+"""Being so late for a deadline means that this process, or its machine, stood still, and heard nobody meanwhile."""
+
+
+class Manager:
+    """One run. `watch` has to run beside the calls; `close` ends what is in progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        client: GenerationClient,
+        timeline: Timeline,
+        long_poll_seconds: float = LONG_POLL_SECONDS,
+        master_patience_seconds: float = MASTER_PATIENCE_SECONDS,
+    ) -> None:
+        self.pause_seconds_total = 0.0
+        """Sum of the longest pauses of generation of all updates."""
+        lease = config.manager.lease_seconds
+        self._config = config
+        self._timeline = timeline
+        self._signals = signals = Signals()
+        self._state = RunState(signals)
+        self._registry = Registry(lease_seconds=lease)
+        self._ledger = Ledger(
+            groups_per_batch=config.trainer.batch_groups,
+            max_staleness=config.staleness.max_staleness,
+            lease_seconds=lease,
+        )
+        self._fleet = Fleet(on_capacity=signals.capacity)
+        self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
+        calls = WeightCalls(client, timeout=config.weights.timeout_seconds)
+        self._checks = GserverChecks(
+            calls=calls,
+            version=lambda: self._ledger.policy_version,
+            on_checked=self._gserver_checked,
+        )
+        self.weights = WeightUpdates(
+            config=config.weights,
+            fleet=self._fleet,
+            changed=signals.gservers,
+            calls=calls,
+            on_version=self._version_served,
+            on_record=self._update_ended,
+            on_unrecoverable=lambda reason: self._state.end("failed", reason),
+            version=self._ledger.policy_version,
+        )
+        self.comparisons = Comparisons(fleet=self._fleet, client=client, version=lambda: self._ledger.policy_version)
+        self.members = Members(
+            config=config,
+            registry=self._registry,
+            patience={
+                "gserver": lease,
+                "rollout": lease,
+                "evaluator": lease,
+                "model_worker": lease,
+                "master": max(lease, master_patience_seconds),
+            },
+            state=self._state,
+            timeline=timeline,
+            signals=signals,
+            policy_version=lambda: self._ledger.policy_version,
+            on_joined=self._joined,
+            on_heard=self._heard,
+            on_silent=self._fell_silent,
+            long_poll_seconds=long_poll_seconds,
+        )
+        rerouting = Rerouting(
+            fleet=self._fleet,
+            checks=self._checks,
+            queue=signals.routes,
+            long_poll_seconds=long_poll_seconds,
+        )
+        self.groups = Groups(
+            config=config,
+            ledger=self._ledger,
+            admissions=self._admissions,
+            rerouting=rerouting,
+            members=self.members,
+            state=self._state,
+            signals=signals,
+            live_workers=lambda: self._registry.live("rollout"),
+            long_poll_seconds=long_poll_seconds,
+        )
+        self.evaluations = Evaluations(
+            fleet=self._fleet,
+            samples=config.evaluation.samples,
+            changed=signals.evaluations,
+            rerouting=rerouting,
+            evaluator=lambda index: self.members.caller("evaluator", index),
+            on_training_over=self.groups.stop,
+            on_told=self.members.tell_over,
+            over=lambda: self._state.over,
+            long_poll_seconds=long_poll_seconds,
+        )
+        self.elastic = ElasticPools(
+            config=config,
+            registry=self._registry,
+            fleet=self._fleet,
+            signals=signals,
+            calls=calls,
+            updating=lambda: self.weights.under_way,
+            on_left=self._left,
+        )
+        self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
+        self._last_step: StepReport | None = None
+
+    @property
+    def admitted(self) -> int:
+        """Groups given out, those given out again included."""
+        return self._admissions.admitted
+
+    async def report(self, message: StepReport) -> Done:
+        """Keep the master's report of a step for /status."""
+        self._last_step = message
+        return Done()
+
+    async def finish_run(self, message: FinishRun) -> Done:
+        """End the run, as failed where the message has an error."""
+        if message.error:
+            self._state.end("failed", message.error)
+        else:
+            self._state.end("finished", message.reason)
+        for master in self._registry.of("master"):
+            self.members.tell_over(master)
+        return Done()
+
+    async def wait_until_told(self, *, timeout: float) -> None:
+        """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
+        await self._signals.told.until(lambda: self._state.over, timeout=None)
+        if not await self._signals.told.until(lambda: not self._registry.untold(), timeout=timeout):
+            names = ", ".join(m.name for m in self._registry.untold())
+            log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
+
+    def status(self) -> Status:
+        """Return everything that /status tells."""
+        return build_status(
+            config=self._config,
+            state=self._state,
+            registry=self._registry,
+            fleet=self._fleet,
+            ledger=self._ledger,
+            last_step=self._last_step,
+            publication=self.weights.status(),
+            data_rows=self.groups.data_rows,
+            waiting=len(self._signals.admissions) + len(self._signals.routes),
+            given_up=self._admissions.given_up,
+            evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
+            now=time.monotonic(),
+        )
+
+    async def watch(self) -> None:
+        """Let leases run out and members fall silent, each at its time."""
+        while True:
+            now = time.monotonic()
+            self.members.notice_silence(now=now)
+            if self._admissions.expire(now=now):
+                self._signals.rejected.notify()
+                self._signals.admissions.wake()
+            if self._join_deadline is not None and now >= self._join_deadline:
+                self._joining_took_too_long()
+            deadlines = (self._registry.next_silence(), self._ledger.next_expiry(), self._join_deadline)
+            known = [deadline for deadline in deadlines if deadline is not None]
+            timeout = min(known) - time.monotonic() if known else None
+            await self._signals.deadlines.sleep(timeout)
+            late = time.monotonic() - min(known) if known else 0.0
+            if late > STANDSTILL_SECONDS:
+                log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
+                self._registry.excuse(late)
+
+    async def close(self) -> None:
+        """Stop: who waits for a reply is told that the run is over, paused gservers are resumed."""
+        self._state.end("failed", "the manager was stopped")
+        await self.comparisons.close()
+        await self.elastic.close()
+        await self.weights.close()
+        await self._checks.close()
+
+    # What follows from what
+
+    def _joined(self, member: Member) -> None:
+        if isinstance(member, Gserver):
+            self._fleet.join(member)
+            self._checks.start(member)
+            self._fleet.news += 1
+            self._signals.gservers.notify()
+        elif member.role == "rollout":
+            self._admissions.worker_replaced(member.name)
+            self._signals.rejected.notify()
+            self._signals.admissions.wake()
+        elif member.role == "evaluator":
+            self.evaluations.lost(member.name)
+        if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
+            self._state.name = "running"
+            log.info("all processes have joined")
+
+    def _heard(self, member: Member) -> None:
+        now = member.last_heard.at
+        if member.role == "rollout":
+            self._ledger.renew(member.name, now=now)
+        elif isinstance(member, Gserver) and self._fleet.is_member(member):
+            self._fleet.news += 1
+            self._fleet.measured(member, member.stats, now=now)
+            if member.state is GserverState.UNCHECKED:
+                self._checks.start(member)
+            self.weights.resyncs.heard(member)
+            self.comparisons.look_at(member)
+            self._signals.gservers.notify()
+
+    def _fell_silent(self, member: Member) -> None:
+        self._signals.told.notify()
+        if member.role == "gserver":
+            if not self._fleet.serving_count:
+                log.error("no gserver is left to generate; the run waits for one to (re)join")
+        elif member.role == "evaluator":
+            self.evaluations.lost(member.name)
+        elif member.role == "master":
+            seconds = member.last_heard.seconds(now=time.monotonic())
+            self._state.end("failed", f"{member.name} has been silent for {seconds:.0f} s")
+
+    def _left(self, member: Member) -> None:
+        self._signals.told.notify()
+        self._signals.deadlines.notify()
+
+    def _gserver_checked(self) -> None:
+        self.weights.resyncs.start()
+        self.comparisons.look()
+        if self._fleet.serving_count >= self._config.gserver.count:
+            self.groups.start()
+
+    def _joining_took_too_long(self) -> None:
+        self._join_deadline = None
+        self.groups.start()
+        missing = waits_for_members(self._registry, self._config)
+        if missing:
+            log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
+
+    def _version_served(self, version: int) -> None:
+        self._ledger.advance(version)
+        self.comparisons.next_version(version)
+        self.groups.start()
+
+    def _update_ended(self, record: UpdateRecord) -> None:
+        self.pause_seconds_total += record.pause_seconds
+        self._timeline.add(
+            PublicationEntry(
+                time=record.end,
+                begin=record.begin,
+                end=record.end,
+                pause=record.pause_seconds,
+                version=record.version,
+                done=record.done,
+                error=record.error,
+            )
+        )
+        self.comparisons.look()

@@ -1,0 +1,147 @@
+"""Elastic pools: numbers for processes that join a running run, and the way out for those that are to leave it.
+
+A rollout worker that is asked to leave starts no further group and finishes those that it has. A gserver is given no
+further group; when nothing runs there, or after `manager.drain_seconds`, what still runs is aborted, which hands it
+over with its tokens: the gserver stays paused, so the requests that go on find it gone and another takes them.
+
+Invariant: a gserver is told to leave only when no weight update is under way, and takes part in none afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from streamrl.config import Config
+from streamrl.config.trainer import SYNCHRONOUS
+from streamrl.errors import ConfigError, PeerError, StreamRLError
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import Signals
+from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.transport.control import AskPlace, Done, Drain, Leave, Place, Role
+
+log = logging.getLogger(__name__)
+
+
+class ElasticPools:
+    """The calls with which processes join and leave a running run. `updating` returns whether a weight update is under
+    way; `on_left` is called with each member that has left."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        registry: Registry,
+        fleet: Fleet,
+        signals: Signals,
+        calls: WeightCalls,
+        updating: Callable[[], bool],
+        on_left: Callable[[Member], None],
+    ) -> None:
+        self._config = config
+        self._digest = config.digest()
+        self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
+        self._registry = registry
+        self._fleet = fleet
+        self._signals = signals
+        self._calls = calls
+        self._updating = updating
+        self._on_left = on_left
+        self._promised: dict[tuple[Role, int], float] = {}
+        """Numbers given out → until when they are kept for who asked."""
+        self._draining: dict[Gserver, asyncio.Task[None]] = {}
+
+    async def place(self, message: AskPlace) -> Place:
+        """Give out a number beyond the configured ones, which belong to the processes that the run was planned with.
+
+        Raises `PeerError` for a role whose number is fixed, `ConfigError` for another configuration.
+        """
+        first = self._configured_count(message.role, "join a running run under a new number")
+        if message.config_digest != self._digest:
+            raise ConfigError(
+                f"a new {message.role} has another configuration than the manager: {message.config_digest} instead of "
+                f"{self._digest}; start it with the same file and the same overrides ([run] and [manager] may differ)"
+            )
+        now = time.monotonic()
+        index = first
+        while self._taken(message.role, index, now=now):
+            index += 1
+        self._promised[message.role, index] = now + self._config.manager.join_timeout_seconds
+        return Place(index)
+
+    async def drain(self, message: Drain) -> Done:
+        """Ask a process to leave; one that is silent has left at once. Raises `PeerError` when it cannot leave."""
+        self._configured_count(message.role, "be drained")
+        member = self._registry.get(message.role, message.index)
+        if member is None:
+            names = ", ".join(m.name for m in self._registry.of(message.role)) or "none"
+            raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
+        if message.role == "rollout" and self._config.trainer.graph == SYNCHRONOUS:
+            raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
+        if member.silent:
+            self._remove(member)
+        elif not member.draining:
+            member.drain()
+            log.info("%s is asked to leave", member.name)
+            if isinstance(member, Gserver):
+                self._draining[member] = asyncio.create_task(self._empty(member), name=f"drain {member.name}")
+            else:
+                member.leaves = True
+        return Done()
+
+    async def left(self, message: Leave) -> Done:
+        """A process says that it has left."""
+        member = self._registry.get(message.role, message.index)
+        if member is not None and member.pid == message.pid:
+            self._remove(member)
+        return Done()
+
+    async def close(self) -> None:
+        """Stop waiting for gservers to be empty."""
+        for task in self._draining.values():
+            task.cancel()
+        await asyncio.gather(*self._draining.values(), return_exceptions=True)
+
+    def _configured_count(self, role: Role, what: str) -> int:
+        """How many of `role` are configured; raises `PeerError` for roles whose number is fixed."""
+        if role not in self._configured:
+            raise PeerError(f"a {role} cannot {what}; only gservers and rollout workers can")
+        return self._configured[role]
+
+    def _taken(self, role: Role, index: int, *, now: float) -> bool:
+        member = self._registry.get(role, index)
+        return (member is not None and not member.silent) or self._promised.get((role, index), now) > now
+
+    async def _empty(self, gserver: Gserver) -> None:
+        """Let `gserver` finish or hand over, then have it told to leave."""
+        try:
+            seconds = self._config.manager.drain_seconds
+            finished = await self._signals.gservers.until(
+                lambda: not gserver.load.routed.requests or not self._fleet.is_member(gserver), timeout=seconds
+            )
+            await self._signals.gservers.until(lambda: not self._updating(), timeout=None)
+            if self._fleet.is_member(gserver):
+                gserver.handle(GserverEvent.EMPTIED)
+                if not finished:
+                    log.info(
+                        "%s hands over %d requests after %.0f s", gserver.name, gserver.load.routed.requests, seconds
+                    )
+                    await self._hand_over(gserver)
+        finally:
+            gserver.leaves = True
+            self._draining.pop(gserver, None)
+
+    async def _hand_over(self, gserver: Gserver) -> None:
+        try:
+            await self._calls.pause(gserver, "abort")
+        except StreamRLError as error:
+            log.warning("%s is told to leave with what it runs, which begins anew elsewhere: %s", gserver.name, error)
+
+    def _remove(self, member: Member) -> None:
+        self._registry.remove(member.role, member.index)
+        self._on_left(member)
+        log.info("%s has left the run", member.name)

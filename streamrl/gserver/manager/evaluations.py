@@ -1,0 +1,228 @@
+"""Evaluations on held-out prompts, between the master that asks for them and the evaluator that makes them.
+
+Owns the queue of evaluations and the routes of the prompts under way. Invariants: at most one evaluation is under way
+and at most one waits, the latest that was asked for; each is reported at most once, whoever reports it. Prompts of an
+evaluation are no groups of the ledger; the fleet counts them as load until the evaluator says that they are done, or is
+gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from streamrl.gserver.manager.admission import Rerouting
+from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.registry import Member
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import Wakeup
+from streamrl.records.evaluation import EvaluationReport
+from streamrl.transport.control import (
+    Done,
+    Evaluate,
+    EvaluationReports,
+    EvaluationResult,
+    EvaluationRoute,
+    EvaluationStatus,
+    EvaluationTask,
+    NextEvaluation,
+    NextEvaluationReply,
+    RouteReply,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """The manager's calls about evaluations."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        samples: int,
+        changed: Wakeup,
+        rerouting: Rerouting,
+        evaluator: Callable[[int], Member],
+        on_training_over: Callable[[], None],
+        on_told: Callable[[Member], None],
+        over: Callable[[], bool],
+        long_poll_seconds: float,
+    ) -> None:
+        """`samples`: responses to each prompt. `evaluator` takes the index of a registered evaluator, counts the call
+        as a sign of life, and returns it. `over` returns whether the run is over; `on_told` is given each process that
+        is told so. `on_training_over` is called when the master waits for nothing but the last evaluation."""
+        self._queue = EvaluationQueue()
+        self._fleet = fleet
+        self._prompt = Work(samples, 0)
+        self._changed = changed
+        self._rerouting = rerouting
+        self._evaluator = evaluator
+        self._on_training_over = on_training_over
+        self._on_told = on_told
+        self._over = over
+        self._long_poll = long_poll_seconds
+        self._routed: dict[str, set[int]] = {}
+        """Evaluator → its prompts that have a gserver."""
+
+    async def ask(self, message: Evaluate) -> Done:
+        """The master wants an evaluation."""
+        if message.training_over:
+            self._on_training_over()
+        self._queue.ask(message)
+        self._changed.notify()
+        return Done()
+
+    async def next(self, message: NextEvaluation) -> NextEvaluationReply:
+        """Wait for an evaluation for the evaluator, for a long poll at most."""
+        member = self._evaluator(message.evaluator)
+        await self._changed.until(
+            lambda: self._over() or self._queue.has_for(member.name) or member.silent, timeout=self._long_poll
+        )
+        if self._over():
+            self._on_told(member)
+            return NextEvaluationReply(task=None, stop=True)
+        return NextEvaluationReply(task=None if member.silent else self._queue.take(member.name), stop=False)
+
+    async def route(self, message: EvaluationRoute) -> RouteReply:
+        """Free the gservers of prompts that are done, and find one for the prompt that begins, or lost its own."""
+        member = self._evaluator(message.evaluator)
+        self._release(member.name, message.done)
+        if self._over():
+            return RouteReply(gserver="")
+        key = _route_key(member.name, message.prompt)
+        found = await self._rerouting.find(
+            lambda avoid: self._fleet.assign(key, self._prompt, now=time.monotonic(), avoid=avoid),
+            failed=message.failed,
+        )
+        if found:
+            self._routed.setdefault(member.name, set()).add(message.prompt)
+        return RouteReply(gserver=found)
+
+    async def result(self, message: EvaluationResult) -> Done:
+        """Take in what an evaluation found; none of its prompts is under way any more."""
+        member = self._evaluator(message.evaluator)
+        self._release(member.name, list(self._routed.get(member.name, ())))
+        self._queue.done(message.number, message.report)
+        self._changed.notify()
+        return Done()
+
+    async def reports(self, after: int) -> EvaluationReports:
+        """Wait for reports after the first `after`, for a long poll at most."""
+        reports = self._queue.reports
+        await self._changed.until(lambda: len(reports) > after or self._over(), timeout=self._long_poll)
+        return EvaluationReports(reports=reports[after:], stop=self._over())
+
+    def lost(self, evaluator: str) -> None:
+        """`evaluator` fell silent, or another process took its place."""
+        self._release(evaluator, list(self._routed.get(evaluator, ())))
+        self._queue.give_back(evaluator)
+        self._changed.notify()
+
+    def status(self) -> EvaluationStatus:
+        """Return which evaluation is under way, which waits, and what was found last."""
+        return self._queue.status()
+
+    def _release(self, evaluator: str, prompts: list[int]) -> None:
+        for prompt in prompts:
+            self._fleet.release(_route_key(evaluator, prompt))
+        self._routed.get(evaluator, set()).difference_update(prompts)
+
+
+def _route_key(evaluator: str, prompt: int) -> str:
+    """Return the name under which the fleet knows a prompt of an evaluation; groups have numbers."""
+    return f"{evaluator}/{prompt}"
+
+
+class EvaluationQueue:
+    """Takes evaluations from the master, gives them to an evaluator, and keeps what it reports. Pure."""
+
+    def __init__(self) -> None:
+        self.reports: list[EvaluationReport] = []
+        """In order of arrival."""
+        self._asked = 0
+        """How many evaluations were asked for."""
+        self._versions: set[int] = set()
+        """The policy versions that were asked for."""
+        self._left_out = 0
+        """How many were not made because a later one was due."""
+        self._running: EvaluationTask | None = None
+        self._owner = ""
+        """The evaluator that has the running one."""
+        self._waiting: EvaluationTask | None = None
+
+    def ask(self, message: Evaluate) -> None:
+        """Queue an evaluation that is due, unless one of the same version was asked for before.
+
+        One that still waits gives way to it.
+        """
+        if message.policy_version in self._versions:
+            return
+        self._versions.add(message.policy_version)
+        task = EvaluationTask(number=self._asked, policy_version=message.policy_version, step=message.step)
+        self._asked += 1
+        if self._running is not None:
+            log.info(
+                "the evaluation of version %d waits for that of version %d to end",
+                *(task.policy_version, self._running.policy_version),
+            )
+        self._wait(task)
+
+    def has_for(self, owner: str) -> bool:
+        """Return whether `take` would return a task to `owner`."""
+        return self._waiting is not None if self._running is None else self._owner == owner
+
+    def take(self, owner: str) -> EvaluationTask | None:
+        """Return the next evaluation, or None if there is none for `owner`.
+
+        An owner that asks while its own evaluation is under way has lost it, and gets it again.
+        """
+        if self._running is None:
+            self._running, self._waiting, self._owner = self._waiting, None, owner
+        return self._running if self._owner == owner else None
+
+    def give_back(self, owner: str) -> None:
+        """Queue the evaluation of `owner`, which is gone, once more, unless a later one waits already."""
+        if self._running is None or self._owner != owner:
+            return
+        lost, self._running = self._running, None
+        log.warning("%s was lost in the evaluation of version %d", owner, lost.policy_version)
+        if self._waiting is None:
+            self._wait(lost)
+        else:
+            self._leave_out(lost, self._waiting)
+
+    def done(self, number: int, report: EvaluationReport) -> bool:
+        """Take in a report; return False if its evaluation was reported or left out before."""
+        if self._running is not None and self._running.number == number:
+            self._running = None
+        elif self._waiting is not None and self._waiting.number == number:
+            self._waiting = None  # given back too early: its evaluator had only been silent
+        else:
+            return False
+        self.reports.append(report)
+        return True
+
+    def status(self) -> EvaluationStatus:
+        """Return where the evaluations are."""
+        return EvaluationStatus(
+            running=self._running,
+            waiting=self._waiting,
+            done=len(self.reports),
+            left_out=self._left_out,
+            last=self.reports[-1] if self.reports else None,
+        )
+
+    def _wait(self, task: EvaluationTask) -> None:
+        if self._waiting is not None:
+            self._leave_out(self._waiting, task)
+        self._waiting = task
+
+    def _leave_out(self, task: EvaluationTask, later: EvaluationTask) -> None:
+        self._left_out += 1
+        log.warning(
+            "the evaluation of version %d is left out: it had not begun when that of version %d was asked for; "
+            "evaluate less often, or fewer prompts, or raise evaluation.max_concurrent",
+            *(task.policy_version, later.policy_version),
+        )

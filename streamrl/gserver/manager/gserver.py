@@ -1,0 +1,212 @@
+"""One gserver: its record, and the state machine of its life.
+
+The record is the one that the registry has of the process; everybody else (routing, checks, weight updates, resync,
+status) reads its `state` and tells it what happened (`Gserver.handle`). Which state follows is decided here alone, by
+`TRANSITIONS`; docs/manager.md draws them, and a test compares the two. Pure, no I/O.
+
+    joins        FOUND_CURRENT, UPDATED
+    ──▶ UNCHECKED ──────────────────────▶ SERVING
+         ▲   │  ▲                          │  │ ▲
+         │   │  └───── UNREACHABLE ────────┘  │ │ UPDATED
+         │   │ FOUND_OUTDATED, UPDATE_FAILED  │ │
+         │   └───────────▶ EVICTED ◀──────────┘ │
+         │                  │  └────────────────┘
+         │                  │  PASSED_OVER, UPDATE_FAILED
+         │ RETURNED         ▼ FELL_SILENT (from each of the three)
+         └─────────────── SILENT
+
+Beside that, one that was asked to leave (`draining`) is given no group; once it is EMPTIED it is LEAVING, and GONE when
+it has left or when another process has its place.
+
+Invariants: groups are given to SERVING gservers that do not drain, and to no others; GONE is final; whoever is
+silent has to be checked before it serves again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+
+from streamrl.gserver.manager.load import GserverLoad, Work
+from streamrl.gserver.manager.registry import Member
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
+
+Key = int | str
+"""Of work that is routed: a group's sequence number, or the name of a prompt of an evaluation."""
+
+
+class GserverState(Enum):
+    """What the manager knows about a gserver."""
+
+    UNCHECKED = "unchecked"
+    """Registered; what it serves is not known, or not any more. It is checked."""
+    SERVING = "serving"
+    """Serves the current weights: takes groups."""
+    EVICTED = "evicted"
+    """Serves other weights, or failed in a weight update: waits until it has the current ones."""
+    SILENT = "silent"
+    """Nothing was heard of it for too long, or it said that it gives up."""
+    LEAVING = "leaving"
+    """Was drained and has no work left: it only has to be told to leave."""
+    LEAVING_SILENT = "leaving, silent"
+    """Fell silent while it was leaving."""
+    GONE = "gone"
+    """Has left, or another process has its place."""
+
+
+class GserverEvent(Enum):
+    """What can happen to a gserver."""
+
+    FOUND_CURRENT = "found current"
+    """A check found that it serves the current weights."""
+    FOUND_OUTDATED = "found outdated"
+    """A check found that it serves other weights."""
+    UNREACHABLE = "unreachable"
+    """It did not reply to a check, or its generation could not be resumed."""
+    UPDATED = "updated"
+    """A weight update or a resync has brought it to the current weights."""
+    UPDATE_FAILED = "update failed"
+    """A weight update or a resync failed on it."""
+    PASSED_OVER = "passed over"
+    """Others serve newer weights now, which did not go to it."""
+    FELL_SILENT = "fell silent"
+    RETURNED = "returned"
+    """It is heard of again after silence."""
+    EMPTIED = "emptied"
+    """Nothing is left to do on one that drains."""
+    REMOVED = "removed"
+    """It has left, or another process has taken its place."""
+
+
+_STATE, _EVENT = GserverState, GserverEvent
+
+TRANSITIONS: dict[GserverEvent, dict[GserverState, GserverState]] = {
+    _EVENT.FOUND_CURRENT: {_STATE.UNCHECKED: _STATE.SERVING},
+    _EVENT.FOUND_OUTDATED: {_STATE.UNCHECKED: _STATE.EVICTED},
+    _EVENT.UNREACHABLE: {_STATE.SERVING: _STATE.UNCHECKED},
+    _EVENT.UPDATED: {_STATE.UNCHECKED: _STATE.SERVING, _STATE.EVICTED: _STATE.SERVING},
+    _EVENT.UPDATE_FAILED: {_STATE.UNCHECKED: _STATE.EVICTED, _STATE.SERVING: _STATE.EVICTED},
+    _EVENT.PASSED_OVER: {_STATE.SERVING: _STATE.EVICTED},
+    _EVENT.FELL_SILENT: {
+        _STATE.UNCHECKED: _STATE.SILENT,
+        _STATE.SERVING: _STATE.SILENT,
+        _STATE.EVICTED: _STATE.SILENT,
+        _STATE.LEAVING: _STATE.LEAVING_SILENT,
+    },
+    _EVENT.RETURNED: {_STATE.SILENT: _STATE.UNCHECKED, _STATE.LEAVING_SILENT: _STATE.LEAVING},
+    _EVENT.EMPTIED: {
+        _STATE.UNCHECKED: _STATE.LEAVING,
+        _STATE.SERVING: _STATE.LEAVING,
+        _STATE.EVICTED: _STATE.LEAVING,
+        _STATE.SILENT: _STATE.LEAVING_SILENT,
+    },
+    _EVENT.REMOVED: {state: _STATE.GONE for state in _STATE if state is not _STATE.GONE},
+}
+"""What happens → state → the state that follows; in a state that is not named it changes nothing."""
+
+
+def next_state(state: GserverState, event: GserverEvent) -> GserverState:
+    """Return the state of a gserver in `state` after `event`."""
+    return TRANSITIONS[event].get(state, state)
+
+
+def serves(label: str, version: int) -> bool:
+    """Whether a gserver that calls its weights `label` serves `version`; a fresh server says `default`."""
+    return label == str(version) or (version == 0 and label == INITIAL_WEIGHT_VERSION)
+
+
+class Gserver(Member):
+    """One registered gserver process; a restarted one is another `Gserver`."""
+
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        *,
+        pid: int = 0,
+        host: str = "",
+        now: float = 0.0,
+        patience: float = math.inf,
+    ) -> None:
+        super().__init__("gserver", index, address, pid=pid, host=host, now=now, patience=patience)
+        self.state = GserverState.UNCHECKED
+        """Changes by `handle` alone."""
+        self.on_change: Callable[[Gserver], None] = lambda gserver: None
+        """Called after changes that routing depends on; set by the fleet that it joins."""
+        self.groups: dict[Key, Work] = {}
+        """What is routed to it and still in flight."""
+        self.load = GserverLoad()
+        self.stuck = False
+        """Its generation was paused and could not be resumed."""
+        self.failed_version: int | None = None
+        """The last weight update that failed because of it."""
+        self.failed_resyncs = 0
+        """How often in a row it could not be resynced to the current weights, though it lived on."""
+        self.resync_failed = False
+        """Its last resync failed, and it has not been heard of since: it may have died of it."""
+        self.tells_received = True
+        """Whether one that stages no weights can tell checksums of those that came, as far as known."""
+        self._info: ServerInfo | None = None
+
+    def handle(self, event: GserverEvent) -> None:
+        """`event` happened to it."""
+        state = next_state(self.state, event)
+        if state is not self.state:
+            self.state = state
+            self.on_change(self)
+
+    @property
+    def serving(self) -> bool:
+        """Whether it serves the current weights."""
+        return self.state is GserverState.SERVING
+
+    @property
+    def evicted(self) -> bool:
+        """Whether it waits for the current weights."""
+        return self.state is GserverState.EVICTED
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether it may be given groups when it has capacity."""
+        return self.serving and not self.draining
+
+    @property
+    def silent(self) -> bool:
+        return self.state in (GserverState.SILENT, GserverState.LEAVING_SILENT)
+
+    def fall_silent(self) -> None:
+        self.handle(GserverEvent.FELL_SILENT)
+
+    def return_from_silence(self) -> None:
+        self.handle(GserverEvent.RETURNED)
+
+    def drain(self) -> None:
+        """It is asked to leave: it finishes what it has, still takes weights, and is given nothing more."""
+        super().drain()
+        self.on_change(self)
+
+    def remove(self) -> None:
+        self.handle(GserverEvent.REMOVED)
+
+    def clear_failures(self) -> None:
+        """Forget failed resyncs: they were to another version."""
+        self.failed_resyncs = 0
+        self.resync_failed = False
+
+    @property
+    def info(self) -> ServerInfo | None:
+        """What it can do, once it was asked."""
+        return self._info
+
+    @info.setter
+    def info(self, info: ServerInfo) -> None:
+        self._info = info
+        self.load.most_requests = info.max_running_requests or 0
+        self.load.most_tokens = info.max_total_num_tokens or 0
+        self.on_change(self)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes in a weight group."""
+        return self._info.tp_size if self._info is not None else 1

@@ -1,0 +1,225 @@
+"""The calls with which processes take part: they register, beat, ask who is there and who is silent, and are told of
+the end.
+
+Owns nothing but the order of things: the registry says who is there, and what follows from a change is
+told to `on_joined`, `on_heard` and `on_silent`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from streamrl.config import Config
+from streamrl.config.trainer import SYNCHRONOUS
+from streamrl.errors import ConfigError, PeerError
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.records.timeline import HeartbeatEntry, Timeline
+from streamrl.transport.control import (
+    Heartbeat,
+    HeartbeatReply,
+    Peer,
+    Register,
+    RegisterReply,
+    Role,
+    Silence,
+    SilentProcess,
+    Topology,
+)
+from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """`patience`: seconds without a word after which a process of each role counts as silent.
+
+    `on_heard` is called whenever a member said something; its `stats` are then those of its last heartbeat.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        registry: Registry,
+        patience: Mapping[Role, float],
+        state: RunState,
+        timeline: Timeline,
+        signals: Signals,
+        policy_version: Callable[[], int],
+        on_joined: Callable[[Member], None],
+        on_heard: Callable[[Member], None],
+        on_silent: Callable[[Member], None],
+        long_poll_seconds: float,
+    ) -> None:
+        self._digest = config.digest()
+        self._elastic = config.trainer.graph != SYNCHRONOUS
+        """Whether groups are given to whichever rollout workers there are."""
+        self._heartbeat_seconds = config.manager.heartbeat_seconds
+        self._registry = registry
+        self._patience = patience
+        self._state = state
+        self._timeline = timeline
+        self._signals = signals
+        self._policy_version = policy_version
+        self._on_joined = on_joined
+        self._on_heard = on_heard
+        self._on_silent = on_silent
+        self._long_poll = long_poll_seconds
+
+    async def register(self, message: Register) -> RegisterReply:
+        """Enter a process; one that registers again, because its reply was lost or it was not known, changes nothing.
+
+        Raises `ConfigError` when it has another configuration than the manager.
+        """
+        who = f"{message.role}/{message.index}"
+        if message.config_digest != self._digest:
+            raise ConfigError(
+                f"{who} (process {message.pid} on {message.host}) has another configuration than the manager: "
+                f"{message.config_digest} instead of {self._digest}; start all processes of a run with the same "
+                "file and the same overrides ([run] and [manager] may differ)"
+            )
+        now = time.monotonic()
+        registered = self._registry.registered(message)
+        if registered is not None:
+            self._hear(registered, now=now)
+        else:
+            member = self._record(message, now=now)
+            before = self._registry.add(member, now=now)
+            self._hear(member, now=now)
+            log.info("%s joined%s", who, f" at {message.address}" if message.address else "")
+            if before is not None:
+                log.warning("%s: process %d on %s took the place of %d", who, member.pid, member.host, before.pid)
+            self._on_joined(member)
+            self._signals.deadlines.notify()
+            self._signals.joined.notify()
+        return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
+
+    async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
+        """Take in a sign of life with its figures. One with an error ends the run, unless others can do without its
+        sender, which then counts as silent."""
+        now = time.monotonic()
+        member = self._registry.get(message.role, message.index)
+        if message.error and (member is None or not self._goes_on_without(member)):
+            self._state.end("failed", message.error)
+        if member is not None:
+            member.stats = message.stats
+            member.waiting_for = message.waiting_for
+            self._hear(member, now=now)
+            if message.error and not self._state.over:
+                log.error("%s", message.error)
+                self._registry.give_up(member)
+                self._fell_silent(member)
+            if self._state.over:
+                self.tell_over(member)
+            self._timeline.add(
+                HeartbeatEntry(
+                    time=time.time(),
+                    role=member.role,
+                    index=member.index,
+                    stats=member.stats,
+                    waiting_for=member.waiting_for,
+                )
+            )
+            if member.role == "master":  # of which there is one, so the manager beats as often
+                own = {**processor_seconds(), MACHINE_SECONDS: machine_seconds()}
+                self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
+        return HeartbeatReply(
+            stop=self._state.over,
+            policy_version=self._policy_version(),
+            known=member is not None,
+            leave=member is not None and member.leaves,
+            unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
+        )
+
+    async def silence(self, after: int) -> Silence:
+        """Return who is silent, as soon as that has changed since the number of changes `after`."""
+        registry = self._registry
+        await self._signals.silences.until(
+            lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
+        )
+        return Silence(
+            changes=registry.silence_changes,
+            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in registry.silent()],
+            over=self._state.over,
+        )
+
+    async def topology(self, role: Role, count: int, *, wait: float) -> Topology:
+        """Return the addresses of the first `count` processes of `role`, waiting up to `wait` seconds for all."""
+
+        def complete() -> bool:
+            return all(self._registry.get(role, index) is not None for index in range(count))
+
+        await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
+        peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
+        return Topology(complete=complete(), peers=peers)
+
+    def caller(self, role: Role, index: int) -> Member:
+        """Return the registered process that makes a call, which is a sign of life; raises `PeerError` for a
+        stranger."""
+        member = self._registry.get(role, index)
+        if member is None:
+            raise PeerError(f"{role}/{index} is not registered with this manager; register first")
+        self._hear(member, now=time.monotonic())
+        return member
+
+    def tell_over(self, member: Member) -> None:
+        """`member` is told, in the reply that is under way, that the run is over."""
+        member.told = True
+        self._signals.told.notify()
+
+    def notice_silence(self, *, now: float) -> None:
+        """Those who said nothing for too long count as silent."""
+        for member in self._registry.notice_silence(now=now):
+            log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
+            self._fell_silent(member)
+
+    def _record(self, message: Register, *, now: float) -> Member:
+        """Return a new record of the process that registers."""
+        patience = self._patience[message.role]
+        if message.role == "gserver":
+            return Gserver(
+                message.index, message.address, pid=message.pid, host=message.host, now=now, patience=patience
+            )
+        return Member(
+            message.role,
+            message.index,
+            message.address,
+            pid=message.pid,
+            host=message.host,
+            now=now,
+            patience=patience,
+        )
+
+    def _goes_on_without(self, member: Member) -> bool:
+        """Whether others do the work of `member`, which gives up.
+
+        What goes wrong in every rollout worker, such as a reward function that cannot be loaded, is to end the run with
+        its message, and at once: so those others count that have finished a group since they began.
+        """
+        if member.role == "gserver":
+            return True  # the run waits for one that is started again
+        return (
+            member.role == "rollout"
+            and self._elastic
+            and any(
+                other.stats.get("groups_done_total", 0.0) > 0
+                for other in self._registry.of("rollout")
+                if other is not member and not other.silent and not other.draining
+            )
+        )
+
+    def _fell_silent(self, member: Member) -> None:
+        self._signals.silences.notify()
+        self._on_silent(member)
+
+    def _hear(self, member: Member, *, now: float) -> None:
+        if self._registry.hear(member, now=now):
+            log.warning("%s is heard of again", member.name)
+            self._signals.deadlines.notify()
+            self._signals.silences.notify()
+        if not member.gave_up:
+            self._on_heard(member)

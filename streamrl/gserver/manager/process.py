@@ -1,0 +1,75 @@
+"""The gserver manager as a process: the run's one address.
+
+It owns the `Manager` (`core.py`: what is decided), the HTTP server in front of it (`http.py`), the watch over leases
+and silences, and its end: it leaves once the run is over and everyone alive was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.gserver.manager.core import Manager
+from streamrl.gserver.manager.http import server
+from streamrl.records.timeline import Timeline
+from streamrl.transport.generation import GenerationClient
+from streamrl.transport.http import HttpServer
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key
+
+log = logging.getLogger(__name__)
+
+TELL_SECONDS = 10.0
+"""How long the manager stays after the end of the run for those who have not heard of it."""
+SHUTDOWN_SECONDS = 1.0
+"""For calls that run when the manager leaves."""
+LINGER_SECONDS = 1.0
+"""After the last was told: who leaves may still ask for the run's final figures."""
+
+
+async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str], None] | None = None) -> None:
+    """Manage a run until it is over and everyone was told, or until cancelled.
+
+    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, `ConfigError`
+    when the key that the configuration asks for is not set.
+    """
+    key = manager_key(config)
+    if not key and not is_loopback(host):
+        log.warning(
+            "the manager listens at %s without a key: whoever reaches it can steer the run; "
+            "set manager.api_key_env to the name of an environment variable that holds one",
+            host,
+        )
+    async with AsyncExitStack() as stack:
+        client = GenerationClient(timeout=config.weights.timeout_seconds, key=gserver_key(config))
+        stack.push_async_callback(client.close)
+        timeline = Timeline(config.run_dir)
+        stack.callback(timeline.close)
+        manager = Manager(config, client=client, timeline=timeline)
+        listener = server(manager, key=key, key_variable=config.manager.api_key_env)
+        stack.push_async_callback(listener.close, patience=SHUTDOWN_SECONDS)
+        stack.push_async_callback(manager.close)
+        url = await _listen(listener, host, port)
+        log.info("the manager of run %r listens at %s", config.run.name, url)
+        if on_ready is not None:
+            on_ready(url)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(manager.watch(), name="leases and silences")
+            await manager.wait_until_told(timeout=TELL_SECONDS)
+            await asyncio.sleep(LINGER_SECONDS)
+            watching.cancel()
+
+
+async def _listen(server: HttpServer, host: str, port: int) -> str:
+    """Listen, and return the URL."""
+    try:
+        address, bound = await server.listen(host, port)
+    except OSError as error:
+        raise StreamRLError(
+            f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
+            "is another one running there? choose another manager.port, or 0 for any"
+        ) from error
+    return f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}"

@@ -1,0 +1,197 @@
+"""Who takes part in the run: one record for each process that registered, and who of them is silent.
+
+Pure: times are passed in, in seconds on the caller's clock. Invariant: a place (role and index) belongs to one process
+at a time; another process that registers under it is another record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+from streamrl.transport.control import Register, Role
+from streamrl.transport.liveness import LastHeard, next_silence
+
+TELL_LEASES = 2.0
+"""Leases for which the address of a gserver that was replaced is told: every worker that lives has heard it by then."""
+
+
+class Member:
+    """A registered process. A gserver's record is a `Gserver` (`gserver.py`), whose silence is one of its states."""
+
+    def __init__(
+        self,
+        role: Role,
+        index: int,
+        address: str = "",
+        *,
+        pid: int = 0,
+        host: str = "",
+        now: float = 0.0,
+        patience: float = math.inf,
+    ) -> None:
+        """`host` as it calls itself; `patience`: seconds without a word after which it counts as silent."""
+        self.role: Role = role
+        self.index = index
+        self.address = address
+        self.pid = pid
+        self.host = host
+        self.last_heard = LastHeard(now=now, patience=patience)
+        self.stats: dict[str, float] = {}
+        """Of its last heartbeat."""
+        self.waiting_for = ""
+        self.gave_up = False
+        """It said that it ends; it stays silent, whatever it says until then."""
+        self.told = False
+        """Whether it has been told that the run is over."""
+        self.draining = False
+        """It was asked to leave while the run goes on, and finishes what it has."""
+        self.leaves = False
+        """It is told to leave at its next heartbeat."""
+        self._silent = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was heard of it for too long."""
+        return self._silent
+
+    def fall_silent(self) -> None:
+        """Nothing was heard of it for too long, or it gave up."""
+        self._silent = True
+
+    def return_from_silence(self) -> None:
+        """It is heard of again."""
+        self._silent = False
+
+    def drain(self) -> None:
+        """It is asked to leave while the run goes on."""
+        self.draining = True
+
+    def remove(self) -> None:
+        """It has left, or another process has its place."""
+
+
+class Registry:
+    """Members by role and index; a process that takes a place replaces whoever held it."""
+
+    def __init__(self, *, lease_seconds: float) -> None:
+        self._lease = lease_seconds
+        self._members: dict[Role, dict[int, Member]] = {role: {} for role in get_args(Role)}
+        self._live: Counter[Role] = Counter()
+        self._silent: dict[Member, None] = {}  # in the order in which they fell silent
+        self._replaced: dict[str, float] = {}  # address of a gserver whose place another process took → when
+        self.silence_changes = 0
+        """How often a member fell silent, or was heard of again."""
+
+    def registered(self, message: Register) -> Member | None:
+        """The record of the very process that sends `message`, if it has registered before."""
+        member = self.get(message.role, message.index)
+        same = member and (member.pid, member.host, member.address) == (message.pid, message.host, message.address)
+        return member if same else None
+
+    def add(self, member: Member, *, now: float) -> Member | None:
+        """Give `member` its place; return the process that had it, if another had."""
+        before = self.get(member.role, member.index)
+        self.remove(member.role, member.index)
+        if before is not None and before.role == "gserver":
+            self._replaced[before.address] = now
+        self._replaced.pop(member.address, None)
+        self._members[member.role][member.index] = member
+        self._live[member.role] += 1
+        return before
+
+    def remove(self, role: Role, index: int) -> None:
+        """Nobody has this place any more."""
+        member = self._members[role].pop(index, None)
+        if member is not None:
+            self._live[role] -= not member.silent
+            if member in self._silent:
+                del self._silent[member]
+                self.silence_changes += 1
+            member.remove()
+
+    def get(self, role: Role, index: int) -> Member | None:
+        return self._members[role].get(index)
+
+    def of(self, role: Role) -> list[Member]:
+        """Return the members of `role`, by index."""
+        members = self._members[role]
+        return [members[index] for index in sorted(members)]
+
+    def everyone(self) -> list[Member]:
+        """Return all members, by role and index."""
+        return [member for role in sorted(self._members) for member in self.of(role)]
+
+    def count(self, role: Role) -> int:
+        """How many have registered as `role`, silent ones included."""
+        return len(self._members[role])
+
+    def live(self, role: Role) -> int:
+        """How many of `role` are not silent."""
+        return self._live[role]
+
+    def silent(self) -> list[Member]:
+        """Who is silent now; does not look at the others."""
+        return list(self._silent)
+
+    def unanswering(self, *, now: float) -> list[str]:
+        """Addresses of gservers from which no reply is to be expected: of those that are silent, and of those whose
+        place another process took lately."""
+        self._replaced = {
+            address: since for address, since in self._replaced.items() if now - since < TELL_LEASES * self._lease
+        }
+        return [*self._replaced, *(member.address for member in self._silent if member.role == "gserver")]
+
+    def untold(self) -> list[Member]:
+        """Members who live and do not know yet that the run is over."""
+        return [member for member in self._all() if not member.silent and not member.told]
+
+    def hear(self, member: Member, *, now: float) -> bool:
+        """`member` said something. Return whether it had been silent; one that gave up stays so."""
+        member.last_heard.hear(now=now)
+        if not member.silent or member.gave_up:
+            return False
+        member.return_from_silence()
+        if self.get(member.role, member.index) is member:
+            self._live[member.role] += 1
+            self._silent.pop(member, None)
+            self.silence_changes += 1
+        return True
+
+    def give_up(self, member: Member) -> None:
+        """`member` says that it ends; whoever takes its place is another process."""
+        member.gave_up = True
+        self._fall_silent(member)
+
+    def notice_silence(self, *, now: float) -> list[Member]:
+        """Mark those who said nothing for too long; return the newly silent."""
+        gone = [member for member in self._all() if not member.silent and member.last_heard.is_silent(now=now)]
+        for member in gone:
+            self._fall_silent(member)
+        return gone
+
+    def next_silence(self) -> float | None:
+        """When the next member falls silent unless it is heard."""
+        return next_silence(member.last_heard for member in self._all() if not member.silent)
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could be heard: it counts as nobody's silence."""
+        for member in self._all():
+            member.last_heard.excuse(seconds)
+
+    def _all(self) -> Iterator[Member]:
+        for members in self._members.values():
+            yield from members.values()
+
+    def _fall_silent(self, member: Member) -> None:
+        if not member.silent:
+            member.fall_silent()
+            self._live[member.role] -= 1
+            self._silent[member] = None
+            self.silence_changes += 1

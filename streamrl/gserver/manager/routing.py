@@ -1,0 +1,239 @@
+"""Which gserver a group goes to.
+
+All requests of a group, siblings and turns alike, go to one gserver, so that they share its prompt cache; a new group
+goes to the gserver that has the least to do for its speed (`load.py`), among those with capacity. Pure, no I/O.
+
+Invariants: only a gserver that serves the current weights, does not drain and is not full is given a group; no call
+looks at all gservers or all groups, except those that say so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
+
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, Key
+from streamrl.gserver.manager.load import NO_WORK, Work
+
+Item = TypeVar("Item")
+
+ONE_REQUEST = Work(1, 0)
+LEAST_SPEED = 1e-3
+"""Tokens per second; so that a gserver that stands still is the last choice, and no more."""
+OUT = (GserverState.LEAVING, GserverState.LEAVING_SILENT, GserverState.GONE)
+"""In these states a gserver has no part in routing and weight updates any more."""
+SLACK = 64
+"""Outdated entries that a heap keeps beside twice the number of valid ones."""
+
+
+class Fleet:
+    """The gservers of the run and the routes of the groups in flight.
+
+    `on_capacity` is called when a gserver takes groups that did not, or has capacity again.
+    """
+
+    def __init__(self, *, on_capacity: Callable[[], None] = lambda: None) -> None:
+        self.news = 0
+        """Grows whenever a gserver is heard of."""
+        self._on_capacity = on_capacity
+        self._gservers: dict[int, Gserver] = {}
+        self._serving: dict[str, Gserver] = {}  # by address: those that take groups
+        self._with_capacity: LeastLoadedHeap[Gserver] = LeastLoadedHeap()
+        self._routes: dict[Key, Gserver] = {}
+        self._routed = NO_WORK
+        self._speeds: dict[int, float] = {}
+        self._speed_sum = 0.0
+
+    def join(self, gserver: Gserver) -> None:
+        """`gserver` takes its place. One that leaves, or whose place another takes, is dropped when its state says so;
+        what was routed to it stays so until it is routed anew."""
+        self._gservers[gserver.index] = gserver
+        gserver.on_change = self._refresh
+        self._refresh(gserver)
+
+    def is_member(self, gserver: Gserver) -> bool:
+        """Whether it has not left and no other process took its place."""
+        return self._gservers.get(gserver.index) is gserver
+
+    def all(self) -> list[Gserver]:
+        """Return all gservers, by index."""
+        return [self._gservers[index] for index in sorted(self._gservers)]
+
+    def serving(self) -> list[Gserver]:
+        """Return those that take groups, full or not, by index; looks at all."""
+        return sorted(self._serving.values(), key=lambda g: g.index)
+
+    @property
+    def serving_count(self) -> int:
+        """How many take groups, full or not."""
+        return len(self._serving)
+
+    def serving_at(self, address: str) -> Gserver | None:
+        """Return the gserver at `address`, if it takes groups."""
+        return self._serving.get(address)
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether a group could be routed now."""
+        return len(self._with_capacity) > 0
+
+    def has_news_since(self, news: int) -> bool:
+        """Whether a gserver was heard of after `news` was read."""
+        return self.news != news
+
+    def candidates(self, version: int) -> list[Gserver]:
+        """Return whom a weight update to `version` should reach: all that are not silent; looks at all.
+
+        Those that failed an earlier attempt at the same version come only if there is no other.
+        """
+        heard = [gserver for gserver in self.all() if not gserver.silent]
+        return [gserver for gserver in heard if gserver.failed_version != version] or heard
+
+    def updated(self, members: Collection[Gserver]) -> None:
+        """Only `members` have, or are about to have, the current weights; looks at all."""
+        for gserver in self.all():
+            if gserver not in members:
+                gserver.handle(GserverEvent.PASSED_OVER)
+
+    def measured(self, gserver: Gserver, stats: dict[str, float], *, now: float) -> None:
+        """Take in the `stats` of a heartbeat of `gserver`."""
+        gserver.load.measure(stats, now=now)
+        first = gserver.load.speed is not None and not self._speeds
+        if gserver.load.speed is not None:
+            self._speed_sum += gserver.load.speed - self._speeds.get(gserver.index, 0.0)
+            self._speeds[gserver.index] = gserver.load.speed
+        for other in self.all() if first else [gserver]:  # those whose speed is not known count as average from now on
+            self._refresh(other)
+
+    def assign(self, key: Key, work: Work = ONE_REQUEST, *, now: float, avoid: str = "") -> Gserver | None:
+        """Route `key` to the gserver with the least to do, not at the address `avoid`; None: none has capacity.
+
+        A `work` without tokens is taken to have as many as others have on average.
+        """
+        avoided = self._serving.get(avoid)
+        choice = self._with_capacity.first(excluding=avoided.index if avoided is not None else None)
+        if choice is not None:
+            self.assign_to(choice, key, work, now=now)
+        return choice
+
+    def assign_to(self, gserver: Gserver, key: Key, work: Work, *, now: float) -> None:
+        """Route `key` to `gserver`, whether it has capacity or not."""
+        if not work.tokens:
+            work = Work(work.requests, round(work.requests * self._mean_tokens))
+        self.release(key)
+        gserver.groups[key] = work
+        self._routes[key] = gserver
+        self._change(gserver, NO_WORK, work, now=now)
+
+    def reassign(self, key: Key, *, now: float, avoid: str = "") -> Gserver | None:
+        """Route what `key` has in flight to another gserver than that at `avoid`; None: none has capacity.
+
+        The one that has it keeps it if it takes groups and is not to be avoided.
+        """
+        gserver = self._routes.get(key)
+        if gserver is not None and gserver.address != avoid and self._serving.get(gserver.address) is gserver:
+            return gserver  # where it has its slots and its cache
+        return self.assign(key, gserver.groups[key] if gserver is not None else ONE_REQUEST, now=now, avoid=avoid)
+
+    def change(self, key: Key, work: Work, *, now: float) -> None:
+        """`key` has `work` in flight now; nothing changes if it is not routed."""
+        gserver = self._routes.get(key)
+        if gserver is not None:
+            before, gserver.groups[key] = gserver.groups[key], work
+            self._change(gserver, before, work, now=now)
+
+    def release(self, key: Key) -> None:
+        """`key` is no longer in flight."""
+        gserver = self._routes.pop(key, None)
+        if gserver is not None:
+            self._change(gserver, gserver.groups.pop(key), NO_WORK, now=0.0)
+
+    @property
+    def _mean_tokens(self) -> float:
+        """Mean context of a request that is routed anywhere."""
+        return self._routed.tokens / self._routed.requests if self._routed.requests else 0.0
+
+    def _change(self, gserver: Gserver, before: Work, after: Work, *, now: float) -> None:
+        gserver.load.change(before, after, now=now)
+        self._routed = Work(
+            self._routed.requests + after.requests - before.requests, self._routed.tokens + after.tokens - before.tokens
+        )
+        self._refresh(gserver)
+
+    def _refresh(self, gserver: Gserver) -> None:
+        """Bring what is indexed here up to the state and load of `gserver`."""
+        if gserver.state in OUT:
+            self._drop(gserver)
+        member = self.is_member(gserver)
+        had_capacity = gserver.index in self._with_capacity
+        if member and gserver.takes_groups:
+            self._serving[gserver.address] = gserver
+        elif self._serving.get(gserver.address) is gserver:
+            del self._serving[gserver.address]
+        if member and gserver.takes_groups and not gserver.load.full:
+            self._with_capacity.put(gserver.index, self._cost(gserver), gserver)
+            if not had_capacity:
+                self._on_capacity()
+        elif member or gserver.index not in self._gservers:
+            self._with_capacity.remove(gserver.index)
+
+    def _drop(self, gserver: Gserver) -> None:
+        if self.is_member(gserver):
+            del self._gservers[gserver.index]
+            self._speed_sum -= self._speeds.pop(gserver.index, 0.0)
+
+    def _cost(self, gserver: Gserver) -> float:
+        """Load for its speed; one whose speed is not known counts as average."""
+        average = self._speed_sum / len(self._speeds) if self._speeds else 1.0
+        speed = max(gserver.load.speed or average, LEAST_SPEED)
+        return (gserver.load.size(self._mean_tokens) + 1) / speed
+
+
+class LeastLoadedHeap(Generic[Item]):
+    """Items by integer key, the one with the smallest cost at hand, at the price of a logarithm for each change.
+
+    A heap with lazy deletion: entries whose cost is outdated stay until they come first, or until there are too many.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[float, Item]] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._items
+
+    def put(self, key: int, cost: float, item: Item) -> None:
+        """`item` has this cost now."""
+        known = self._items.get(key)
+        self._items[key] = (cost, item)
+        if known is None or known[0] != cost:
+            heapq.heappush(self._heap, (cost, key))
+            if len(self._heap) > 2 * len(self._items) + SLACK:
+                self._heap = [(cost, key) for key, (cost, _) in self._items.items()]
+                heapq.heapify(self._heap)
+
+    def remove(self, key: int) -> None:
+        """There is no item of this `key`, or no longer."""
+        self._items.pop(key, None)
+
+    def first(self, *, excluding: int | None = None) -> Item | None:
+        """Return the item with the smallest cost, of equal costs that with the smallest key; not that of the key
+        `excluding`."""
+        aside: tuple[float, int] | None = None
+        found: Item | None = None
+        while self._heap:
+            cost, key = self._heap[0]
+            known = self._items.get(key)
+            if known is not None and known[0] == cost:
+                if key != excluding:
+                    found = known[1]
+                    break
+                aside = cost, key
+            heapq.heappop(self._heap)
+        if aside is not None:
+            heapq.heappush(self._heap, aside)
+        return found

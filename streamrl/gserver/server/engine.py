@@ -1,0 +1,281 @@
+"""Text to tokens and back, with the checkpoint's `tokenizer.json` alone.
+
+What the HTTP server asks of an engine, and the messages between them.
+
+An engine takes `Job`s and answers through `Ticket`s; it changes its weights in a transaction
+(`begin_update`, `receive`…, `end_update`). The embedded and the simulated engine keep this
+contract; `server.py` knows nothing else of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+from streamrl.errors import ModelError, StreamRLError
+from streamrl.transport.generation import (
+    FinishReason,
+    InitWeightsUpdateGroup,
+    PauseMode,
+    SamplingParams,
+    UpdateWeightsFromDistributed,
+    VersionSpan,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+# --- text ---
+
+
+class Text:
+    """The tokenizer of the served model."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
+        try:
+            tokens: list[int] = self._tokenizer.encode(text).ids
+        except Exception as error:  # as above
+            raise Refused(f"the text cannot be tokenized: {error}") from error
+        return tokens
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `tokens`; those without text are skipped."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+# --- engine ---
+
+
+class QueueFull(StreamRLError):
+    """The engine has as many waiting requests as it takes."""
+
+
+class Refused(StreamRLError):
+    """The engine cannot do this now, or not with these values; nothing has changed."""
+
+
+class GenerationFailed(StreamRLError):
+    """The engine failed while it computed a response."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One response to be made, checked by the server."""
+
+    rid: str
+    """Unique among the jobs that are not finished."""
+    input_ids: list[int]
+    """At least one, each below the vocabulary size."""
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    """Strings that end the response; left out of its text."""
+    logprob_start_len: int = -1
+    """From which prompt token on log-probabilities are wanted; -1: none."""
+    top_logprobs_num: int = 0
+    stream: bool = False
+    """Whether every token is reported, or only the finished response."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A response so far; the last one has a `finish_reason`."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """`[len(output_ids)]`, in nats."""
+    weight_version: str
+    """In force now."""
+    finish_reason: FinishReason | None = None
+    spans: list[VersionSpan] = []
+    """Which version made which tokens; in the last one only."""
+    top_logprobs: list[list[tuple[float, int]]] = []
+    """`[len(output_ids)]`, each `top_logprobs_num` pairs of log-probability and token."""
+    input_logprobs: list[float | None] = []
+    """Of the prompt from `logprob_start_len` on; None for a token without one before it."""
+    input_top_logprobs: list[list[tuple[float, int]] | None] = []
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again."""
+    num_retractions: int = 0
+
+
+class Ticket:
+    """The asking side of a job. The engine calls `deliver` and `fail` on the event loop."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._latest: Output | None = None
+        self._failure: GenerationFailed | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        finished = self._latest is not None and self._latest.finish_reason is not None
+        return finished or self._failure is not None
+
+    def deliver(self, output: Output) -> None:
+        """A newer output replaces one that nobody has looked at yet."""
+        self._latest = output
+        self._changed.set()
+
+    def fail(self, message: str) -> None:
+        self._failure = GenerationFailed(message)
+        self._changed.set()
+
+    async def result(self) -> Output:
+        """The finished response; raises `GenerationFailed`."""
+        async for output in self.updates():
+            if output.finish_reason is not None:
+                return output
+        raise GenerationFailed(f"request {self.job.rid} ended without a finish reason")
+
+    async def updates(self) -> AsyncIterator[Output]:
+        """Outputs as they grow, the finished one last; raises `GenerationFailed`."""
+        while True:
+            await self._changed.wait()
+            if not self.done:
+                self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
+            if self._latest is not None:
+                yield self._latest
+                if self._latest.finish_reason is not None:
+                    return
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights that are served, for others to read; nobody writes to them any more. A `transport.broadcaster.Source`."""
+
+    version: str
+    tensors: Mapping[str, Tensor]
+    """By Hugging Face name."""
+    dtype: torch.dtype
+    """As which they are served; they may be held in a wider one."""
+    device: torch.device
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+
+class WeightsAside(Protocol):
+    """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept. Several at a time."""
+
+    def place(self, name: str) -> Tensor | None:
+        """The memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
+
+    def sums(self, name: str) -> str:
+        """`checksum.tensor_sums` of `name`, which was written to its place."""
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
+
+        They lie in memory of this host and never change.
+        """
+
+    def forget(self) -> None:
+        """Somebody may still write to places that were handed out: keep the next set elsewhere."""
+
+    def make_ready(self) -> None:
+        """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""
+
+
+class Served(Protocol):
+    """What a gserver process needs to know of whatever answers its requests."""
+
+    name: str
+    """`embedded`, `sglang` or `simulated`."""
+
+    async def failed(self) -> None:
+        """Wait until it cannot go on, and raise why."""
+
+    def stats(self) -> dict[str, float]:
+        """For heartbeats."""
+
+
+class Engine(Served, Protocol):
+    """An inference engine in this process; all methods are called on the event loop."""
+
+    model_path: str
+    vocab_size: int
+    max_running: int
+    """Requests that it computes together."""
+    max_context: int
+    """Prompt and response, in tokens."""
+    sends_weights: bool
+    """Whether `lend` can be asked for."""
+
+    @property
+    def weight_version(self) -> str: ...
+
+    async def start(self) -> None:
+        """Load the weights and be ready; raises `ModelError`."""
+
+    async def close(self) -> None:
+        """Stop; unfinished jobs fail."""
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue `job`; raises `QueueFull`."""
+
+    async def abort(self, rid: str) -> bool:
+        """End a job with what it has; False: there is none of this name."""
+
+    async def abort_all(self) -> int:
+        """End all jobs with what they have; answers how many."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two steps; new jobs wait."""
+
+    async def resume(self) -> None: ...
+
+    async def flush(self) -> None:
+        """Forget cached prompts; raises `Refused` while requests run."""
+
+    async def join_group(self, message: InitWeightsUpdateGroup) -> None: ...
+
+    async def leave_group(self, name: str) -> None: ...
+
+    async def begin_update(self) -> None:
+        """Start an empty set of staged weights; an unfinished one is discarded."""
+
+    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
+        """Receive tensors into the staged set while generation goes on."""
+
+    async def end_update(self) -> str:
+        """Swap the staged weights in between two steps; answers what was done."""
+
+    async def load(self, folder: Path, version: str | None) -> str:
+        """Take the weights in `folder`: aside in an update that has begun, else they are swapped in at once.
+
+        Answers what was done.
+        """
+
+    async def set_version(self, version: str) -> None: ...
+
+    async def checksum(self) -> Any:
+        """Equal weights give equal answers."""
+
+    async def served_weights(self) -> ServedWeights:
+        """What is served now; raises `Refused` where there are no weights."""
+
+    async def staged_sums(self) -> dict[str, str]:
+        """`checksum.tensor_sums` of each tensor that waits aside, by name."""

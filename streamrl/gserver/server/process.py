@@ -1,0 +1,195 @@
+"""One gserver process: engine, HTTP server, membership in the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from streamrl.checksum import dtype_name
+from streamrl.config import Config
+from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
+from streamrl.gserver.embedded.engine import EmbeddedEngine
+from streamrl.gserver.server.engine import Engine, Served, Text
+from streamrl.gserver.server.http import Server
+from streamrl.gserver.server.sender import WeightSender
+from streamrl.gserver.sglang.joined import joined_server
+from streamrl.gserver.sglang.server import sglang_server
+from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.records import progress
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.membership import Membership
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 1.0
+"""How long open requests may go on when the gserver stops."""
+
+
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Serve `model_dir` until the run is over."""
+    if not gserver_key(config) and not is_loopback(config.gserver.host):
+        log.warning(
+            "gserver/%d listens at %s without a key: whoever reaches it can generate and change its weights; "
+            "set gserver.api_key_env to the name of an environment variable that holds one",
+            *(index, config.gserver.host),
+        )
+    client = ControlClient(manager_url, key=manager_key(config))
+    try:
+        async with running(config, index=index, model_dir=model_dir) as (engine, url):
+            membership = Membership(
+                client,
+                role="gserver",
+                index=index,
+                address=url,
+                config_digest=config.digest(),
+                stats=engine.stats,
+            )
+            await membership.join(patience=config.manager.join_timeout_seconds)
+            try:
+                log.info("%s serves %s with the %s engine at %s", membership.name, model_dir, engine.name, url)
+                await _until_over(membership, engine)
+                if membership.lost is not None:
+                    raise membership.lost
+            finally:
+                await membership.leave()
+    finally:
+        await client.close()
+
+
+async def _until_over(membership: Membership, engine: Served) -> None:
+    """Wait for the end of the run, or to be asked to leave it; an engine that fails before it is told to the manager,
+    and ends this process."""
+    stopping = asyncio.create_task(membership.stopping.wait())
+    leaving = asyncio.create_task(membership.leaving.wait())
+    failed = asyncio.create_task(engine.failed())
+    try:
+        await asyncio.wait((stopping, leaving, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            error = failed.exception()
+            if error is not None:
+                await membership.fail(error)
+                raise error
+    finally:
+        for task in (stopping, leaving, failed):
+            task.cancel()
+        await asyncio.gather(stopping, leaving, failed, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Served, str]]:
+    """What answers requests, and the URL at which it does."""
+    # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
+    prompt_cache = config.weights.pause_mode != "in_place"
+    if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
+        async with joined_server(
+            config.gserver.sglang.addresses[index].rstrip("/"),
+            model_dir=model_dir,
+            weight_version=_initial_version(config),
+            max_context=config.gserver.max_context,
+            prompt_cache=prompt_cache,
+            load_seconds=config.gserver.sglang.start_timeout_seconds,
+            stuck_seconds=config.gserver.stuck_seconds,
+            update_seconds=config.weights.timeout_seconds,
+            key=gserver_key(config),
+        ) as joined:
+            yield joined, joined.url
+    elif config.gserver.engine == "sglang":
+        device = resolve_device(config.run.device, index=index, each=config.gserver.sglang.tensor_parallel)
+        async with sglang_server(
+            config.gserver,
+            index=index,
+            model_dir=model_dir,
+            device=str(device),
+            dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
+            seed=_seed(config, index),
+            weight_version=_initial_version(config),
+            prompt_cache=prompt_cache,
+            group_seconds=config.weights.timeout_seconds,
+            key=gserver_key(config),
+        ) as server:
+            yield server, server.url
+    else:
+        async with _embedded(config, index=index, model_dir=model_dir) as served:
+            yield served
+
+
+@asynccontextmanager
+async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Engine, str]]:
+    """An engine in this process behind its HTTP server, and the server's URL."""
+    text = Text(model_dir)
+    engine = make_engine(config, index=index, model_dir=model_dir, text=text)
+    sender = WeightSender(engine, config=config.weights, host=config.gserver.host)
+    server = Server(engine, text=text, sender=sender)
+    await engine.start()
+    try:
+        runner = web.AppRunner(
+            server.application(key=gserver_key(config), key_variable=config.gserver.api_key_env),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.gserver.host, 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            yield engine, f"http://{host}:{port}"
+        finally:
+            await asyncio.shield(runner.cleanup())
+    finally:
+        await sender.close()
+        await engine.close()
+
+
+def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> Engine:
+    """The engine in this process that the configuration asks for, not started."""
+    settings = config.gserver
+    seed = _seed(config, index)
+    version = _initial_version(config)
+    if settings.engine == "simulated":
+        return SimulatedEngine(
+            settings.simulation,
+            model_path=str(model_dir),
+            max_running=settings.max_running,
+            max_queued=settings.max_queued,
+            max_context=settings.max_context,
+            seed=seed,
+            version=version,
+            update_timeout=config.weights.timeout_seconds,
+        )
+    keep_freed_memory()
+    device = resolve_device(config.run.device, index=index)
+    return EmbeddedEngine(
+        folder=model_dir,
+        text=text,
+        dtype=resolve_dtype(settings.dtype, device),
+        device=device,
+        threads=settings.threads,
+        max_running=settings.max_running,
+        max_queued=settings.max_queued,
+        max_context=settings.max_context,
+        seed=seed,
+        version=version,
+        update_timeout=config.weights.timeout_seconds,
+        stuck_seconds=settings.stuck_seconds,
+        deterministic=settings.deterministic,
+        prefill_tokens=settings.prefill_tokens,
+        prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
+    )
+
+
+def _seed(config: Config, index: int) -> int:
+    return config.run.seed * 2**20 + index
+
+
+def _initial_version(config: Config) -> str:
+    """What the weights are called that a gserver of the run starts with."""
+    begun = progress.of_run(config)
+    return INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)

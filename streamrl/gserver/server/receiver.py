@@ -1,0 +1,371 @@
+"""The receiving end of a weight update: process groups, and the set of tensors that waits aside.
+
+Between `begin` and `take` tensors are kept aside, where nobody serves them: received there, if that can be, or copied
+there while the next one is received. Receiving blocks a thread of its own, so that generation goes on. A receive that
+fails discards the set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamrl import checksum
+from streamrl.checksum import dtype_name, tensor_sums
+from streamrl.device import compute_with
+from streamrl.errors import ModelError, PublicationError
+from streamrl.gserver.server.engine import Refused, WeightsAside
+from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
+from streamrl.transport.collective import broadcast, broadcasts, destroy_group, form_group
+from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES_SHOWN = 8
+CLOSING_SECONDS = 2.0
+"""How long a receive may keep the gserver from stopping."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """The weights that an engine serves."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Hugging Face name → shape."""
+    dtype: torch.dtype
+    ignored: frozenset[str] = frozenset()
+    """Names that may come and are not kept (the head of a tied model)."""
+
+
+class Staged(msgspec.Struct):
+    """What was received since `begin`."""
+
+    sums: dict[str, str] = {}
+    """Name → `tensor_sums` of each tensor as it lies stored; empty strings where none is kept."""
+    version: str | None = None
+    """The last one that was named."""
+    abort_all_requests: bool = False
+
+
+class WeightReceiver:
+    """Owns the weight groups of one gserver and its staged set."""
+
+    def __init__(
+        self,
+        *,
+        expected: Expected | None,
+        aside: WeightsAside | None,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """`aside`: where the weights are kept that `expected` describes.
+
+        Without the two tensors of any name are received and thrown away.
+        """
+        self._expected = expected
+        self._aside = aside
+        self._device = device
+        self._timeout = timeout
+        self._groups: dict[str, tuple[Any, torch.device]] = {}
+        self._staged: Staged | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """For what cannot be received where it is kept."""
+        self._busy = asyncio.Lock()
+        self._copiers = Copiers()
+        if aside is not None:
+            checksum.make_ready()
+
+    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
+        """Meet the others; raises `PublicationError` when they do not come."""
+        if message.group_name in self._groups:
+            raise Refused(f"weight group {message.group_name} exists already; destroy it first")
+        if message.backend == "nccl" and self._device.type != "cuda":
+            raise Refused('backend "nccl" needs a CUDA device and this gserver computes on the CPU; use "gloo"')
+        # Not `exclusively`: whoever was asked to meet a publisher that is gone must not wait for it with the next one.
+        await in_thread(lambda: self._join_group(message))
+
+    async def leave_group(self, name: str) -> None:
+        if name not in self._groups:
+            raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
+        await self.exclusively(lambda: self._leave_group(name))
+
+    @property
+    def begun(self) -> bool:
+        """Whether tensors that come now are kept aside."""
+        return self._staged is not None
+
+    async def begin(self) -> None:
+        """Start an empty staged set."""
+        self._staged = Staged(sums={})
+
+    async def discard(self) -> None:
+        """Forget an unfinished staged set."""
+        self._staged = None
+
+    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
+        """Receive what `message` announces, in its order; all or nothing."""
+        staged = self._expecting()
+        if message.group_name not in self._groups:
+            raise Refused(
+                f"there is no weight group {message.group_name}; call /init_weights_update_group first "
+                f"(known: {', '.join(self._groups) or 'none'})"
+            )
+        self._check(message.names, message.dtypes, message.shapes)
+        try:
+            await self.exclusively(lambda: self._receive(message, staged))
+        except PublicationError:
+            self._drop(staged)
+            raise
+        staged.version = message.weight_version or staged.version
+        staged.abort_all_requests |= message.abort_all_requests
+
+    async def load(self, folder: Path, version: str | None) -> None:
+        """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
+        staged = self._expecting()
+        try:
+            await self.exclusively(lambda: self._load(folder, staged))
+        except ModelError:
+            self._drop(staged)
+            raise
+        staged.version = version or staged.version
+
+    async def staged_sums(self) -> dict[str, str]:
+        """Checksums of the tensors that are kept aside."""
+        staged = self._expecting()
+        return {name: sums for name, sums in staged.sums.items() if sums}
+
+    async def take(self) -> Staged:
+        """End the update, whose tensors are all stored; raises `Refused` when some are missing."""
+        staged = self._expecting()
+        self._drop(staged)
+        missing = self._missing(staged)
+        if missing and self._expected is not None:
+            raise Refused(
+                f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
+                "the old weights are kept, begin again"
+            )
+        if self._aside is not None:
+            await self.exclusively(self._aside.make_ready)
+        return staged
+
+    async def close(self) -> None:
+        """Leave all groups, unless a receive hangs in one: it ends with the process."""
+        try:
+            async with asyncio.timeout(CLOSING_SECONDS):
+                for name in list(self._groups):
+                    await self.exclusively(lambda name=name: self._leave_group(name))  # type: ignore[misc]
+        except TimeoutError:
+            log.warning("a receive in weight group %s has not ended; leaving without it", ", ".join(self._groups))
+
+    async def exclusively(self, call: Callable[[], Result]) -> Result:
+        """Run `call` in a thread, apart from receives."""
+        return await self.apart(lambda: in_thread(call))
+
+    async def apart(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Do `work` while nothing is received, to its end even if the asking side goes away."""
+
+        async def run() -> Result:
+            async with self._busy:
+                return await work()
+
+        task = asyncio.create_task(run())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    def _join_group(self, message: InitWeightsUpdateGroup) -> None:
+        group = form_group(
+            address=message.master_address,
+            port=message.master_port,
+            rank=message.rank_offset,
+            world_size=message.world_size,
+            name=message.group_name,
+            backend=message.backend,
+            timeout=self._timeout,
+        )
+        device = self._device if message.backend == "nccl" else torch.device("cpu")
+        self._groups[message.group_name] = group, device
+
+    def _leave_group(self, name: str) -> None:
+        group, _ = self._groups.pop(name)
+        destroy_group(group)
+
+    def _expecting(self) -> Staged:
+        if self._staged is None:
+            raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
+        return self._staged
+
+    def _drop(self, staged: Staged) -> None:
+        if self._staged is staged:
+            self._staged = None
+
+    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
+        """Store what is `received`, while more of it comes; None: it lies where it is kept."""
+        staged.sums |= self._copiers.each(self._store, received)
+        if self._aside is not None and not self._missing(staged):
+            self._aside.make_ready()
+
+    def _store(self, name: str, tensor: Tensor | None) -> str:
+        if self._aside is None or self._is_ignored(name):
+            return ""
+        return self._aside.sums(name) if tensor is None else self._aside.store(name, tensor)
+
+    def _is_ignored(self, name: str) -> bool:
+        return self._expected is not None and name in self._expected.ignored
+
+    def _missing(self, staged: Staged) -> list[str]:
+        return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
+
+    def _check_current(self, staged: Staged) -> None:
+        """Whoever waited for another's receive to end may come too late to write anything."""
+        if self._staged is not staged:
+            raise Refused("another weight update has begun meanwhile")
+
+    def _load(self, folder: Path, staged: Staged) -> None:
+        self._check_current(staged)
+        try:
+            if not self._adopt(folder, staged):
+                self._keep(self._read(folder), staged)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def _adopt(self, folder: Path, staged: Staged) -> bool:
+        """Take what lies in `folder` as it lies there, if that is memory of this host and all that is served."""
+        if self._aside is None or self._expected is None or not folder.is_relative_to(SHARED_MEMORY):
+            return False
+        weights: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= mapped(file)
+        for name, tensor in weights.items():
+            self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+        if not weights.keys() >= self._expected.shapes.keys() or not self._aside.adopt(weights):
+            return False
+        staged.sums |= self._copiers.each(lambda _, tensor: tensor_sums(tensor), weights.items())
+        self._aside.make_ready()
+        return True
+
+    def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder} has no safetensors files (is it on this host?)")
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    tensor = opened.get_tensor(name)
+                    self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                    yield name, tensor
+
+    def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        if not len(names) == len(dtypes) == len(shapes) > 0:
+            raise Refused("names, dtypes and shapes must be lists of equal length, one entry for each tensor")
+        unknown = [f"{n}: {d}" for n, d in zip(names, dtypes, strict=True) if d not in DTYPES]
+        if unknown:
+            raise Refused(f"dtypes must be {', '.join(DTYPES)}; got {_some(unknown)}")
+        if self._expected is None:
+            return
+        problems = []
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            if name in self._expected.ignored:
+                continue
+            if name not in self._expected.shapes:
+                problems.append(f"{name} is unknown")
+            elif tuple(shape) != self._expected.shapes[name]:
+                problems.append(f"{name} has shape {list(shape)} instead of {list(self._expected.shapes[name])}")
+            elif DTYPES[dtype] != self._expected.dtype:
+                problems.append(f"{name} is {dtype}, served as {dtype_name(self._expected.dtype)}")
+        if problems:
+            raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
+
+    def _receive(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
+        self._check_current(staged)
+        try:
+            self._keep(self._arriving(message), staged)
+        except PublicationError:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # who knows who still writes into it
+            if self._aside is not None:
+                self._aside.forget()
+            raise
+
+    def _arriving(self, message: UpdateWeightsFromDistributed) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors, as soon as each is here."""
+        group, device = self._groups[message.group_name]
+        flattened = message.load_format == "flattened_bucket"
+        places = {} if flattened else self._places(message.names, device)
+        others = [
+            (name, DTYPES[dtype], shape)
+            for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True)
+            if name not in places
+        ]
+        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in others]
+        flat = self._room(sum(sizes), device)
+        if flattened:
+            broadcast(flat, group, what=f"a bucket of {len(others)} tensors from {message.names[0]} on")
+        views = {
+            name: _aligned(piece, dtype).view(dtype).view(shape)
+            for (name, dtype, shape), piece in zip(others, torch.split(flat, sizes) if sizes else (), strict=True)
+        }
+        if flattened:
+            yield from views.items()
+        else:
+            for name, _ in broadcasts([(name, (places | views)[name]) for name in message.names], group):
+                yield name, views.get(name)
+
+    def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Where those tensors are kept that can be received there."""
+        if self._aside is None or self._expected is None:
+            return {}
+        kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
+        return {name: place for name, place in kept.items() if place is not None and place.device == device}
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        """So many bytes of the buffer, which stays: new memory costs as much as a copy into it."""
+        if self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffer[:size]
+
+
+async def in_thread(call: Callable[[], Result]) -> Result:
+    """Run `call` in a daemon thread: one that hangs in a collective does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        compute_with(1)
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="weight receiver", daemon=True).start()
+    return await future
+
+
+def _aligned(content: Tensor, dtype: torch.dtype) -> Tensor:
+    """`content`, or a copy of it that can be viewed as `dtype`."""
+    return content if content.storage_offset() % dtype.itemsize == 0 else content.clone()
+
+
+def _some(items: list[str]) -> str:
+    rest = len(items) - NAMES_SHOWN
+    return "; ".join(items[:NAMES_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

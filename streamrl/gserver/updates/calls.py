@@ -1,0 +1,222 @@
+"""What the manager asks of a gserver for its weights: calls in SGLang's API, each with a deadline.
+
+Every call raises a `StreamRLError`: `PeerLost` for a gserver that is gone, `DeadlineExceeded` for one that does not
+reply in time, `PeerError` or `PublicationError` for one that refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from streamrl.errors import PeerError, PublicationError, StreamRLError
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.transport.control import Broadcast, TensorSpec
+from streamrl.transport.generation import (
+    AbortRequest,
+    DestroyWeightsUpdateGroup,
+    GenerationClient,
+    InitWeightsUpdateGroup,
+    ModelInfo,
+    OfferWeights,
+    PauseGeneration,
+    PauseMode,
+    RankSums,
+    ReceivedSums,
+    SendWeights,
+    ServerInfo,
+    StagedSums,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromDistributed,
+    UpdateWeightVersion,
+    WeightsChecker,
+)
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_ACTION = "Unsupported action"
+"""SGLang's reply when /weights_checker is asked for something that it does not know."""
+NOTHING = "nothing"
+"""Stands for the checksum of a tensor that did not come."""
+PROBE_SECONDS = 5.0
+"""A gserver that does not reply to a simple question for so long counts as lost."""
+
+
+class WeightCalls:
+    """One method for each call; `timeout` is the deadline of each, in seconds."""
+
+    def __init__(self, client: GenerationClient, *, timeout: float) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._probe_timeout = min(PROBE_SECONDS, timeout)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Give up calls that are made in the background."""
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    # What it is
+
+    async def info(self, gserver: Gserver) -> ServerInfo:
+        """Return what it can do; a gserver that lives replies at once."""
+        return await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._probe_timeout)
+
+    async def label(self, gserver: Gserver) -> str:
+        """Return the name of the weights that it serves: its version, as text, or another name."""
+        model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
+        return model.weight_version
+
+    async def wait_until_idle(self, gserver: Gserver) -> None:
+        """Wait until it is done with the calls that were made before, given up or not: SGLang's scheduler takes one
+        after another, and has a part in this reply."""
+        await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
+
+    # The weight group
+
+    async def join_group(self, gserver: Gserver, message: InitWeightsUpdateGroup) -> None:
+        await self._post(gserver, "/init_weights_update_group", message)
+
+    def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
+        """Have `members` leave the group, in the background: nothing depends on it, and a failure is only logged."""
+        for gserver in members:
+            task = asyncio.create_task(self._leave_group(gserver, name))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _leave_group(self, gserver: Gserver, name: str) -> None:
+        try:
+            await self._post(gserver, "/destroy_weights_update_group", DestroyWeightsUpdateGroup(group_name=name))
+        except StreamRLError as error:
+            log.info("%s did not leave the weight group %s: %s", gserver.name, name, error)
+
+    # One gserver sends to another
+
+    async def offer(self, gserver: Gserver, *, group: str, version: int) -> Broadcast:
+        """Have it get ready to send its weights, which have to be those of `version`, in `group`."""
+        message = OfferWeights(group_name=group, version=version)
+        return await self._client.post(gserver.address, "/offer_weights", message, Broadcast, timeout=self._timeout)
+
+    async def send(self, gserver: Gserver, *, group: str, buckets: int) -> None:
+        """Have it send the weights that it has offered, which are so many `buckets`."""
+        await self._post(gserver, "/send_weights", SendWeights(group_name=group), timeout=(buckets + 1) * self._timeout)
+
+    # The steps of an update
+
+    async def begin(self, gserver: Gserver) -> None:
+        try:
+            await self._post(gserver, "/begin_weight_update")
+        except PeerError as error:
+            if not 400 <= error.status < 500:
+                raise
+            await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
+            await self._post(gserver, "/begin_weight_update")
+
+    async def receive(
+        self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int | None, flush_cache: bool
+    ) -> None:
+        """Have it receive the next broadcasts in `group`, one for each tensor of `bucket`.
+
+        `version`: None for a gserver that overwrites the weights that it serves, and is told the version later.
+        """
+        message = UpdateWeightsFromDistributed(
+            names=[spec.name for spec in bucket],
+            dtypes=[spec.dtype for spec in bucket],
+            shapes=[spec.shape for spec in bucket],
+            group_name=group,
+            flush_cache=flush_cache,
+            weight_version=None if version is None else str(version),
+        )
+        await self._post(gserver, "/update_weights_from_distributed", message)
+
+    async def load(self, gserver: Gserver, folder: str, *, version: int | None, flush_cache: bool) -> None:
+        """Have it read the weights in `folder`: into its stage where an update has begun, else over those that it
+        serves; `version` is None then, and told later."""
+        message = UpdateWeightsFromDisk(
+            model_path=folder, weight_version=None if version is None else str(version), flush_cache=flush_cache
+        )
+        await self._post(gserver, "/update_weights_from_disk", message)
+
+    async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
+        """Compare what it received with `trained` (name → checksum; empty: nothing is compared).
+
+        Raises `PublicationError` when they differ.
+        """
+        if not trained:
+            return
+        if gserver.info is not None and gserver.info.staged_weight_update:
+            message = WeightsChecker(action="staged")
+            found = await self._client.post(
+                gserver.address, "/weights_checker", message, StagedSums, timeout=self._timeout
+            )
+            _compare(gserver, found.tensors, trained, unknown=[name for name in found.tensors if name not in trained])
+            return
+        ranks = await self._received(gserver)
+        if ranks is not None and len(ranks) != gserver.ranks:
+            raise PublicationError(f"{gserver.name} tells what {len(ranks)} ranks received, and has {gserver.ranks}")
+        for rank in ranks or ():
+            # It may have been sent more before, by a run that it was in.
+            _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
+
+    async def _received(self, gserver: Gserver) -> list[RankSums] | None:
+        """Return, for each rank of a gserver without a stage, the checksums of the tensors that came last; None if it
+        cannot tell, for example because somebody else started it."""
+        if not gserver.tells_received:
+            return None
+        message = WeightsChecker(action="received")
+        try:
+            sums = await self._client.post(
+                gserver.address, "/weights_checker", message, ReceivedSums, timeout=self._timeout
+            )
+        except PeerError as error:
+            if UNKNOWN_ACTION not in str(error):
+                raise
+            gserver.tells_received = False
+            log.info("%s does not tell what it received: its weights show in log-probabilities alone", gserver.name)
+            return None
+        return sums.ranks
+
+    async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
+        await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
+
+    async def name(self, gserver: Gserver, label: str) -> None:
+        """Have it call the weights that it serves `label`."""
+        message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
+        await self._post(gserver, "/update_weight_version", message)
+
+    async def end(self, gserver: Gserver) -> None:
+        """End the update: a gserver with a stage serves the staged weights from here on."""
+        await self._post(gserver, "/end_weight_update")
+
+    async def abort_requests(self, gserver: Gserver, *, timeout: float) -> None:
+        await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=timeout)
+
+    async def resume(self, gserver: Gserver, *, timeout: float) -> None:
+        await self._post(gserver, "/continue_generation", timeout=timeout)
+
+    async def _post(
+        self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
+    ) -> None:
+        outcome = await self._client.update(gserver.address, path, body, timeout=timeout or self._timeout)
+        if not outcome.success:
+            raise PublicationError(f"{gserver.name} refused {path}: {outcome.message or 'no reason given'}")
+
+
+def _compare(
+    gserver: Gserver, found: Mapping[str, str], trained: Mapping[str, str], *, unknown: Sequence[str] = ()
+) -> None:
+    """`unknown`: tensors that came and were not trained."""
+    wrong = [name for name, checksum in found.items() if trained.get(name, checksum) != checksum]
+    if wrong or unknown:
+        raise PublicationError(
+            f"{gserver.name} received other weights than were trained: {len(wrong)} of {len(found)} tensors differ "
+            f"({_some(wrong)}), {len(unknown)} were not told ({_some(unknown)})"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) or "none"

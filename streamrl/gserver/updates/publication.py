@@ -1,0 +1,276 @@
+"""The manager's end of a publication: the publisher begins an update, sends the weights, and commits.
+
+`WeightUpdates` owns the policy version, the weight group and the update in progress. It decides which gservers take
+part and in which group; `WeightUpdate` (`update.py`) carries the update through, and `Resyncs` (`resync.py`) brings
+those that it left behind to the same weights afterwards.
+
+Invariants: at most one update by the publisher is under way. Except within the moments of a swap every gserver that is
+given groups serves the policy version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from streamrl.config import WeightsConfig
+from streamrl.errors import PublicationError, StreamRLError
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import Wakeup
+from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
+from streamrl.gserver.updates.states import Stage
+from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
+from streamrl.transport.control import (
+    Broadcast,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    PublishReply,
+    ResyncNeeded,
+    Snapshot,
+)
+
+log = logging.getLogger(__name__)
+
+
+class WeightUpdates:
+    """Serves the publisher's calls."""
+
+    def __init__(
+        self,
+        *,
+        config: WeightsConfig,
+        fleet: Fleet,
+        changed: Wakeup,
+        calls: WeightCalls,
+        on_version: Callable[[int], None],
+        on_record: Callable[[UpdateRecord], None],
+        on_unrecoverable: Callable[[str], None],
+        version: int = 0,
+    ) -> None:
+        """`changed` is notified when a gserver is heard of, or may lack the current weights. `on_version` is told a new
+        version as soon as the first gserver serves it, `on_record` every attempt that has ended, `on_unrecoverable`
+        why no gserver that lives can be brought to the current weights. `version`: what gservers start with."""
+        self.version = version
+        self.completed = 0
+        """Updates that took effect."""
+        self.failed = 0
+        """Attempts that were rolled back."""
+        self.last: UpdateRecord | None = None
+        """The latest attempt that has ended."""
+        self._config = config
+        self._fleet = fleet
+        self._changed = changed
+        self._calls = calls
+        self._on_version = on_version
+        self._on_record = on_record
+        self.resyncs = Resyncs(
+            config=config,
+            fleet=fleet,
+            calls=calls,
+            changed=changed,
+            version=lambda: self.version,
+            updating=lambda: self.under_way,
+            on_unrecoverable=on_unrecoverable,
+        )
+        self._group: WeightGroup | None = None
+        self._run_name = uuid.uuid4().hex[:8]  # a server that several runs join after another still has their groups
+        self._group_numbers = itertools.count(1)
+        self._update: WeightUpdate | None = None
+        self._running: asyncio.Task[PublishReply] | None = None
+        self._beginning = asyncio.Lock()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._running is not None and not self._running.done()
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the update in progress, and the figures of the last one."""
+        now = self._update.status() if self._update else {"state": Stage.IDLE.value}
+        last = msgspec.to_builtins(self.last) if self.last else None
+        return {**now, "completed": self.completed, "failed": self.failed, "last": last}
+
+    async def begin(self, message: PublishBegin) -> PublishBeginReply:
+        """Start an update and name its group; an update still in progress is rolled back first.
+
+        Raises `PublicationError` when the version is not newer, when no gserver replies within
+        `weights.timeout_seconds`, or when none can read the snapshot.
+        """
+        async with self._beginning:
+            if self._update is not None and self._running is not None and self.under_way:
+                self._update.abort("the publisher began another update")
+                await asyncio.wait({self._running})
+            if message.resync:
+                members = await self._members_to_resync(message.version)
+                if not members:
+                    return PublishBeginReply(group_name="", world_size=1)
+            elif message.version <= self.version:
+                raise PublicationError(
+                    f"version {message.version} cannot be published: the gservers are at {self.version}"
+                )
+            else:
+                members = await self._members_of_update(message)
+            group = self._group_of(members, message)
+            update = self._update = WeightUpdate(
+                version=message.version,
+                old_version=self.version,
+                weights=message.weights,
+                group=group,
+                calls=self._calls,
+                config=self._config,
+                current=lambda: self.version,
+                on_swapped=None if message.resync else self._swapped,
+            )
+            self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
+            return PublishBeginReply(group_name=group.name, world_size=group.world_size)
+
+    async def commit(self, message: PublishCommit) -> PublishReply:
+        """The publisher has sent everything, or failed. Return how the update went, the same however often this is
+        called; raises `PublicationError` when there is no such update."""
+        update, running = self._update, self._running
+        named = (message.version, message.group_name)
+        if update is None or running is None or (update.version, update.group.name) != named:
+            raise PublicationError(
+                f"there is no update to version {message.version} in group {message.group_name!r}; begin it first"
+            )
+        update.commit(message.error, message.checksums)
+        return await asyncio.shield(running)
+
+    async def resync_needed(self, *, timeout: float) -> ResyncNeeded:
+        """Wait, at most `timeout` seconds, for gservers that only the publisher can resync; return them."""
+        needed = self.resyncs.from_publisher
+        await self._changed.until(lambda: bool(needed()) or self.resyncs.closing, timeout=timeout)
+        return ResyncNeeded(
+            version=self.version, gservers=[g.name for g in needed()], serving=self._fleet.serving_count
+        )
+
+    async def close(self) -> None:
+        """Roll back what is in progress and resume everyone."""
+        await asyncio.gather(self.resyncs.close(), self._leave_update())
+        await self._calls.close()
+
+    async def _leave_update(self) -> None:
+        if self._update is not None and self._running is not None and self.under_way:
+            self._update.leave()
+            await asyncio.wait({self._running})
+
+    async def _run(self, update: WeightUpdate, message: PublishBegin) -> PublishReply:
+        reply = await update.run()
+        record = self.last = update.record
+        if record.done:
+            self.completed += 1
+            log.info("weights v%d served after a pause of %.3f s", record.version, record.pause_seconds)
+        else:
+            self.failed += 1
+            if isinstance(message.weights, Broadcast):
+                self._destroy(update.group)
+            log.warning("weights v%d rolled back: %s", record.version, record.error)
+        if record.evicted:
+            log.warning("weights v%d: evicted gservers %s", record.version, record.evicted)
+        if record.done and not message.resync:
+            snapshot = message.weights if isinstance(message.weights, Snapshot) else None
+            self.resyncs.weights_served(CurrentWeights(update.version, snapshot, update.checksums))
+        elif not record.done and message.resync:
+            self.resyncs.failed(update.group.members)
+        self._on_record(record)
+        asyncio.get_running_loop().call_soon(self._after_update, update)  # when this task has ended
+        return reply
+
+    def _after_update(self, update: WeightUpdate) -> None:
+        self.resyncs.start()
+        if not update.lost:
+            self.resyncs.fail_if_unrecoverable()
+
+    def _swapped(self, version: int) -> None:
+        self.version = version
+        if self._update is not None:
+            self._fleet.updated(self._update.group.members)
+        self._on_version(version)
+
+    # Who takes part
+
+    async def _members_to_resync(self, version: int) -> list[Gserver]:
+        """Return the gservers that only the publisher can bring to `version`, and that reply."""
+        lacking = self.resyncs.from_publisher() if version == self.version else []
+        live = await self._responding(lacking)
+        self.resyncs.failed(gserver for gserver in lacking if gserver not in live)
+        return live
+
+    async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
+        """Return the gservers that reply now; wait for one if there is none."""
+        version = message.version
+        deadline = time.monotonic() + self._config.timeout_seconds
+        seen = self._fleet.news
+        while True:
+            busy = self.resyncs.addresses  # they stay behind, and are resynced again
+            candidates = [g for g in self._fleet.candidates(version) if g.address not in busy]
+            if isinstance(message.weights, Snapshot):
+                candidates = _able_to_read(message.weights, candidates)
+            live = await self._responding(candidates)
+            if live:
+                return live
+            log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
+            left = max(deadline - time.monotonic(), 0)
+            if not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
+                raise PublicationError(
+                    f"weights v{version} have nowhere to go: no gserver answered within "
+                    f"{self._config.timeout_seconds:g} s; start one, or look at the gservers' logs"
+                )
+            seen = self._fleet.news
+
+    async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
+        """Ask `gservers` what they can do; return those that reply and still have their place in the run."""
+        replied = await asyncio.gather(*(self._responds(g) for g in gservers))
+        return [g for g, lives in zip(gservers, replied, strict=True) if lives and self._fleet.is_member(g)]
+
+    async def _responds(self, gserver: Gserver) -> bool:
+        try:
+            gserver.info = await self._calls.info(gserver)
+        except StreamRLError as error:
+            log.warning("%s is left out of the weight update: %s", gserver.name, error)
+            return False
+        return True
+
+    def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
+        """Return the group in use if it still fits, else a new one."""
+        name = f"weights-{self._run_name}-{next(self._group_numbers)}"
+        if isinstance(message.weights, Snapshot):
+            return WeightGroup(name, tuple(members))
+        old = self._group
+        if old is not None:
+            in_use = old.formed and not old.broken and old.name == message.weights.group_name
+            if in_use and old.members == tuple(members):
+                return old
+            if not old.broken:
+                self._destroy(old)
+        self._group = WeightGroup(name, tuple(members))
+        return self._group
+
+    def _destroy(self, group: WeightGroup) -> None:
+        self._calls.leave_group(group.name, [g for g in group.members if self._fleet.is_member(g)])
+
+
+def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
+    """Return the gservers on the host of the snapshot; raises `PublicationError` when there are only others."""
+    able = [g for g in gservers if snapshot.readable_on(g.host)]
+    far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
+    problem = (
+        f"weights in shared memory reach gservers on {snapshot.host} alone, and not {far}; for several hosts set "
+        'weights.host to an address that all of them reach and weights.mode to "collective", or take "disk"'
+    )
+    if far and not able:
+        raise PublicationError(problem)
+    if far:
+        log.error("%s", problem)
+    return able

@@ -1,0 +1,259 @@
+"""Resync: brings gservers that lack the current weights up to them, without the others.
+
+A gserver lacks them that came late, came back, or failed in an update. Three sources are tried in this order:
+
+- *files*, where the current weights lie in files: the gserver reads them at once;
+- *another gserver* that serves them, where they were broadcast: it sends them in a process group of two, to one gserver
+  at a time and beside its requests (`gserver/server/sender.py`);
+- *the publisher*, where no gserver can send them: the master hears that it is needed (`from_publisher`) and has the
+  weights published once more, to those gservers alone (`PublishBegin.resync`).
+
+`Resyncs` owns what is known of the current weights, who failed to be resynced, and one task for each gserver that is
+being resynced from the first two sources; each task is a weight update with this one member (`update.py`).
+
+Invariants: a gserver is resynced at most `weights.attempts` times to one version, then waits for the next. A failure
+counts only when the gserver has been heard of since: one that died of it falls silent, and has not failed. Attempts in
+which another gserver sent do not count, for that one may be to blame; each of those is tried once, and at most
+`weights.attempts` of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from streamrl import essential
+from streamrl.config import WeightsConfig
+from streamrl.errors import StreamRLError
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.run_state import Wakeup
+from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
+from streamrl.transport.control import Broadcast, Snapshot
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CurrentWeights:
+    """The weights that are served now."""
+
+    version: int
+    snapshot: Snapshot | None
+    """Files that can be read at any time; None: they were broadcast."""
+    checksums: dict[str, str]
+    """Name → checksum of each weight as it was trained."""
+
+
+class Resyncs:
+    """Call `start` after everything that may leave a gserver behind."""
+
+    def __init__(
+        self,
+        *,
+        config: WeightsConfig,
+        fleet: Fleet,
+        calls: WeightCalls,
+        changed: Wakeup,
+        version: Callable[[], int],
+        updating: Callable[[], bool],
+        on_unrecoverable: Callable[[str], None],
+    ) -> None:
+        """`version` tells which one is served, `updating` whether an update by the publisher is under way: no resync
+        starts meanwhile. `changed` is notified when a gserver may lack or have weights that it did not before.
+        `on_unrecoverable` is told why no gserver that lives can be brought to the current weights."""
+        self.closing = False
+        """Whether `close` was called: no resync starts any more."""
+        self._config = config
+        self._fleet = fleet
+        self._calls = calls
+        self._changed = changed
+        self._version = version
+        self._updating = updating
+        self._on_unrecoverable = on_unrecoverable
+        self._current: CurrentWeights | None = None
+        self._numbers = itertools.count(1)
+        self._running: dict[Gserver, asyncio.Task[None]] = {}
+        self._updates: dict[Gserver, WeightUpdate] = {}
+        self._senders: dict[Gserver, Gserver] = {}
+        """Who is being resynced → who sends to it."""
+        self._tried: dict[Gserver, list[Gserver]] = {}
+        """Who could not be resynced → the gservers that have tried to send to it."""
+
+    @property
+    def addresses(self) -> set[str]:
+        """Where a resync is under way. By address, because a server that was joined outlives the gserver that joined
+        it: the next gserver there waits until what was begun for the one before has ended."""
+        return {gserver.address for gserver in self._running}
+
+    def weights_served(self, current: CurrentWeights) -> None:
+        """An update has taken effect: these are the weights that are served now."""
+        self._current = current
+        self._tried.clear()
+        for gserver in self._fleet.all():
+            gserver.clear_failures()
+
+    def heard(self, gserver: Gserver) -> None:
+        """A heartbeat of `gserver` has come: if its resync has failed just now, it has not died of it."""
+        if gserver.resync_failed:
+            gserver.resync_failed = False
+            gserver.failed_resyncs += 1
+            self.start()
+            self.fail_if_unrecoverable()
+
+    def failed(self, gservers: Iterable[Gserver]) -> None:
+        """The publisher could not resync `gservers`."""
+        for gserver in gservers:
+            gserver.resync_failed = True
+
+    def from_publisher(self) -> list[Gserver]:
+        """Return the gservers to which only the publisher can send the current weights."""
+        if self._updating() or self.closing:
+            return []
+        current = self._current
+        if current is None or current.version != self._version():
+            return self._lacking()
+        return [] if current.snapshot is not None else [g for g in self._lacking() if not self._able_to_send(g)]
+
+    def start(self) -> None:
+        """Resync those that lack the current weights and have a source."""
+        self._changed.notify()
+        current = self._current
+        if self._updating() or self.closing or current is None or current.version != self._version():
+            return
+        for gserver in self._lacking():
+            if current.snapshot is None:
+                sending = set(self._senders.values())
+                free = [sender for sender in self._able_to_send(gserver) if sender not in sending]
+                if free:
+                    sender = self._senders[gserver] = min(free, key=lambda g: g.load.requests)
+                    self._begin(gserver, partial(self._from_gserver, gserver, sender, current))
+            elif current.snapshot.readable_on(gserver.host):
+                self._begin(gserver, partial(self._from_files, gserver, current, current.snapshot))
+
+    def fail_if_unrecoverable(self) -> None:
+        """The run ends when every gserver that lives has failed too often to take the current weights."""
+        heard = [g for g in self._fleet.all() if not g.silent]
+        failed = [g for g in heard if g.failed_resyncs >= self._config.attempts]
+        if heard and len(failed) == len(heard) and not self._updating():
+            names = ", ".join(g.name for g in failed)
+            self._on_unrecoverable(
+                f"no gserver serves weights v{self._version()}, and {names} could not be brought to them in "
+                f"{self._config.attempts} attempts each; the manager's log says why"
+            )
+
+    async def close(self) -> None:
+        """Start no further resync; resume the gservers that are paused for one, and end."""
+        self.closing = True
+        for gserver, task in self._running.items():
+            if gserver in self._updates:
+                self._updates[gserver].leave()
+            else:
+                task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _lacking(self) -> list[Gserver]:
+        """Return the gservers that live, do not serve the current weights, and may be resynced now."""
+        busy = self.addresses
+        return [
+            gserver
+            for gserver in self._fleet.all()
+            if gserver.evicted
+            and not gserver.resync_failed
+            and gserver.failed_resyncs < self._config.attempts
+            and gserver.address not in busy
+        ]
+
+    def _able_to_send(self, gserver: Gserver) -> list[Gserver]:
+        """Return the gservers that could send to `gserver`; some may be sending to another at the moment."""
+        tried = self._tried.get(gserver, [])
+        if len(tried) >= self._config.attempts:
+            return []
+        serving = self._fleet.serving()
+        return [g for g in serving if g not in tried and g.info is not None and g.info.sends_weights]
+
+    def _begin(self, gserver: Gserver, resync: Callable[[], Awaitable[None]]) -> None:
+        self._running[gserver] = essential.begin(self._run(gserver, resync), name=f"resync of {gserver.name}")
+
+    async def _run(self, gserver: Gserver, resync: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await resync()
+        finally:
+            del self._running[gserver]
+            self._senders.pop(gserver, None)
+            self._updates.pop(gserver, None)
+            self._fleet.news += 1
+            self.start()
+            self.fail_if_unrecoverable()
+
+    async def _from_files(self, gserver: Gserver, current: CurrentWeights, snapshot: Snapshot) -> None:
+        update = self._update(gserver, current, snapshot, group=self._new_name())
+        update.commit("", current.checksums)
+        reply = await update.run()
+        _report(gserver, current, source=f"the files in {snapshot.folder}", error=reply.error)
+        gserver.resync_failed = self._still_lacks(gserver, current)
+
+    async def _from_gserver(self, gserver: Gserver, sender: Gserver, current: CurrentWeights) -> None:
+        group = self._new_name()
+        try:
+            weights = await self._calls.offer(sender, group=group, version=current.version)
+        except StreamRLError as failure:
+            error = str(failure)
+        else:
+            error = await self._send(gserver, sender, current, weights, group=group)
+        _report(gserver, current, source=sender.name, error=error)
+        if self._still_lacks(gserver, current):
+            self._tried.setdefault(gserver, []).append(sender)
+
+    async def _send(
+        self, gserver: Gserver, sender: Gserver, current: CurrentWeights, weights: Broadcast, *, group: str
+    ) -> str:
+        """Have `sender` send and `gserver` receive; return why it failed, or an empty string."""
+        update = self._update(gserver, current, weights, group=group)
+        updating = asyncio.create_task(update.run(), name=f"update of {gserver.name}")
+        sending = asyncio.create_task(
+            self._calls.send(sender, group=group, buckets=len(weights.buckets)), name=f"{sender.name} sends"
+        )
+        await asyncio.wait({updating, sending}, return_when=asyncio.FIRST_COMPLETED)
+        sending.cancel()  # unless it has ended
+        (failure,) = await asyncio.gather(sending, return_exceptions=True)
+        if failure is None:
+            update.commit("", current.checksums)
+        else:
+            update.abort(f"{sender.name} did not send its weights: {failure}")
+        reply = await updating
+        self._calls.leave_group(group, (gserver, sender))
+        return reply.error
+
+    def _update(
+        self, gserver: Gserver, current: CurrentWeights, weights: Broadcast | Snapshot, *, group: str
+    ) -> WeightUpdate:
+        update = self._updates[gserver] = WeightUpdate(
+            version=current.version,
+            old_version=current.version,
+            weights=weights,
+            group=WeightGroup(group, (gserver,)),
+            calls=self._calls,
+            config=self._config,
+            current=self._version,
+        )
+        return update
+
+    def _still_lacks(self, gserver: Gserver, current: CurrentWeights) -> bool:
+        """Whether `gserver` does not serve the weights in question, and these are still the current ones."""
+        return gserver.evicted and self._current is current
+
+    def _new_name(self) -> str:
+        return f"resync-{next(self._numbers)}"
+
+
+def _report(gserver: Gserver, current: CurrentWeights, *, source: str, error: str) -> None:
+    if error:
+        log.warning("%s could not be resynced to weights v%d from %s: %s", gserver.name, current.version, source, error)
+    else:
+        log.info("%s at %s was resynced to weights v%d from %s", gserver.name, gserver.address, current.version, source)

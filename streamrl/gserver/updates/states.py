@@ -1,0 +1,432 @@
+"""The states of one weight update, pure: events go in, actions come out; no I/O and no clock.
+
+    prepare ──────▶ (commit) ──────▶ check ──────▶ apply ─────▶ done
+       │                │              │             │ nobody swapped
+       └────────────────┴──────────────┴─────────────┴──▶ roll back ──▶ rolled back
+
+*Prepare* brings the weights to every gserver, *check* compares them with what was trained, *apply* pauses, swaps and
+resumes each gserver on its own (a gserver that has no stage and reads files does all of it there). Gservers pass
+`prepare` and `check` together: nobody goes on before all are through, and before the publisher has committed.
+
+Invariants: until the first swap succeeds every failure rolls back, and gservers with unmixed weights go on at the old
+version; from then on the update stands, and a gserver that fails is evicted. Whoever was asked to pause is asked to
+resume, and one with mixed weights is first asked to end its requests. If every action is replied to, and `overdue`
+comes when `awaits` asks for it, the update ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Literal, TypeVar
+
+Who = TypeVar("Who", bound=Hashable)
+"""A gserver."""
+
+
+class Stage(Enum):
+    """How far an update is; in the order of an update that succeeds."""
+
+    IDLE = "idle"
+    FORMING = "forming"
+    TRANSFERRING = "transferring"
+    WAITING_COMMIT = "waiting_commit"
+    CHECKING = "checking"
+    PAUSING = "pausing"
+    SWAPPING = "swapping"
+    RESUMING = "resuming"
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"
+
+
+ORDER = {stage: place for place, stage in enumerate(Stage)}
+
+
+class Step(Enum):
+    """What a gserver is asked to do; each is one or more calls with a deadline."""
+
+    JOIN = "join"
+    """Meet the others in the weight group."""
+    BEGIN = "begin"
+    """Get ready to receive."""
+    RECEIVE = "receive"
+    """Take the new weights: into the stage, or straight over those that are served where there is none."""
+    VERIFY = "verify"
+    """Show that the new weights are those that were trained."""
+    PAUSE = "pause"
+    """Pause generation."""
+    MARK = "mark"
+    """Call the weights mixed, before they are: whatever is sampled from them can be told apart."""
+    SWAP = "swap"
+    """Serve the new weights from here on."""
+    ASK = "ask"
+    """Say which weights are served."""
+    CLEAR = "clear"
+    """End all requests, with the tokens that they have."""
+    RESUME = "resume"
+    """Resume generation."""
+
+
+_STAGE_OF = {
+    Step.JOIN: Stage.FORMING,
+    Step.BEGIN: Stage.TRANSFERRING,
+    Step.RECEIVE: Stage.TRANSFERRING,
+    Step.VERIFY: Stage.CHECKING,
+    Step.SWAP: Stage.SWAPPING,
+    Step.CLEAR: Stage.RESUMING,
+    Step.RESUME: Stage.RESUMING,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of one gserver, by phase."""
+
+    prepare: tuple[Step, ...] = ()
+    check: tuple[Step, ...] = ()
+    apply: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
+    mixes: Step | None = None
+    """From this step on, until the swap is through, the weights that it serves may be of two versions."""
+
+
+def plan_for(*, way: Literal["broadcast", "snapshot"], staged: bool, joined: bool, verified: bool) -> Plan:
+    """Return the steps of a gserver that has a stage for weights (`staged`), or has none (real SGLang).
+
+    `joined`: it is in the weight group already. `verified`: what it received is compared.
+    """
+    join = () if joined or way == "snapshot" else (Step.JOIN,)
+    check = (Step.VERIFY,) if verified else ()
+    if staged:
+        return Plan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
+    if way == "snapshot":  # nothing touches it before its turn has come, when it reads the files
+        return Plan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
+    steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
+    return Plan(prepare=steps, check=check, apply=(Step.SWAP,), mixes=Step.MARK)
+
+
+@dataclass(frozen=True, eq=False)
+class Action(Generic[Who]):
+    """Ask `who` to take `step`, and report how it went: `succeeded`, `failed` or (ASK) `serves`."""
+
+    who: Who
+    step: Step
+
+
+Serves = Literal["old", "new", "other"]
+"""Which weights a gserver says that it serves."""
+
+
+class Health(Enum):
+    """What was seen of one gserver while an update went on."""
+
+    FINE = "fine"
+    """It did its part, or was at it when another failed."""
+    SLOW = "slow"
+    """It did not reply to a call of the update in time, yet replies otherwise."""
+    REFUSED = "refused"
+    """It replied with a failure, or with nonsense."""
+    LOST = "lost"
+    """It does not reply at all."""
+
+
+class Phase(Enum):
+    """Where the update as a whole is."""
+
+    PREPARE = "prepare"
+    CHECK = "check"
+    APPLY = "apply"
+    ROLL_BACK = "roll back"
+    ENDED = "ended"
+
+
+class _Member(Generic[Who]):
+    def __init__(self, who: Who, plan: Plan) -> None:
+        self.who = who
+        self.plan = plan
+        self.left = list(plan.prepare)
+        """Steps of this phase that are still to be taken."""
+        self.now: Action[Who] | None = None
+        """What it is asked to do at the moment."""
+        self.stage = Stage.FORMING
+        self.through = not plan.prepare
+        """Whether nothing is left to do in this phase."""
+        self.paused = False
+        self.mixed = False
+        self.swapped = False
+        self.health = Health.FINE
+        self.problem = ""
+        """Why it failed; empty: it did not."""
+        self.serves: Serves | None = None
+
+
+class UpdateStates(Generic[Who]):
+    """One update over the gservers of `plans`. Every event returns the actions to take next."""
+
+    def __init__(self, plans: Mapping[Who, Plan]) -> None:
+        self.phase = Phase.PREPARE
+        self.reason = ""
+        """Why it was rolled back."""
+        self._members = {who: _Member(who, plan) for who, plan in plans.items()}
+        self._started = False
+        self._committed = False
+        self._publisher_failed = False
+        self._left_early = False
+        self._evicted: set[Who] = set()
+        self._blamed: set[Who] = set()
+
+    # What is known
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.phase is Phase.ENDED
+
+    @property
+    def done(self) -> bool:
+        """Whether the new weights are served."""
+        return any(member.swapped for member in self._members.values())
+
+    @property
+    def swapped(self) -> list[Who]:
+        """The gservers that serve the new weights."""
+        return [who for who, member in self._members.items() if member.swapped]
+
+    @property
+    def evicted(self) -> frozenset[Who]:
+        """The gservers that do not serve what stands now; complete when the update has ended."""
+        return frozenset(self._evicted)
+
+    @property
+    def blamed(self) -> frozenset[Who]:
+        """The gservers because of which something failed: better left out of the next attempt."""
+        return frozenset(self._blamed)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a gserver did not reply at all."""
+        return any(member.health is Health.LOST for member in self._members.values())
+
+    @property
+    def outstanding(self) -> list[Action[Who]]:
+        """The actions whose replies are awaited; any other that was handed out before does not matter any more."""
+        return [member.now for member in self._members.values() if member.now is not None]
+
+    @property
+    def awaits(self) -> Literal["commit", "others", ""]:
+        """What has a deadline now, after which `overdue` is to be called: the publisher's commit, or the other
+        gservers' part after a first failure; empty: nothing."""
+        if self.phase is Phase.PREPARE and not self._problems() and all(m.through for m in self._members.values()):
+            return "commit"
+        return "others" if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems() else ""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the gserver furthest behind."""
+        if self.ended:
+            return Stage.DONE if self.done else Stage.ROLLED_BACK
+        return min((member.stage for member in self._members.values()), key=ORDER.__getitem__)
+
+    def stages(self) -> dict[Who, Stage]:
+        """The stage of each gserver."""
+        return {who: member.stage for who, member in self._members.items()}
+
+    # Events
+
+    def start(self) -> list[Action[Who]]:
+        """Begin; the first event but for an early `commit` or `abort`."""
+        self._started = True
+        return self._go_on([action for member in self._members.values() for action in self._next(member)])
+
+    def succeeded(self, action: Action[Who]) -> list[Action[Who]]:
+        """The step was taken."""
+        member = self._reply_to(action)
+        if member is None:
+            return []
+        if action.step is Step.SWAP:
+            member.swapped, member.mixed = True, False
+        if action.step is Step.RESUME:
+            member.paused = False
+        return self._go_on(self._next(member))
+
+    def failed(self, action: Action[Who], health: Health, reason: str) -> list[Action[Who]]:
+        """The step was not taken, or nobody knows whether it was; `reason` says why."""
+        member = self._reply_to(action)
+        if member is None:
+            return []
+        match action.step:
+            case Step.ASK:
+                return self._told(member, None)
+            case Step.RESUME:
+                member.paused = False
+            case Step.CLEAR:
+                pass  # it is evicted, and resumed all the same
+            case _:
+                member.health, member.problem, member.left = health, reason, []
+                if self.phase is Phase.APPLY and action.step is Step.SWAP:
+                    member.left = [Step.ASK]
+        return self._go_on(self._next(member))
+
+    def serves(self, action: Action[Who], what: Serves) -> list[Action[Who]]:
+        """The reply to ASK has come."""
+        member = self._reply_to(action)
+        return [] if member is None else self._told(member, what)
+
+    def commit(self) -> list[Action[Who]]:
+        """The publisher has sent everything."""
+        self._committed = True
+        return self._go_on([]) if self._started else []
+
+    def abort(self, reason: str) -> list[Action[Who]]:
+        """The publisher gives up, which it cannot after its commit."""
+        if self._committed or self.phase is not Phase.PREPARE:
+            return []
+        self._publisher_failed = True
+        return self._roll_back(reason)
+
+    def overdue(self, reason: str) -> list[Action[Who]]:
+        """What `awaits` names did not come in time; `reason` is for a commit that is missing."""
+        match self.awaits:
+            case "commit":
+                return self.abort(reason)
+            case "others":
+                return self._roll_back("; ".join(self._problems()))
+        return []
+
+    def leave(self, reason: str) -> list[Action[Who]]:
+        """End as soon as possible: only resume the gservers that this update has paused."""
+        if self.ended or self._left_early:
+            return []
+        self._left_early = True
+        self.reason = self.reason or ("" if self.done else reason)
+        self.phase = Phase.ROLL_BACK
+        return self._go_on([action for member in self._members.values() for action in self._resume_only(member)])
+
+    # Transitions
+
+    def _reply_to(self, action: Action[Who]) -> _Member[Who] | None:
+        """Return the gserver that replied to `action`, or None if the update has gone on without it."""
+        member = self._members[action.who]
+        if member.now is not action:
+            return None
+        member.now = None
+        return member
+
+    def _next(self, member: _Member[Who]) -> list[Action[Who]]:
+        """Return the next action of `member` in this phase, if there is one."""
+        if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems():
+            return []  # only replies to what is under way may still tell something
+        if member.left:
+            return [self._ask(member, member.left.pop(0))]
+        if self.phase in (Phase.APPLY, Phase.ROLL_BACK) and member.paused:
+            ends_requests = member.mixed and member.stage is not Stage.RESUMING
+            member.left = [Step.CLEAR, Step.RESUME] if ends_requests else [Step.RESUME]
+            return [self._ask(member, member.left.pop(0))]
+        member.through = True
+        if self.phase is Phase.PREPARE:
+            member.stage = Stage.WAITING_COMMIT
+        elif self.phase is Phase.APPLY:
+            member.stage = Stage.DONE
+        return []
+
+    def _ask(self, member: _Member[Who], step: Step) -> Action[Who]:
+        if step is Step.PAUSE:
+            member.paused = True
+            if self.phase is Phase.APPLY:
+                member.stage = Stage.PAUSING
+        if step is member.plan.mixes:
+            member.mixed = True
+        loads = self.phase is Phase.APPLY and step in (Step.RECEIVE, Step.VERIFY)
+        member.stage = Stage.SWAPPING if loads else _STAGE_OF.get(step, member.stage)
+        member.now = Action(member.who, step)
+        return member.now
+
+    def _told(self, member: _Member[Who], what: Serves | None) -> list[Action[Who]]:
+        """`member` told which weights it serves; None: it did not reply."""
+        member.serves = what
+        if what is None:
+            member.health = Health.LOST
+        elif self.phase is Phase.APPLY and what == "new":  # only the reply to the swap was lost
+            member.swapped, member.mixed, member.problem, member.health = True, False, "", Health.FINE
+        if self.phase is Phase.ROLL_BACK:
+            member.through = True
+            return self._go_on([])
+        return self._go_on(self._next(member))
+
+    def _go_on(self, actions: list[Action[Who]]) -> list[Action[Who]]:
+        """Change the phase if all are through with it; return the actions that follow, else `actions`."""
+        members = self._members.values()
+        match self.phase:
+            case Phase.PREPARE | Phase.CHECK if self._problems():
+                if not self.outstanding:
+                    return self._roll_back("; ".join(self._problems()))
+            case Phase.PREPARE if self._committed and all(m.through for m in members):
+                return self._enter(Phase.CHECK, lambda member: member.plan.check)
+            case Phase.CHECK if all(m.through for m in members):
+                return self._enter(Phase.APPLY, lambda member: member.plan.apply)
+            case Phase.APPLY if all(m.through for m in members):
+                return self._applied()
+            case Phase.ROLL_BACK if all(m.through for m in members):
+                return self._rolled_back()
+        return actions
+
+    def _enter(self, phase: Phase, steps: Callable[[_Member[Who]], Iterable[Step]]) -> list[Action[Who]]:
+        self.phase = phase
+        for member in self._members.values():
+            member.left, member.through = list(steps(member)), False
+        return self._go_on([action for member in self._members.values() for action in self._next(member)])
+
+    def _applied(self) -> list[Action[Who]]:
+        if not self.done:
+            return self._roll_back("; ".join(self._problems()))
+        failed = [member.who for member in self._members.values() if not member.swapped]
+        self._evicted.update(failed)
+        self._blamed.update(failed)
+        self.phase = Phase.ENDED
+        return []
+
+    def _roll_back(self, reason: str) -> list[Action[Who]]:
+        """Keep the old version; first ask everyone what they serve."""
+        self.reason = reason
+        self.phase = Phase.ROLL_BACK
+        for member in self._members.values():
+            member.left, member.through = [], False
+        return [self._ask(member, Step.ASK) for member in self._members.values()]
+
+    def _rolled_back(self) -> list[Action[Who]]:
+        """All have told what they serve, and then: all are resumed."""
+        members = self._members.values()
+        if not self._left_early and not self._evicted and not self._blamed:
+            health = {member.who: member.health for member in members}
+            self._blamed = culprits(health, publisher_failed=self._publisher_failed)
+            self._evicted = self._blamed | {m.who for m in members if m.mixed or m.serves != "old"}
+        if actions := [action for member in members for action in self._resume_only(member)]:
+            return actions
+        if self._left_early:
+            self._evicted |= {m.who for m in members if m.mixed or (self.done and not m.swapped)}
+        self.phase = Phase.ENDED
+        return []
+
+    def _resume_only(self, member: _Member[Who]) -> list[Action[Who]]:
+        """Resume `member` if it is paused; drop whatever else it was to do."""
+        member.now, member.left, member.through = None, [], not member.paused
+        return self._next(member) if member.paused else []
+
+    def _problems(self) -> list[str]:
+        return [member.problem for member in self._members.values() if member.problem]
+
+
+def culprits(health: Mapping[Who, Health], *, publisher_failed: bool) -> set[Who]:
+    """Return the gservers to leave out of the next attempt.
+
+    A broadcast fails for everyone when one rank is gone, so a failure counts against a gserver only
+    if nobody is lost and others did not fail in the same way: what befell all came from outside.
+    """
+    lost = {who for who, state in health.items() if state is Health.LOST}
+    if lost or publisher_failed:
+        return lost
+    for kind in (Health.REFUSED, Health.SLOW):
+        guilty = {who for who, state in health.items() if state is kind}
+        if guilty and len(guilty) < len(health):
+            return guilty
+    return set()

@@ -1,0 +1,355 @@
+"""One attempt at a weight update: takes the actions that the pure states (`states.py`) decide on.
+
+`WeightUpdate` owns the calls under way, the clock and the record of the attempt.
+
+Invariants: every call has a deadline; a call that does not matter any more is cut off; `run` ends only after every
+gserver that was paused was asked to resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from streamrl import essential
+from streamrl.config import WeightsConfig
+from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, serves
+from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.gserver.updates.states import (
+    ORDER,
+    Action,
+    Health,
+    Phase,
+    Serves,
+    Stage,
+    Step,
+    UpdateStates,
+    plan_for,
+)
+from streamrl.transport.control import Broadcast, PublishReply, Snapshot
+from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 1.0
+"""After a first failure the other gservers have so long to do their part, to tell cause from effect."""
+CLOSING_SECONDS = 2.0
+"""Deadline for a gserver to be resumed when the manager itself leaves."""
+
+
+@dataclass(eq=False)
+class WeightGroup:
+    """The gservers that take part. Where weights are broadcast this is a process group: the publisher is rank 0, and
+    the ranks of `members` follow from 1 on, in this order."""
+
+    name: str
+    members: tuple[Gserver, ...]
+    formed: bool = False
+    """All members have joined: an update may use it again."""
+    broken: bool = False
+    """An update failed in it: no other may use it."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the publisher and of all members."""
+        return 1 + sum(gserver.ranks for gserver in self.members)
+
+    def first_rank(self, gserver: Gserver) -> int:
+        """Return the first of the ranks that this member has in the group."""
+        return 1 + sum(before.ranks for before in self.members[: self.members.index(gserver)])
+
+
+class UpdateRecord(msgspec.Struct, kw_only=True):
+    """What happened in one attempt; points in time are in seconds since the epoch."""
+
+    version: int
+    group: str
+    gservers: list[int]
+    begin: float
+    reached: dict[str, float] = {}
+    """Stage → when all gservers had reached it or a later one."""
+    end: float = 0.0
+    pause_seconds: float = 0.0
+    """Longest pause of generation on any gserver."""
+    done: bool = False
+    error: str = ""
+    evicted: list[int] = []
+
+
+class WeightUpdate:
+    """Carries one update through; `run` it once."""
+
+    def __init__(
+        self,
+        *,
+        version: int,
+        old_version: int,
+        weights: Broadcast | Snapshot,
+        group: WeightGroup,
+        calls: WeightCalls,
+        config: WeightsConfig,
+        current: Callable[[], int],
+        on_swapped: Callable[[int], None] | None = None,
+    ) -> None:
+        """`current` tells the version that gservers have to serve to be given groups; it may grow beyond `version`
+        before this update ends. `on_swapped` is told `version` as soon as the first gserver serves it."""
+        self.version = version
+        self.group = group
+        self.record = UpdateRecord(
+            version=version, group=group.name, gservers=[g.index for g in group.members], begin=time.time()
+        )
+        self.checksums: dict[str, str] = {}
+        """Name → checksum of each weight as it was trained; known from the commit on."""
+        self._old_version = old_version
+        self._weights = weights
+        self._calls = calls
+        self._config = config
+        self._on_swapped = on_swapped
+        self._current = current
+        self._states: UpdateStates[Gserver] = UpdateStates(
+            {
+                gserver: plan_for(
+                    way="broadcast" if isinstance(weights, Broadcast) else "snapshot",
+                    staged=_stages_weights(gserver),
+                    joined=group.formed,
+                    verified=config.checksum,
+                )
+                for gserver in group.members
+            }
+        )
+        self._resume_timeout = config.timeout_seconds
+        self._tasks: dict[Action[Gserver], asyncio.Task[None]] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_for = ""
+        self._paused_at: dict[Gserver, float] = {}
+        self._swap_told = False
+        self._ended = asyncio.Event()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a gserver did not reply at all."""
+        return self._states.lost
+
+    def status(self) -> dict[str, Any]:
+        """Return how far the update and each of its gservers is, for people."""
+        return {
+            "state": self._states.stage.value,
+            "version": self.version,
+            "group": self.group.name,
+            "gservers": {g.name: stage.value for g, stage in self._states.stages().items()},
+        }
+
+    def commit(self, error: str, checksums: dict[str, str]) -> None:
+        """The publisher has sent everything, or failed with `error`."""
+        if error:
+            self.abort(f"the publisher failed: {error}")
+        elif not self._ended.is_set():
+            self.checksums = self.checksums or checksums
+            self._begin(self._states.commit())
+
+    def abort(self, reason: str) -> None:
+        """Roll back, unless the publisher has committed."""
+        self._begin(self._states.abort(reason))
+
+    def leave(self) -> None:
+        """The manager is leaving: resume the gservers that this update has paused, and end."""
+        self._resume_timeout = min(self._resume_timeout, CLOSING_SECONDS)
+        self._begin(self._states.leave("the manager leaves"))
+
+    async def run(self) -> PublishReply:
+        """Carry the whole transaction through; return what the publisher is told."""
+        self._begin(self._states.start())
+        await self._ended.wait()
+        return PublishReply(
+            done=self.record.done,
+            error=self.record.error,
+            pause_seconds=self.record.pause_seconds,
+            evicted=self.record.evicted,
+        )
+
+    def _begin(self, actions: Iterable[Action[Gserver]]) -> None:
+        """Begin `actions`, cut off those that do not matter any more, and record how far the update is."""
+        for action in actions:
+            name = f"{action.step.value} on {action.who.name}"
+            self._tasks[action] = essential.begin(self._carry_out(action), name=name)
+        outstanding = set(self._states.outstanding)
+        for action in [action for action in self._tasks if action not in outstanding]:
+            task = self._tasks.pop(action)
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._record()
+        self._set_alarm()
+
+    def _record(self) -> None:
+        self._record_stage(self._states.stage)
+        if self._states.phase not in (Phase.PREPARE, Phase.ENDED) and not self.record.error:
+            self.group.formed = True
+        if self._states.done and not self._swap_told:
+            self._swap_told = True
+            if self._on_swapped is not None:
+                self._on_swapped(self.version)
+        for gserver in self._states.swapped if self.version == self._current() else ():
+            if not gserver.stuck:
+                gserver.handle(GserverEvent.UPDATED)
+        self.record.error = self._states.reason
+        if self.record.error:
+            self.group.broken = True
+        if self._states.ended and not self._ended.is_set():
+            self._conclude()
+
+    def _record_stage(self, stage: Stage) -> None:
+        passed = [stage] if stage is Stage.ROLLED_BACK else [s for s in Stage if ORDER[s] <= ORDER[stage]]
+        for reached in passed:
+            if reached is not Stage.IDLE:
+                self.record.reached.setdefault(reached.value, time.time())
+
+    def _conclude(self) -> None:
+        for gserver in self._states.evicted:
+            gserver.handle(GserverEvent.UPDATE_FAILED)
+        for gserver in self._states.blamed:
+            gserver.failed_version = self.version
+        self.record.done = self._states.done
+        self.record.end = time.time()
+        self.record.evicted = sorted(g.index for g in self._states.evicted)
+        self._ended.set()
+
+    def _set_alarm(self) -> None:
+        """Have the states told when what they await is overdue."""
+        awaits = self._states.awaits
+        if awaits == self._alarm_for:
+            return
+        self._alarm_for = awaits
+        if self._alarm is not None:
+            self._alarm.cancel()
+        limit = self._config.timeout_seconds
+        seconds = limit if awaits == "commit" else min(GRACE_SECONDS, limit)
+        reason = f"the publisher did not commit within {limit:g} s after the last gserver was ready"
+        if awaits:
+            self._alarm = asyncio.get_running_loop().call_later(
+                seconds, lambda: self._begin(self._states.overdue(reason))
+            )
+
+    async def _carry_out(self, action: Action[Gserver]) -> None:
+        """Take one action, and begin what follows from how it went."""
+        gserver = action.who
+        try:
+            if action.step is Step.ASK:
+                label = await self._calls.label(gserver)
+                self._begin(self._states.serves(action, self._meaning(label)))
+                return
+            await self._call(action.step, gserver)
+        except Exception as error:  # tolerance point: whatever happens in a step, the update comes to its end
+            if not isinstance(error, StreamRLError):
+                log.exception("%s on %s failed", action.step.value, gserver.name)
+            self._failed(action, error)
+            return
+        if action.step is Step.RESUME:
+            gserver.stuck = False
+            now = time.monotonic()
+            since = self._paused_at.pop(gserver, now)  # now: cut off before its pause was asked for
+            self.record.pause_seconds = max(self.record.pause_seconds, now - since)
+        self._begin(self._states.succeeded(action))
+
+    def _failed(self, action: Action[Gserver], error: Exception) -> None:
+        gserver = action.who
+        if action.step is Step.RESUME:
+            log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
+            gserver.stuck = True
+            gserver.handle(GserverEvent.UNREACHABLE)
+        elif action.step is Step.CLEAR:
+            log.warning("%s: requests could not be aborted: %s", gserver.name, error)
+        stage = self._states.stages()[gserver].value
+        self._begin(self._states.failed(action, _health_of(error), f"{gserver.name} while {stage}: {error}"))
+
+    async def _call(self, step: Step, gserver: Gserver) -> None:
+        match step:
+            case Step.JOIN:
+                await self._join(gserver)
+            case Step.BEGIN:
+                await self._calls.begin(gserver)
+            case Step.RECEIVE:
+                await self._receive(gserver)
+            case Step.VERIFY:
+                await self._calls.verify(gserver, self.checksums)
+            case Step.PAUSE:
+                self._paused_at[gserver] = time.monotonic()
+                await self._calls.pause(gserver, self._config.pause_mode)
+                if self._config.pause_mode == "abort" and not _stages_weights(gserver):
+                    # SGLang has replied to its requests, but may still run them, and would not flush its cache.
+                    await self._calls.pause(gserver, "retract")
+            case Step.MARK:
+                await self._calls.name(gserver, MIXED_WEIGHTS)
+            case Step.SWAP if _stages_weights(gserver):
+                await self._calls.end(gserver)
+            case Step.SWAP:
+                if isinstance(self._weights, Broadcast):
+                    await self._calls.end(gserver)
+                await self._calls.name(gserver, str(self.version))
+            case Step.CLEAR:
+                await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
+            case Step.RESUME:
+                await self._calls.resume(gserver, timeout=self._resume_timeout)
+
+    async def _join(self, gserver: Gserver) -> None:
+        assert isinstance(self._weights, Broadcast)
+        message = InitWeightsUpdateGroup(
+            master_address=self._weights.master_address,
+            master_port=self._weights.master_port,
+            rank_offset=self.group.first_rank(gserver),
+            world_size=self.group.world_size,
+            group_name=self.group.name,
+            backend=self._weights.backend,
+        )
+        await self._calls.join_group(gserver, message)
+
+    async def _receive(self, gserver: Gserver) -> None:
+        if isinstance(self._weights, Snapshot):
+            await self._load(gserver, self._weights)
+            return
+        last = len(self._weights.buckets)
+        for number, bucket in enumerate(self._weights.buckets, start=1):
+            await self._calls.receive(
+                gserver,
+                bucket,
+                group=self.group.name,
+                version=self.version if _stages_weights(gserver) else None,
+                flush_cache=self._flushes(gserver) and number == last,
+            )
+
+    async def _load(self, gserver: Gserver, files: Snapshot) -> None:
+        if not _stages_weights(gserver):
+            await self._calls.wait_until_idle(gserver)  # SGLang's front end breaks down when two loads overlap
+        await self._calls.load(
+            gserver,
+            files.folder,
+            version=self.version if _stages_weights(gserver) else None,
+            flush_cache=self._flushes(gserver),
+        )
+
+    def _flushes(self, gserver: Gserver) -> bool:
+        """Return whether to have the cache flushed: SGLang refuses to while requests stay in place; a swap of staged
+        weights does not have to be told."""
+        return not _stages_weights(gserver) and self._config.pause_mode != "in_place"
+
+    def _meaning(self, label: str) -> Serves:
+        """Return which weights a gserver means that calls them `label`."""
+        if serves(label, self.version):
+            return "new"
+        return "old" if serves(label, self._old_version) else "other"
+
+
+def _stages_weights(gserver: Gserver) -> bool:
+    return gserver.info is not None and gserver.info.staged_weight_update
+
+
+def _health_of(error: Exception) -> Health:
+    if isinstance(error, PeerLost):
+        return Health.LOST
+    return Health.SLOW if isinstance(error, DeadlineExceeded) else Health.REFUSED

@@ -1,0 +1,248 @@
+"""`streamrl check`: tries on this machine what a run of a configuration would need, without starting one.
+
+Uses what the run uses: the same model folder, prompts, workflow and reward processes. Invariant: whatever goes wrong,
+in the user's own code too, becomes one entry of `wrong`, and the rest is tried all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.config import Config
+from streamrl.config.evaluation import as_evaluated
+from streamrl.errors import ConfigError, RewardError, StreamRLError
+from streamrl.importing import load_object
+from streamrl.launch.processes import fitted
+from streamrl.local_cache import cache_home
+from streamrl.models import check_checkpoint, ensure_checkpoint
+from streamrl.processor import avoid_broken_instructions
+from streamrl.rollout.data import PromptSource
+from streamrl.rollout.process import load_data
+from streamrl.rollout.reward.pool import RewardPool
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.workflows.base import load_workflow
+from streamrl.trainer.graph import graph_of
+from streamrl.transport.keys import gserver_key, manager_key
+from streamrl.types import Prompt
+
+PROMPTS = 16
+"""So many first prompts are rendered."""
+ROWS, ROWS_SECONDS = 100_000, 10.0
+"""Rows that are read at most, and for how long."""
+NAMED_ROWS = 3
+"""Of those that cannot be used; the others are counted."""
+SGLANG_SECONDS = 60.0
+TRACEBACK_LINES = 6
+
+
+@dataclass
+class Rehearsal:
+    """What was found."""
+
+    tried: list[str] = field(default_factory=list)
+    """What works, with what was seen of it."""
+    wrong: list[str] = field(default_factory=list)
+    """Why the run would fail, and what to do."""
+    untried: list[str] = field(default_factory=list)
+    """What only the run itself will show."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever is raised in it is an entry of `wrong`."""
+        try:
+            yield
+        except StreamRLError as error:
+            self.wrong.append(f"{name}: {error}")
+        except Exception as error:  # the tolerance point that the module docstring names
+            lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+            self.wrong.append("\n".join([f"{name}: {type(error).__name__}: {error}", *lines[-TRACEBACK_LINES:-1]]))
+
+
+def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
+    """Try what a run of `config` would need on this machine with these `gpus`; takes some seconds."""
+    avoid_broken_instructions()
+    found = Rehearsal()
+    _try_machine(config, gpus, found)
+    with found.part("trainer.graph"):
+        graph = graph_of(config)
+        for mfc in graph.mfcs:
+            if mfc.function:
+                load_object(mfc.function, key=f"the function of {mfc.name}")
+        found.tried.append(f"model function calls: {', '.join(mfc.name for mfc in graph.mfcs)}")
+    folder: Path | None = None
+    with found.part("model"):
+        folder = ensure_checkpoint(config)
+        found.tried.append(f"model: {folder}")
+    others = {"critic.path": config.critic.path, "reward_model.path": config.reward_model.path}
+    for name, path in others.items():
+        if path is not None:
+            with found.part(name):
+                check_checkpoint(Path(path).expanduser())
+    _try_rollout(config, folder, found, name="")
+    if config.evaluation.enabled:
+        _try_rollout(as_evaluated(config), folder, found, name="evaluation: ")
+    found.untried += [
+        "the workflow was loaded and not run: that needs an engine",
+        "generation, training, the weights' way to the gservers, and whether all of it fits into memory: "
+        "streamrl run CONFIG run.total_train_steps=1 run.name=trial",
+    ]
+    return found
+
+
+def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
+    """GPUs, keys, ports, folders, and SGLang."""
+    with found.part("devices"):
+        fitted(config, gpus=gpus)
+        if config.run.device == "cuda" and not gpus:
+            raise ConfigError('run.device = "cuda", and this machine has no GPU; set it to "auto" or "cpu"')
+    for key in (manager_key, gserver_key):
+        with found.part("keys"):
+            key(config)
+    for setting, host, port in (
+        ("manager", config.manager.host, config.manager.port),
+        ("gserver", config.gserver.host, 0),
+        ("stream", config.stream.host, 0),
+        ("weights", config.weights.host, 0),
+    ):
+        with found.part("ports"):
+            _listen(setting, host, port)
+    folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
+    if config.weights.dir:
+        folders["weights.dir"] = Path(config.weights.dir)
+    for setting, folder in folders.items():
+        with found.part("folders"):
+            found.tried.append(_write_into(setting, folder.expanduser().absolute()))
+    if config.run_dir.exists():
+        found.tried.append(f"{config.run_dir} exists: a new run would take the next free number behind its name")
+    if config.gserver.engine == "sglang":
+        if config.gserver.sglang.addresses:
+            found.untried.append("the servers at gserver.sglang.addresses were not asked")
+        else:
+            with found.part("SGLang"):
+                found.tried.append(_find_sglang(config.gserver.sglang.python or sys.executable))
+
+
+def _listen(setting: str, host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen()
+    except OSError as error:
+        where = f"{setting}.port = {port} at {host}" if port else f'{setting}.host = "{host}"'
+        raise ConfigError(
+            f"{where}: nothing can listen there ({error.strerror or error}); give an address of this machine"
+            + (", and a port that is free (0: any)" if port else "")
+        ) from error
+
+
+def _write_into(setting: str, folder: Path) -> str:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{setting}: {folder} cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: {folder} cannot be written: {there} does not allow it")
+    return f"{setting}: {folder} can be written ({shutil.disk_usage(there).free / 1e9:.1f} GB free)"
+
+
+def _find_sglang(python: str) -> str:
+    program = shutil.which(python)
+    if program is None:
+        raise ConfigError(f'gserver.sglang.python = "{python}": there is no such program')
+    script = "import importlib.metadata as m; print(m.version('sglang'))"
+    done = subprocess.run([program, "-c", script], capture_output=True, text=True, timeout=SGLANG_SECONDS, check=False)
+    if done.returncode:
+        raise ConfigError(
+            f"{program} has no sglang; set gserver.sglang.python to the interpreter of an environment that has it"
+        )
+    return f"SGLang {done.stdout.strip()} of {program}"
+
+
+def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name: str) -> None:
+    """What a rollout worker does before its first request; `name` is put before what is said."""
+    with found.part(f"{name}rollout.workflow"):
+        load_workflow(config.rollout.workflow)
+    prompts: PromptSource | None = None
+    first: Prompt | None = None
+    with found.part(f"{name}data"):
+        if folder is None:
+            found.untried.append(f"{name}prompts, without the model's tokenizer")
+        else:
+            prompts = load_data(config, folder)[1]
+            first = _render_prompts(config, prompts, found, name=name)
+    if prompts is not None:
+        _read_rows(prompts, found, name=name)
+    if config.reward_model.path is not None:
+        found.untried.append(f"{name}the reward model was found and not run")
+    elif first is None:
+        found.untried.append(f"{name}the reward function, without a prompt")
+    else:
+        with found.part(f"{name}rollout.reward"):
+            found.tried.append(f"{name}{asyncio.run(_score(config, first))}")
+
+
+def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, name: str) -> Prompt:
+    """The first one; raises `ConfigError` if all of them would be rejected."""
+    first = [prompts.prompt(seq) for seq in range(min(PROMPTS, len(prompts)))]
+    tokens = [len(prompt.input_ids) for prompt in first]
+    most = config.data.max_prompt_tokens
+    too_long = sum(count > most for count in tokens)
+    if too_long == len(first):
+        raise ConfigError(
+            f"each of the first {len(first)} prompts is longer than data.max_prompt_tokens = {most} "
+            f"({min(tokens)} to {max(tokens)} tokens), so all would be rejected; raise it"
+        )
+    found.tried.append(
+        f"{name}the first {len(first)} of {len(prompts)} prompts have {min(tokens)} to {max(tokens)} tokens"
+        + (f"; {too_long} of them more than data.max_prompt_tokens = {most}: they are rejected" if too_long else "")
+    )
+    return first[0]
+
+
+def _read_rows(prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
+    until, most = time.monotonic() + ROWS_SECONDS, min(len(prompts), ROWS)
+    unusable, index = 0, 0
+    while index < most and time.monotonic() < until:
+        rehearsed = Rehearsal()
+        with rehearsed.part(f"{name}data"):
+            prompts.check(index)
+        unusable += len(rehearsed.wrong)
+        if unusable <= NAMED_ROWS:
+            found.wrong += rehearsed.wrong
+        index += 1
+    if unusable > NAMED_ROWS:
+        found.wrong.append(f"{name}data: so have {unusable - NAMED_ROWS} more of {index} rows")
+    found.tried.append(f"{name}rows read: {index} of {len(prompts)}")
+    if index < len(prompts):
+        found.untried.append(f"{name}rows {index} to {len(prompts) - 1} were not read")
+
+
+async def _score(config: Config, prompt: Prompt) -> str:
+    """Have the reference answer, or else a few words, scored as a response to `prompt`; what came of it."""
+    text = "a made-up response" if prompt.answer is None else str(prompt.answer)
+    pool = RewardPool.of(config)
+    await pool.start()
+    try:
+        response = Response(text=text, finish_reason="stop", output_tokens=len(text.split()) or 1)
+        began = time.monotonic()
+        try:
+            reward = await pool.score(response, prompt)
+        except RewardError as error:
+            raise RewardError(
+                f"a made-up response {text[:60]!r} to the first prompt cannot be scored: {error}"
+            ) from error
+        return f"reward of a made-up response {text[:60]!r}: {reward:g} ({1000 * (time.monotonic() - began):.0f} ms)"
+    finally:
+        await pool.close()

@@ -1,0 +1,125 @@
+"""Follows files that other processes append to: new lines, last lines, warnings.
+
+Keeps a run's folder in order while the run goes on: logs that grow too long are cut, a full disk is told.
+
+Whoever writes to a log need not know of it: its process, what a library prints, a process that it has started. Each has
+the file open to append, so a log is copied aside and made empty, not renamed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+# --- tail ---
+
+_BADLY = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) +(.*)$")
+
+
+class Tail:
+    """Yields the complete lines that were appended to a file since the last call."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._offset = 0
+
+    def new_lines(self) -> list[str]:
+        """Without a file: none. A last line without its end is left for the next call."""
+        try:
+            with self.file.open("rb") as stream:
+                if stream.seek(0, os.SEEK_END) < self._offset:  # it was cut (`upkeep`), and began anew
+                    self._offset = 0
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode(errors="replace").splitlines()
+
+
+class Warnings:
+    """Collects what the processes of a run warn of in their logs."""
+
+    def __init__(self, folder: Path, *, keep: int = 20) -> None:
+        self._folder = folder
+        self._tails: dict[Path, Tail] = {}
+        self._kept: deque[str] = deque(maxlen=keep)
+
+    def recent(self) -> list[str]:
+        """The last warnings, oldest first: process name and message."""
+        for file in sorted(self._folder.glob("*.log")):
+            tail = self._tails.setdefault(file, Tail(file))
+            for line in tail.new_lines():
+                if match := _BADLY.match(line):
+                    self._kept.append(match[2])
+        return list(self._kept)
+
+
+def last_lines(file: Path, count: int, *, most_bytes: int = 16384) -> list[str]:
+    """The last `count` lines of `file` that are not empty; none if there is no file."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - most_bytes))
+            text = stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+# --- upkeep ---
+
+log = logging.getLogger(__name__)
+
+EVERY_SECONDS = 10.0
+MOST_LOG_BYTES = 64 * 2**20
+"""A log that is longer becomes its older half, in the place of the one before it."""
+OLDER = ".1"
+PROBE = b"\0" * 65536
+"""What has to find room in the folder."""
+
+
+async def keep_in_order(run_dir: Path, *, tell: Callable[[str], None], every_seconds: float = EVERY_SECONDS) -> None:
+    """Until cancelled. `tell` shows a sentence to the user, once when the disk is full and once when it has room."""
+    told = ""
+    while True:
+        problem = await asyncio.to_thread(_look_after, run_dir)
+        if problem and not told:
+            tell(
+                f"nothing can be written to {run_dir} ({problem}): the run goes on; its logs are lost, its figures "
+                "wait, and no checkpoint is written until there is room"
+            )
+        elif told and not problem:
+            tell(f"{run_dir} can be written again")
+        told = problem
+        await asyncio.sleep(every_seconds)
+
+
+def _look_after(run_dir: Path) -> str:
+    """Cut the logs, and answer why nothing can be written; empty: it can."""
+    try:
+        for file in (run_dir / "logs").glob("*.log"):
+            cut(file, most=MOST_LOG_BYTES)
+        with tempfile.TemporaryFile(dir=run_dir, buffering=0) as probe:
+            left = memoryview(PROBE)
+            while left:
+                left = left[probe.write(left) or 0 :]
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def cut(file: Path, *, most: int) -> None:
+    """Move the content of `file` aside if it has more than `most` bytes; lines that come in that moment are lost."""
+    if file.stat().st_size > most:
+        with file.open("rb") as full, file.with_name(file.name + OLDER).open("wb") as older:
+            shutil.copyfileobj(full, older)
+        os.truncate(file, 0)

@@ -1,0 +1,14 @@
+"""What a run leaves in its folder: the format of each file, and what writes and rewinds it.
+
+| file | written by | module |
+|---|---|---|
+| `config.toml` | launcher | `config` |
+| `metrics.jsonl`, `tensorboard/` | master | `records/metrics.py`: one `StepReport` a line |
+| `evaluations.jsonl` | master | `records/evaluation.py`: one `EvaluationReport` a line |
+| `timeline.jsonl` | manager | `records/timeline.py`: one heartbeat or weight update a line |
+| `final.json` | master | `records/final.py`: `Final`, how the run stood at its end |
+| `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, what a run resumes from |
+| `logs/*.log` | each process | – |
+
+`report/` reads all of it back for people.
+"""

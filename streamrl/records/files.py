@@ -1,0 +1,122 @@
+"""Files of JSON lines: appended to on a disk that may be full for a while, and read back after a crash."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from streamrl.errors import UNDECODABLE, DataError
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 16 * 2**20
+"""Lines that wait for room on the disk beyond this are lost."""
+
+Record = TypeVar("Record")
+
+
+class LineFile:
+    """Append lines to a file, each handed to the operating system at once; no method raises `OSError`.
+
+    What the disk does not take waits in memory and is written with the next line that it takes, from where it was cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path` and its folder are made with the first line."""
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._waiting = bytearray()
+        self._failing = False
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file now; 0 before its first line."""
+        return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
+
+    def append(self, line: bytes) -> None:
+        """Write `line`, which has no newline at its end."""
+        if len(self._waiting) < MAX_WAITING_BYTES:
+            self._waiting += line + b"\n"
+        try:
+            while self._waiting:
+                del self._waiting[: self._opened().write(self._waiting)]
+        except OSError as error:
+            if not self._failing:
+                log.warning("%s cannot be written (%s): it waits, and the run goes on", self.path, error)
+            self._failing = True
+        else:
+            if self._failing:
+                log.warning("%s is written again", self.path)
+            self._failing = False
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = self.path.exists() and not _ends_with_newline(self.path)
+            self._file = self.path.open("ab", buffering=0)
+            if torn:  # an earlier run was cut off in the middle of a line
+                self._waiting[:0] = b"\n"
+        return self._file
+
+
+def decode_line(
+    line: bytes, decoder: msgspec.json.Decoder[Record], *, what: str, file: Path | str, number: int
+) -> Record:
+    """Decode one line of `file`.
+
+    `what` names the expected content in the error, as "a JSON object"; `number` counts lines from 1.
+    Raises `DataError` with file, line number, reason and the beginning of the line.
+    """
+    try:
+        return decoder.decode(line)
+    except UNDECODABLE as error:
+        raise DataError(f"{file}, line {number}: not {what} ({error}); it begins {line[:60]!r}") from error
+
+
+def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
+    """Return each line of `file`, without its newline, with what it says; empty if there is no such file.
+
+    Lines that are not a `kind`, such as one that a crash cut off, are left out with a warning that names the first.
+    Raises `OSError` if the file cannot be read.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    found: list[tuple[bytes, Record]] = []
+    errors: list[DataError] = []
+    for number, line in enumerate(_content(file).splitlines(), start=1):
+        try:
+            found.append((line, decode_line(line, decoder, what="a record of this file", file=file, number=number)))
+        except DataError as error:
+            errors.append(error)
+    if errors:
+        log.warning("%s: %d lines cannot be read and are left out, the first: %s", file, len(errors), errors[0])
+    return found
+
+
+def read_records(file: Path, kind: type[Record]) -> list[Record]:
+    """Return what the lines of `file` say; see `read_lines`."""
+    return [record for _, record in read_lines(file, kind)]
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

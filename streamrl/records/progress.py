@@ -1,0 +1,215 @@
+"""How far a run has come: what a checkpoint holds besides weights, so that the run can go on from it.
+
+A checkpoint is a folder of Hugging Face's layout with one more folder in it:
+
+    run_dir/checkpoints/step-000040/    config.json, model.safetensors, tokenizer: the policy
+                             state/progress.json    `Progress`
+                             state/actor/           optimizer, schedule (`trainer/snapshot.py` tells of all files)
+
+Groups that were generated and not trained on when the checkpoint was written are not in it:
+their prompts are given out again. So each prompt is trained on exactly once in the history of
+the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.records.collapse import CollapseWatch
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.files import read_lines, read_records
+from streamrl.records.final import FINAL_FILE
+from streamrl.records.metrics import METRICS_FILE, StepReport
+
+log = logging.getLogger(__name__)
+
+STATE = "state"
+FILE = "progress.json"
+UNFINISHED = ".unfinished"
+
+Record = TypeVar("Record")
+
+Ranges = list[tuple[int, int]]
+"""(first, last + 1), ascending."""
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run at the end of a step."""
+
+    policy_version: int
+    trained: Ranges
+    """Sequence numbers that the weights have learned from."""
+    rejected: Ranges
+    """Sequence numbers that were given up on purpose."""
+    prompts: str
+    """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not recorded."""
+    train_seconds: float = 0.0
+    """Since the first step, without times in which the run was down."""
+    tokens_dropped: int = 0
+    recent_rewards: list[float] = []
+    """Mean rewards of the last steps."""
+    watch: CollapseWatch = CollapseWatch()
+    """What is remembered of the figures of the steps before."""
+
+    @property
+    def groups_trained(self) -> int:
+        return _length(self.trained)
+
+    @property
+    def groups_consumed(self) -> int:
+        """Trained on or given up."""
+        return self.groups_trained + _length(self.rejected)
+
+    def trained_seqs(self) -> Iterator[int]:
+        """Ascending."""
+        return _members(self.trained)
+
+    def rejected_seqs(self) -> Iterator[int]:
+        """Ascending."""
+        return _members(self.rejected)
+
+
+def ranges(seqs: Iterable[int]) -> Ranges:
+    """Distinct `seqs` as ranges."""
+    found: Ranges = []
+    for seq in sorted(seqs):
+        if found and found[-1][1] == seq:
+            found[-1] = (found[-1][0], seq + 1)
+        else:
+            found.append((seq, seq + 1))
+    return found
+
+
+def _members(found: Ranges) -> Iterator[int]:
+    for first, end in found:
+        yield from range(first, end)
+
+
+def _length(found: Ranges) -> int:
+    return sum(end - first for first, end in found)
+
+
+def prompts_digest(config: Config) -> str:
+    """Fingerprint of the settings that decide which prompt belongs to which sequence number."""
+    return hashlib.sha256(msgspec.json.encode((config.run.seed, config.data))).hexdigest()[:16]
+
+
+def write(folder: Path, progress: Progress) -> None:
+    """Add `progress` to the checkpoint in `folder`."""
+    (folder / STATE).mkdir(exist_ok=True)
+    (folder / STATE / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
+
+
+def read(folder: Path) -> Progress:
+    """The progress in the checkpoint `folder`; raises `ConfigError` if it has none."""
+    file = folder / STATE / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Progress)
+    except OSError as error:
+        raise ConfigError(
+            f"run.resume_from: {folder} is no checkpoint that a run can go on from ({file}: {error.strerror}); "
+            "to start anew from its weights set model.path"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"run.resume_from: {file} cannot be read: {error}") from error
+
+
+def of_run(config: Config) -> Progress | None:
+    """Where the run begins: None for a new one. Raises `ConfigError` if its prompts would be others."""
+    if config.run.resume_from is None:
+        return None
+    progress = read(Path(config.run.resume_from))
+    if progress.prompts != prompts_digest(config):
+        raise ConfigError(
+            f"run.resume_from: the checkpoint {config.run.resume_from} comes from a run with another [data] section "
+            "or run.seed, whose sequence numbers mean other prompts; take the settings of that run "
+            "(config.toml in its folder)"
+        )
+    return progress
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run that it can go on from, the one that was written last at the end."""
+    found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
+    whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
+    return sorted(whole, key=_written)
+
+
+def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
+    """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
+
+    By time and not by version: a run that went back to an earlier checkpoint must not lose its new ones.
+    `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
+    one that was written while the run was healthy: one that falls apart has to go on from there.
+    """
+    for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write
+        shutil.rmtree(path)
+    found = sorted(folder.glob(pattern), key=_written)
+    healthy = _last_healthy(found)
+    for old in found[:-keep]:
+        if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
+            continue
+        shutil.rmtree(old)
+        log.info("removed %s: %d newer ones are kept", old, keep)
+
+
+def last_healthy(run_dir: Path) -> Path | None:
+    """The last checkpoint of the run that was written while it was healthy, if there is one."""
+    return _last_healthy(checkpoints(run_dir))
+
+
+def _last_healthy(folders: Sequence[Path]) -> Path | None:
+    """The last of `folders` in which a run was healthy; what cannot be read is none."""
+    for folder in reversed(folders):
+        try:
+            if read(folder).watch.health.state == "healthy":
+                return folder
+        except ConfigError:
+            continue
+    return None
+
+
+def _written(folder: Path) -> tuple[int, str]:
+    """When a checkpoint was written; of two within a tick of the clock, their names decide."""
+    return folder.stat().st_mtime_ns, folder.name
+
+
+def rewind(run_dir: Path, *, policy_version: int) -> None:
+    """Take the run's records back to `policy_version`: later steps are about to be made again.
+
+    An evaluation stays if no later policy answered in it: those policies will have been others.
+    """
+    (run_dir / FINAL_FILE).unlink(missing_ok=True)
+    _keep_lines(run_dir / METRICS_FILE, StepReport, lambda step: step.step <= policy_version)
+    _keep_lines(
+        run_dir / EVALUATIONS_FILE,
+        EvaluationReport,
+        lambda found: max(found.policy_version, found.newest_version or 0) <= policy_version,
+    )
+
+
+def evaluated(run_dir: Path, *, policy_version: int) -> bool:
+    """Whether the run's records hold an evaluation of `policy_version`."""
+    reports = read_records(run_dir / EVALUATIONS_FILE, EvaluationReport)
+    return any(report.policy_version == policy_version for report in reports)
+
+
+def _keep_lines(file: Path, kind: type[Record], keep: Callable[[Record], bool]) -> None:
+    """Remove from `file`, if there is one, the lines for which `keep` is false and those that cannot be read."""
+    if not file.exists():
+        return
+    kept = [line for line, record in read_lines(file, kind) if keep(record)]
+    unfinished = file.with_name(file.name + UNFINISHED)
+    unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
+    unfinished.rename(file)

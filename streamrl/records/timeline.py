@@ -1,0 +1,127 @@
+"""`timeline.jsonl`: what each process of a run was doing when, for plots and for the planner.
+
+It covers the whole run and stays below `MAX_BYTES`: when the file is full, every second heartbeat of each process is
+removed from it, and only every second one is written from then on. A full disk does not stop the manager, which is
+its only writer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+
+from streamrl import essential
+from streamrl.records.files import LineFile, read_lines
+
+log = logging.getLogger(__name__)
+
+TIMELINE_FILE = "timeline.jsonl"
+MAX_BYTES = 32 * 2**20
+CLOSING_SECONDS = 5.0
+"""Longest wait for a disk that does not respond."""
+
+
+class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="heartbeat"):
+    """One heartbeat of a process."""
+
+    time: float
+    """Seconds since the epoch."""
+    role: str
+    """`manager`, or the role with which the process registered."""
+    index: int
+    """Number of the process within its role."""
+    stats: dict[str, float]
+    """Counters and gauges of the process by name."""
+    waiting_for: str = ""
+    """What the process waits for; empty: it works."""
+
+
+class PublicationEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publication"):
+    """One attempt at a weight update. Times are in seconds since the epoch."""
+
+    time: float
+    """When it ended."""
+    begin: float
+    end: float
+    pause: float
+    """Longest pause of generation on a gserver, in seconds."""
+    version: int
+    """The policy version that was published."""
+    done: bool
+    """False: it failed and was rolled back."""
+    error: str
+    """Why it failed."""
+
+
+TimelineEntry = HeartbeatEntry | PublicationEntry
+
+
+class Timeline:
+    """Writes entries to `timeline.jsonl` in a thread of its own; `close` it at the end."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self._file = LineFile(folder / TIMELINE_FILE)
+        self._max_bytes = max_bytes
+        self._encoder = msgspec.json.Encoder()
+        self._every = 1
+        """One of so many heartbeats of each process is written."""
+        self._heartbeats: Counter[tuple[str, int]] = Counter()
+        self._entries: SimpleQueue[TimelineEntry | None] = SimpleQueue()
+        self._thread = essential.thread(self._write, name="the timeline")
+        self._thread.start()
+
+    def add(self, entry: TimelineEntry) -> None:
+        """Have `entry` written; returns at once."""
+        self._entries.put(entry)
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._entries.put(None)
+        self._thread.join(CLOSING_SECONDS)
+
+    def _write(self) -> None:
+        while (entry := self._entries.get()) is not None:
+            if isinstance(entry, HeartbeatEntry):
+                process = entry.role, entry.index
+                self._heartbeats[process] += 1
+                if self._heartbeats[process] % self._every:
+                    continue
+            self._file.append(self._encoder.encode(entry))
+            if self._file.size > self._max_bytes:
+                self._every *= 2
+                self._thin_out()
+        self._file.close()
+
+    def _thin_out(self) -> None:
+        """Keep every second heartbeat of each process, and every weight update as long as they are few."""
+        try:
+            lines: list[tuple[bytes, TimelineEntry]]
+            lines = read_lines(self._file.path, TimelineEntry)  # type: ignore[arg-type]
+            kept = list(_every_second(lines, of=HeartbeatEntry))
+            if sum(len(line) + 1 for line, _ in kept) > 0.75 * self._max_bytes:
+                kept = list(_every_second(kept, of=PublicationEntry))
+            thinner = self._file.path.with_suffix(".thinner")
+            thinner.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+            self._file.close()
+            thinner.replace(self._file.path)
+        except OSError as error:
+            log.warning("%s stays as long as it is: %s", self._file.path, error)
+
+
+def _every_second(
+    lines: Iterable[tuple[bytes, TimelineEntry]], *, of: type[TimelineEntry]
+) -> Iterator[tuple[bytes, TimelineEntry]]:
+    """Yield `lines` without every other entry of the type `of` of each process."""
+    seen: Counter[tuple[str, int]] = Counter()
+    for line, entry in lines:
+        if isinstance(entry, of):
+            process = (entry.role, entry.index) if isinstance(entry, HeartbeatEntry) else ("", 0)
+            seen[process] += 1
+            if seen[process] % 2 == 0:
+                continue
+        yield line, entry

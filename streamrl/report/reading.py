@@ -1,0 +1,123 @@
+"""A run's folder read back (`records/` has the formats), and figures of many steps or heartbeats.
+
+Tolerant by purpose: a run that crashed is read as far as it got. What cannot be read is left out with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.files import read_records
+from streamrl.records.final import FINAL_FILE, Final
+from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
+from streamrl.transport.control import Status
+
+log = logging.getLogger(__name__)
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is readable in a run folder."""
+
+    config: Config | None
+    steps: list[StepReport]
+    """In order; of a step that was reported twice, the last report."""
+    evaluations: list[EvaluationReport]
+    """By policy version; of one that was evaluated twice, the last report."""
+    heartbeats: dict[str, list[HeartbeatEntry]]
+    """`role/index` → its heartbeats in order of time."""
+    publications: list[PublicationEntry]
+    """Weight updates in order of time."""
+    final: Final | None
+    """None: the run did not come to its end."""
+    status: Status | None
+    """The manager's last status, out of `final`."""
+
+
+def read_run(run_dir: Path) -> Records:
+    """Read what there is in `run_dir`; what is missing is empty or None."""
+    steps = {step.step: step for step in read_records(run_dir / METRICS_FILE, StepReport)}
+    evaluations = {e.policy_version: e for e in read_records(run_dir / EVALUATIONS_FILE, EvaluationReport)}
+    entries: list[TimelineEntry] = read_records(run_dir / TIMELINE_FILE, TimelineEntry)  # type: ignore[arg-type]
+    heartbeats: dict[str, list[HeartbeatEntry]] = {}
+    publications = []
+    for entry in sorted(entries, key=lambda entry: entry.time):
+        if isinstance(entry, PublicationEntry):
+            publications.append(entry)
+        else:
+            heartbeats.setdefault(f"{entry.role}/{entry.index}", []).append(entry)
+    final, status = _final(run_dir / FINAL_FILE)
+    return Records(
+        config=_config(run_dir / "config.toml"),
+        steps=[steps[number] for number in sorted(steps)],
+        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        heartbeats=heartbeats,
+        publications=publications,
+        final=final,
+        status=status,
+    )
+
+
+def _final(file: Path) -> tuple[Final | None, Status | None]:
+    try:
+        final = msgspec.json.decode(file.read_bytes(), type=Final)
+        if final.status is None:
+            return final, None
+        return final, msgspec.convert(final.status, Status, str_keys=True)
+    except FileNotFoundError:
+        return None, None
+    except msgspec.DecodeError as error:
+        log.warning("%s cannot be read and is left out: %s", file, error)
+        return None, None
+
+
+def _config(file: Path) -> Config | None:
+    if not file.exists():
+        return None
+    try:
+        return configuration.load(file)
+    except ConfigError as error:
+        log.warning("the run's configuration is left out: %s", error)
+        return None
+
+
+def values(steps: Sequence[StepReport], metric: str) -> list[float]:
+    """Return one value for each step that has `metric`."""
+    return [step.metrics[metric] for step in steps if metric in step.metrics]
+
+
+def time_range(steps: Sequence[StepReport]) -> tuple[float, float]:
+    """Return when the first step began and the last ended, in seconds since the epoch; (0, 0) without steps."""
+    if not steps:
+        return 0.0, 0.0
+    first = steps[0]
+    begin = min((begin for _, begin, _ in first.spans), default=first.time - first.metrics.get("step_seconds", 0.0))
+    return begin, steps[-1].time
+
+
+def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
+    """Return age in versions → tokens that entered the loss, over all steps."""
+    ages: dict[int, int] = {}
+    for step in steps:
+        for age, count in step.token_ages.items():
+            if count:
+                ages[age] = ages.get(age, 0) + count
+    return ages
+
+
+def growth(entries: Sequence[HeartbeatEntry], counter: str) -> float:
+    """Return how much `counter` grew in all; a process that was restarted begins at 0 again."""
+    total, last = 0.0, 0.0
+    for entry in entries:
+        now = entry.stats.get(counter, last)
+        total += now - last if now >= last else now
+        last = now
+    return total

@@ -1,0 +1,301 @@
+"""The report of a run, made from its folder: `summary.json`, `plots/`, and tables for the terminal.
+
+Works on a run that crashed, too, as far as it got.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from streamrl.records.collapse import HEALTHY, HealthState
+from streamrl.records.evaluation import EvaluationReport, pass_figures
+from streamrl.records.final import Final
+from streamrl.records.metrics import StepReport
+from streamrl.report.reading import Records, growth, read_run, time_range, total_ages, values
+from streamrl.transport.control import Status
+
+log = logging.getLogger(__name__)
+
+MAX_CHANGES = 6
+"""So many changes of the run's health are shown in the table."""
+
+
+class HealthChange(msgspec.Struct, frozen=True):
+    """A step after which the run's health was another than before."""
+
+    step: int
+    state: HealthState
+    signs: list[str]
+    turn: list[str]
+    """Settings to change, as `key=value`."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run in figures. None: the run left no record of it.
+
+    Conservation of groups: every sequence number that the ledger gave out is either given up on
+    purpose, on its way (under lease, or waiting to be given out again), trained on, or held by the
+    trainer at the end. What is missing in that sum is lost:
+
+        groups_lost = next_seq - rejected - running - returned - groups_trained - groups_held
+
+    It is 0 in a healthy run, above 0 when a finished group vanished, below 0 when one was trained twice.
+    It is None for a run that did not finish: the ledger had not heard of all groups that the trainer held.
+    """
+
+    run: str
+    state: str
+    """`finished`, `failed`, `stopped` before its end, or `unknown` when the run left no last word."""
+    message: str
+    """Why it ended."""
+    steps: int
+    reward_first: float | None
+    """Mean over the first tenth of the steps (at least one)."""
+    reward_final: float | None
+    """Mean over the last tenth of the steps (at least one)."""
+    evaluations: list[EvaluationReport]
+    """On held-out prompts, by policy version."""
+    train_seconds: float
+    """From the beginning of the first step to the end of the last."""
+    seconds_per_step: float | None
+    groups_trained: int
+    groups_lost: int | None
+    groups_duplicated: int | None
+    """Groups that arrived more than once; the copies were refused."""
+    groups_rejected: int | None
+    groups_given_up: int | None
+    """How many of the rejected groups were rejected because their workers died again and again."""
+    groups_dropped: int | None
+    """Finished groups discarded as too old."""
+    max_staleness: int | None
+    over_age: str | None
+    oldest_token_age: int | None
+    """In versions, over all tokens that entered a loss."""
+    mean_token_age: float | None
+    masked_share: float | None
+    """Sampled tokens in training batches that were too old for the loss, as a share."""
+    tokens_generated: int
+    tokens_trained: int
+    tokens_generated_per_second: float | None
+    tokens_trained_per_second: float | None
+    generation_busy_share: float | None
+    """Share of the gservers' time in which they generated."""
+    trainer_wait_share: float | None
+    """Share of the steps' time in which the trainer waited for data."""
+    weight_update_seconds_mean: float | None
+    pause_seconds_mean: float | None
+    """Pause of generation in one weight update."""
+    overhead_share: float | None
+    """Share of the steps' time that was neither computation, waiting, nor weight update."""
+    logprob_diff_mean: float | None
+    """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
+    logprob_diff_max: float | None
+    health: list[HealthChange] = []
+    """When the run's health changed; empty if it was healthy all the time."""
+
+
+def write_report(run_dir: Path) -> Summary:
+    """Write `summary.json` and, if the run took a step, `plots/*.png` into `run_dir`; return the summary.
+
+    Raises `OSError` when they cannot be written.
+    """
+    records = read_run(run_dir)
+    summary = summarize(records, name=run_dir.name)
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (run_dir / "summary.json").write_bytes(text + b"\n")
+    if records.steps and (records.config is None or records.config.metrics.plots):
+        from streamrl.report.plots import write_plots  # matplotlib takes a second to load
+
+        write_plots(records, run_dir / "plots")
+    return summary
+
+
+def summarize(records: Records, *, name: str) -> Summary:
+    """Return the figures of the run `name`."""
+    steps, final, status, config = records.steps, records.final, records.status, records.config
+    seconds = _seconds(steps)
+    rewards = values(steps, "reward_mean")
+    tenth = max(1, len(rewards) // 10)
+    ages = total_ages(steps)
+    aged = sum(ages.values())
+    trained = sum(values(steps, "tokens_trained"))
+    masked = sum(values(steps, "tokens_masked"))
+    generated = sum(
+        growth(entries, "tokens_generated_total")
+        for process, entries in records.heartbeats.items()
+        if process.startswith("gserver/")
+    )
+    step_seconds = sum(values(steps, "step_seconds"))
+    state = status.state if status else "unknown"
+    return Summary(
+        run=name,
+        state="stopped" if state in ("joining", "running") else state,
+        message=status.message if status else "",
+        steps=len(steps),
+        reward_first=mean(rewards[:tenth]),
+        reward_final=mean(rewards[-tenth:]),
+        evaluations=records.evaluations,
+        train_seconds=seconds,
+        seconds_per_step=seconds / len(steps) if steps else None,
+        groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
+        groups_lost=groups_lost(final, status) if final and status and state == "finished" else None,
+        groups_duplicated=final.groups_duplicated if final else None,
+        groups_rejected=status.ledger.rejected if status else None,
+        groups_given_up=status.ledger.given_up if status else None,
+        groups_dropped=status.ledger.dropped if status else None,
+        max_staleness=config.staleness.max_staleness if config else None,
+        over_age=config.staleness.over_age if config else None,
+        oldest_token_age=max(ages) if ages else None,
+        mean_token_age=sum(age * count for age, count in ages.items()) / aged if aged else None,
+        masked_share=ratio(masked, trained + masked),
+        tokens_generated=int(generated),
+        tokens_trained=int(trained),
+        tokens_generated_per_second=ratio(generated, seconds),
+        tokens_trained_per_second=ratio(trained, seconds),
+        generation_busy_share=_busy_share(records),
+        trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),
+        weight_update_seconds_mean=mean(values(steps, "publish_seconds")),
+        pause_seconds_mean=mean(values(steps, "pause_seconds")),
+        overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
+        logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
+        logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+        health=health_changes(steps),
+    )
+
+
+def health_changes(steps: Sequence[StepReport]) -> list[HealthChange]:
+    """Return the steps whose state differs from that of the step before; a run begins healthy."""
+    before = [HEALTHY, *(step.health for step in steps)]
+    return [
+        HealthChange(step.step, step.health.state, step.health.signs, step.health.turn)
+        for step, last in zip(steps, before, strict=False)
+        if step.health.state != last.state
+    ]
+
+
+def groups_lost(final: Final, status: Status) -> int:
+    """Return how many groups are missing in the sum that `Summary` explains."""
+    ledger = status.ledger
+    on_their_way = ledger.running + ledger.returned
+    return ledger.next_seq - ledger.rejected - on_their_way - final.groups_trained - final.groups_held
+
+
+def summary_table(summary: Summary) -> Table:
+    """Return the summary as a table for the terminal."""
+    s = summary
+    table = Table(title=escape(f"run {s.run}: {s.state}"), caption=escape(s.message) or None, title_justify="left")
+    for heading in ("", "figure", "meaning"):
+        table.add_column(heading, justify="right" if heading == "figure" else "left", no_wrap=heading != "meaning")
+
+    def row(name: str, figure: str, meaning: str = "", *, last: bool = False) -> None:
+        table.add_row(name, figure, f"[dim]{meaning}[/]", end_section=last)
+
+    row(
+        "reward",
+        f"{_text(s.reward_first, '.3f')} → {_text(s.reward_final, '.3f')}",
+        "first → last tenth of the steps",
+    )
+    if s.evaluations:
+        first, last = s.evaluations[0], s.evaluations[-1]
+        row(
+            "held-out reward",
+            f"{_text(first.reward_mean, '.3f')} → {_text(last.reward_mean, '.3f')}",
+            ", ".join([f"version {first.policy_version} → {last.policy_version}", *pass_figures(last)]),
+        )
+    for change in s.health[:MAX_CHANGES]:
+        row(f"policy {change.state}", f"step {change.step}", escape(", ".join(change.signs)))
+    if len(s.health) > MAX_CHANGES:
+        row("", "", f"and {len(s.health) - MAX_CHANGES} changes more (health in summary.json)")
+    if s.health and s.health[-1].turn:
+        row("turn", "", escape("; ".join(s.health[-1].turn)))
+    row("steps", f"{s.steps}", f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
+    given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""
+    row(
+        "groups trained",
+        f"{s.groups_trained}",
+        f"lost {_text(s.groups_lost)}, duplicated {_text(s.groups_duplicated)}, "
+        f"rejected {_text(s.groups_rejected)}{given_up}, dropped {_text(s.groups_dropped)}",
+    )
+    row("oldest token trained on", f"{_text(s.oldest_token_age)}", f"versions; limit {_text(s.max_staleness)}")
+    row("mean age of tokens", f"{_text(s.mean_token_age, '.2f')}", "versions")
+    row("masked tokens", f"{_text(s.masked_share, '.1%')}", "too old for the loss, kept as context", last=True)
+    row("generated", f"{s.tokens_generated:,}", f"tokens; {_text(s.tokens_generated_per_second, ',.0f')} per second")
+    row("trained on", f"{s.tokens_trained:,}", f"tokens; {_text(s.tokens_trained_per_second, ',.0f')} per second")
+    row("generation busy", f"{_text(s.generation_busy_share, '.0%')}", "of the gservers' time")
+    row("trainer waits", f"{_text(s.trainer_wait_share, '.0%')}", "for data, of the steps' time", last=True)
+    row(
+        "weight update",
+        f"{_text(s.weight_update_seconds_mean, '.3f')} s",
+        f"generation pauses {_text(s.pause_seconds_mean, '.3f')} s in it",
+    )
+    row("overhead", f"{_text(s.overhead_share, '.1%')}", "of the steps' time")
+    row(
+        "engine - trainer",
+        f"{_text(s.logprob_diff_mean, '.1e')}",
+        f"log-probabilities, mean difference at all versions; at most {_text(s.logprob_diff_max, '.1e')}",
+    )
+    return table
+
+
+def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 12) -> Table:
+    """Return evaluations as a table; of many, `rows` spread evenly, the first and the last among them.
+
+    Column `by`: the policy versions that responded; `cut`: share of responses that reached the limit of tokens.
+    """
+    table = Table(title="held-out prompts", title_justify="left")
+    several = any(e.samples > 1 for e in evaluations)
+    names = ["version", "by", "prompts", "reward", "pass@1", *(["pass@k"] if several else []), "length", "cut", "time"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    last = len(evaluations) - 1
+    shown = sorted({round(row * last / max(1, rows - 1)) for row in range(rows)})
+    for e in [evaluations[number] for number in shown] if evaluations else []:
+        answered = f"{e.oldest_version}" + (f"–{e.newest_version}" if e.newest_version != e.oldest_version else "")
+        best = [f"{_text(e.pass_at.get(e.samples), '.3f')} (k={e.samples})"] if several else []
+        table.add_row(
+            f"{e.policy_version}",
+            answered if e.prompts else "–",
+            f"{e.prompts}" + (f" (-{e.rejected})" if e.rejected else ""),
+            _text(e.reward_mean, ".3f"),
+            _text(e.pass_at.get(1), ".3f"),
+            *best,
+            _text(e.response_length_mean, ".1f"),
+            _text(e.cut_share, ".0%"),
+            f"{e.seconds:.1f} s",
+        )
+    return table
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    """Return the mean; None without numbers."""
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """Return `part` / `whole`; None unless `whole` is above 0."""
+    return part / whole if whole > 0 else None
+
+
+def _seconds(steps: Sequence[StepReport]) -> float:
+    """Return the time from the first step's beginning to the last one's end, without times when the run was down."""
+    begin, end = time_range(steps)
+    return steps[-1].metrics.get("run_seconds", end - begin) if steps else 0.0
+
+
+def _busy_share(records: Records) -> float | None:
+    busy = seconds = 0.0
+    for process, entries in records.heartbeats.items():
+        if process.startswith("gserver/") and len(entries) > 1:
+            busy += growth(entries, "busy_seconds_total") - entries[0].stats.get("busy_seconds_total", 0.0)
+            seconds += entries[-1].time - entries[0].time
+    return ratio(busy, seconds)
+
+
+def _text(value: float | None, form: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}"

@@ -1,0 +1,523 @@
+"""Interruptible generation: one response, whatever happens to gservers meanwhile.
+
+A response is asked for in one request or in several. A request that a weight update cuts short is continued from its
+own tokens under the new policy; one whose gserver fails, or is left with the weights of two versions, goes on at
+another gserver. A long response is asked for in parts of `rollout.tokens_per_request`, so that a gserver that fails
+takes no more than one part with it.
+
+Invariant: every token of a `Generation` has the log-probability and the policy version under which it was sampled, as
+the engine reported them; and the response ends where it would have ended in one request.
+
+From top to bottom: `Generator` makes a response, `GroupRoute` says at which gserver, `Endings` finds an end that no
+gserver saw, `check_reply` and what follows it keep unusable replies from ever reaching a gradient, `SiblingRequests`
+sends what siblings ask for at the same moment as one HTTP request, and `InFlightReports` tells the manager how much of
+each group still runs, so that it gives a place on a gserver to the next group as soon as it is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import msgspec
+
+from streamrl.config import SamplingConfig
+from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.stop_strings import Decode, StopStrings
+from streamrl.transport.control import GroupInFlight, InFlight
+from streamrl.transport.generation import (
+    INITIAL_WEIGHT_VERSION,
+    MIXED_WEIGHTS,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    GenerationClient,
+    MetaInfo,
+    SamplingParams,
+    VersionSpan,
+)
+from streamrl.transport.manager_client import ControlClient
+
+log = logging.getLogger(__name__)
+
+WARNING_SECONDS = 30.0
+"""A response that has waited for a token for so long is worth a warning."""
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 2.0
+"""Pauses between attempts that brought no token double from the first to the longest."""
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One response; the lists have one item for each sampled token."""
+
+    output_ids: list[int]
+    """Token ids."""
+    logprobs: list[float]
+    """In nats, under the policy that sampled the token."""
+    versions: list[int]
+    """Version of the policy that sampled the token."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the model ended it; `length`: it reached its limit of tokens, or its gserver had no more room."""
+    matched: str | int | None
+    """What ended the response: a token id, or a stop string."""
+    interruptions: int
+    """How often it was cut and continued."""
+
+
+class Generator:
+    """Asks gservers for responses, with the sampling parameters of the run."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        *,
+        sampling: SamplingConfig,
+        seed: int,
+        patience: float,
+        tokens_per_request: int,
+        decode: Decode,
+        eos_token_ids: Collection[int],
+        policy_version: Callable[[], int],
+    ) -> None:
+        """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
+        longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
+        the version that gservers serve, or an older one."""
+        self._tokens_per_request = tokens_per_request
+        self._endings = Endings(
+            tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
+        )
+        self._siblings = SiblingRequests(client)
+        self._sampling = sampling
+        self._seed = seed
+        self._policy_version = policy_version
+        self._patience = patience
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        rid: str,
+        route: GroupRoute,
+    ) -> Generation:
+        """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
+
+        The request travels together with those that siblings on the same `route` make at the same moment.
+
+        Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
+        `DeadlineExceeded` when no token has come for `patience` seconds.
+        """
+        response = _PartialResponse()
+        backoff = _Backoff(rid, patience=self._patience)
+        while True:
+            gserver = route.gserver
+            version = self._policy_version()
+            before = len(response.ids)
+            budget = min(max_new_tokens - before, self._tokens_per_request)
+            request = GenerateRequest(
+                input_ids=[*input_ids, *response.ids],
+                sampling_params=self._params(budget, rid=rid, position=before),
+                rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
+                return_logprob=True,
+            )
+            try:
+                reply = await self._siblings.generate(route, gserver, request)
+            except (PeerError, DeadlineExceeded) as error:
+                if isinstance(error, PeerError) and 400 <= error.status < 500:
+                    raise
+                await backoff.pause(error)
+                await route.replace(gserver)
+                response.interruptions += 1
+                continue
+            mixed = serves_mixed_weights(reply)
+            reply = with_version_spans(unmixed(reply), oldest=version)
+            finish = check_reply(reply, budget=budget, peer=gserver)
+            response.extend(reply)
+            if ending := self._endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
+                length, matched = ending
+                return response.up_to(length, finish_reason="stop", matched=matched)
+            incomplete = len(response.ids) < max_new_tokens
+            if finish.type == "abort" and incomplete:
+                response.interruptions += 1
+                if reply.output_ids:
+                    backoff.reset()
+                else:
+                    await backoff.pause(PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
+                if mixed:
+                    await route.replace(gserver)
+                continue
+            if finish.type == "length" and len(reply.output_ids) == budget and incomplete:
+                backoff.reset()
+                continue  # with the next part
+            reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
+            return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
+
+    def _params(self, max_new_tokens: int, *, rid: str, position: int) -> SamplingParams:
+        """Each request has a seed of its own, which depends on the run's seed, `rid` and its first token's position."""
+        sampling = self._sampling
+        digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_new_tokens=max_new_tokens,
+            stop=sampling.stop or None,
+            stop_token_ids=sampling.stop_token_ids or None,
+            sampling_seed=int.from_bytes(digest, "little") >> 1,
+        )
+
+
+class _PartialResponse:
+    """What has been sampled of a response so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.interruptions = 0
+
+    def extend(self, reply: GenerateReply) -> None:
+        """Append a checked reply."""
+        self.ids.extend(reply.output_ids)
+        self.logprobs.extend(min(0.0, entry[0] or 0.0) for entry in reply.meta_info.output_token_logprobs or ())
+        self.versions.extend(token_versions(reply.meta_info, tokens=len(reply.output_ids)))
+
+    def up_to(self, length: int, *, finish_reason: Literal["stop", "length"], matched: str | int | None) -> Generation:
+        """Return the first `length` tokens as a finished response."""
+        return Generation(
+            output_ids=self.ids[:length],
+            logprobs=self.logprobs[:length],
+            versions=self.versions[:length],
+            finish_reason=finish_reason,
+            matched=matched,
+            interruptions=self.interruptions,
+        )
+
+
+class _Backoff:
+    """Growing pauses between attempts in a row that brought no token; then a warning, and in the end an error."""
+
+    def __init__(self, rid: str, *, patience: float) -> None:
+        self._rid = rid
+        self._patience = patience
+        self.reset()
+
+    def reset(self) -> None:
+        """A token has come."""
+        self._since: float | None = None
+        self._attempts = 0
+        self._warned = False
+
+    async def pause(self, error: StreamRLError) -> None:
+        """Wait before the next attempt; raises `DeadlineExceeded` when no token has come for `patience` seconds.
+
+        `error`: why the last attempt failed.
+        """
+        now = time.monotonic()
+        self._since = self._since or now
+        waited = now - self._since
+        if waited >= self._patience:
+            raise DeadlineExceeded(f"request {self._rid}: no token for {waited:.0f} s; last: {error}") from error
+        if waited >= WARNING_SECONDS and not self._warned:
+            self._warned = True
+            log.warning("request %s waits for a gserver for %.0f s; last: %s", self._rid, waited, error)
+        await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self._attempts))
+        self._attempts += 1
+
+
+# --- at which gserver ---
+
+
+class GroupRoute:
+    """The gserver of one group; its siblings share it, and with it the prompt in the gserver's cache."""
+
+    def __init__(
+        self,
+        gserver: str,
+        *,
+        find_another: Callable[[str], Awaitable[str]],
+        requests: RequestCount | None = None,
+    ) -> None:
+        """`gserver`: a URL. `find_another` is given the URL of the gserver that failed and returns the URL to go on at,
+        perhaps the same one; empty: there is none now. `requests` counts the group's requests for the manager; None:
+        the manager does not want to know."""
+        self.gserver = gserver
+        self._find_another = find_another
+        self._requests = requests
+        self._asking = asyncio.Lock()
+
+    async def replace(self, failed: str) -> None:
+        """Look for another gserver than `failed`; it may turn out to be the same again."""
+        async with self._asking:
+            if self.gserver == failed:  # otherwise a sibling has asked already
+                self.gserver = await self._find_another(failed) or failed
+
+    def request(self, tokens: int) -> AbstractContextManager[None]:
+        """Count a request with a context of `tokens` tokens as in flight while inside."""
+        return self._requests.request(tokens) if self._requests is not None else nullcontext()
+
+
+# --- what ends a response ---
+
+
+class Endings:
+    """The tokens and strings that end the responses of a run.
+
+    They are looked for here once more because a gserver knows only what one request asked of it: a stop string that
+    began in an earlier part of the response escapes it. And a gserver that aborts a request in the step in which its
+    last token is sampled reports the abort, not the end, as SGLang does.
+    """
+
+    def __init__(self, *, tokens: Collection[int], strings: StopStrings) -> None:
+        self._tokens = tokens
+        self._strings = strings
+
+    def overlooked(self, output_ids: Sequence[int], *, earlier: int, reported: bool) -> tuple[int, str | int] | None:
+        """Return after how many of `output_ids` the response has ended, and which token or string ended it.
+
+        `earlier`: how many of `output_ids` came with earlier requests. `reported`: the gserver says that the last
+        token ends the response. Returns None when the response goes on, or the gserver's word is right.
+        """
+        length = len(output_ids)
+        if earlier:
+            for end in range(earlier + 1, min(earlier + self._strings.reach, length)):
+                if found := self._strings.at_the_end(output_ids[:end]):
+                    return end, found
+        if reported or not length:
+            return None
+        if output_ids[-1] in self._tokens:
+            return length, output_ids[-1]
+        found = self._strings.at_the_end(output_ids)
+        return (length, found) if found else None
+
+
+# --- checks of what an engine replies; pure functions ---
+
+LOGPROB_TOLERANCE = 1e-3
+"""How far above 0 rounding may lift a log-probability."""
+
+
+def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason:
+    """Return why `reply` finished, after checking that it can be trained on.
+
+    `budget`: the most tokens that were asked for. `peer` names the gserver in errors. Raises `WireError` for a reply
+    that makes no sense, and `PeerError` for an abort by which the gserver refuses the request as such; either way the
+    group is given up.
+    """
+    finish = reply.meta_info.finish_reason
+    tokens = len(reply.output_ids)
+    entries = reply.meta_info.output_token_logprobs or []
+    if finish is None:
+        raise WireError(f"{peer}: an answer without finish_reason")
+    if finish.type == "abort" and finish.status_code is not None and 400 <= finish.status_code < 500:
+        refusal = PeerError(f"{peer} refused the request: {finish.message}")
+        refusal.status = finish.status_code
+        raise refusal
+    if finish.type != "abort" and tokens == 0:
+        raise WireError(f"{peer}: a finished answer ({finish.type}) without a single token")
+    if tokens > budget:
+        raise WireError(f"{peer}: {tokens} tokens where at most {budget} were asked for")
+    if len(entries) != tokens:
+        raise WireError(f"{peer}: {len(entries)} log-probabilities for {tokens} tokens")
+    for position, (entry, token_id) in enumerate(zip(entries, reply.output_ids, strict=True)):
+        logprob, logprob_id = entry[0], entry[1]
+        if logprob_id != token_id:
+            raise WireError(f"{peer}: token {position} is {token_id}, its log-probability is that of {logprob_id}")
+        if logprob is None or not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
+            raise WireError(f"{peer}: token {position} has the log-probability {logprob}")
+    token_versions(reply.meta_info, tokens=tokens)
+    return finish
+
+
+def serves_mixed_weights(reply: GenerateReply) -> bool:
+    """Whether a weight update broke off on the gserver and left it with parts of two versions."""
+    return reply.meta_info.weight_version == MIXED_WEIGHTS or unmixed(reply) is not reply
+
+
+def unmixed(reply: GenerateReply) -> GenerateReply:
+    """Return `reply` up to the first token that was sampled from mixed weights; if that cuts it, as aborted there."""
+    meta = reply.meta_info
+    spans = meta.weight_versions
+    if spans:
+        kept = next((s.start for s in spans if s.version == MIXED_WEIGHTS and s.end > s.start), None)
+    else:
+        kept = 0 if meta.weight_version == MIXED_WEIGHTS else None
+    if kept is None:
+        return reply
+    return msgspec.structs.replace(
+        reply,
+        output_ids=reply.output_ids[:kept],
+        meta_info=msgspec.structs.replace(
+            meta,
+            finish_reason=FinishReason(type="abort", message="a weight update broke off"),
+            completion_tokens=kept,
+            weight_versions=[span for span in spans or () if span.end <= kept],
+            output_token_logprobs=(meta.output_token_logprobs or [])[:kept],
+        ),
+    )
+
+
+def with_version_spans(reply: GenerateReply, *, oldest: int) -> GenerateReply:
+    """Return `reply` with spans of versions, also for an engine that names only the version at the reply's end.
+
+    `oldest`: a policy version that was served when the request was made, or an older one. Where the engine does not
+    say more, all tokens count as sampled under it: they may be younger than recorded, never older.
+    """
+    meta = reply.meta_info
+    if meta.weight_versions or not reply.output_ids or meta.weight_version == MIXED_WEIGHTS:
+        return reply
+    version = min(oldest, _version(meta.weight_version))
+    spans = [VersionSpan(str(version), 0, len(reply.output_ids))]
+    return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(meta, weight_versions=spans))
+
+
+def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
+    """Return the policy version of each of `tokens` output tokens; raises `WireError` when the spans do not cover
+    them."""
+    versions: list[int] = []
+    for span in meta.weight_versions or ():
+        if span.start != len(versions) or not span.start <= span.end <= tokens:
+            raise WireError(f"weight_versions {meta.weight_versions} do not cover {tokens} tokens one after another")
+        if span.end > span.start:  # an update leaves an empty span of mixed weights
+            versions.extend([_version(span.version)] * (span.end - span.start))
+    if len(versions) != tokens:
+        raise WireError(f"weight_versions {meta.weight_versions} cover {len(versions)} of {tokens} tokens")
+    return versions
+
+
+def _version(text: str) -> int:
+    if text == INITIAL_WEIGHT_VERSION:
+        return 0
+    if not text.isascii() or not text.isdigit():
+        raise WireError(f"weight version {text!r} is not a policy version; start the gserver with a number for it")
+    return int(text)
+
+
+# --- siblings travel together ---
+
+_Waiting = tuple[GenerateRequest, "asyncio.Future[GenerateReply]"]
+
+
+class SiblingRequests:
+    """Collects the requests that a group makes within one turn of the event loop and sends them as one.
+
+    One HTTP request for all of them costs both sides hardly more than one for a single response. Each sibling gets its
+    reply when it is done, so whoever counts what a gserver has to do sees it end. When the request fails, those that
+    have no reply yet fail together.
+    """
+
+    def __init__(self, client: GenerationClient) -> None:
+        self._client = client
+        self._batches: dict[tuple[int, str], list[_Waiting]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def generate(self, group: object, url: str, request: GenerateRequest) -> GenerateReply:
+        """Return the reply of the gserver at `url`, asked together with whatever else is asked for `group` now."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GenerateReply] = loop.create_future()
+        key = (id(group), url)
+        if key not in self._batches:
+            self._batches[key] = []
+            loop.call_soon(self._send, key)
+        self._batches[key].append((request, future))
+        return await future
+
+    def _send(self, key: tuple[int, str]) -> None:
+        batch = self._batches.pop(key)
+        task = asyncio.get_running_loop().create_task(self._exchange(key[1], batch), name=f"{len(batch)} siblings")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+        def cancel_if_nobody_waits(ended: asyncio.Future[GenerateReply]) -> None:
+            if all(future.done() for _, future in batch) and any(future.cancelled() for _, future in batch):
+                task.cancel()  # otherwise its end is on its way, and the connection serves the next batch
+
+        for _, future in batch:
+            future.add_done_callback(cancel_if_nobody_waits)
+
+    async def _exchange(self, url: str, batch: list[_Waiting]) -> None:
+        def hand_over(index: int, reply: GenerateReply) -> None:
+            future = batch[index][1]
+            if not future.done():
+                future.set_result(reply)
+
+        try:
+            await self._client.generate_batch(url, [request for request, _ in batch], hand_over)
+        except Exception as error:  # handed on to every sibling
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+
+
+# --- what the manager is told of what is in flight ---
+
+REPORT_SECONDS = 0.02
+"""Changes within this time go into one message."""
+
+
+class InFlightReports:
+    """Tells the manager how much of each of one worker's groups is in flight.
+
+    Owns what the manager has not heard yet. Invariant: a report is a group's latest count, never a difference, so a
+    message that is lost or comes twice does no harm.
+    """
+
+    def __init__(self, control: ControlClient, *, worker: int) -> None:
+        """`worker`: the rollout worker's index."""
+        self._control = control
+        self._worker = worker
+        self._unreported: dict[int, GroupInFlight] = {}
+        self._changed = asyncio.Event()
+
+    def report(self, group: GroupInFlight) -> None:
+        """Tell the manager soon; `group` replaces what was reported of it before."""
+        self._unreported[group.seq] = group
+        self._changed.set()
+
+    def forget(self, seq: int) -> None:
+        """Report nothing more of a group that has ended, which the manager learns from others."""
+        self._unreported.pop(seq, None)
+
+    async def run(self) -> None:
+        """Send reports until cancelled."""
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(REPORT_SECONDS)
+            self._changed.clear()
+            groups, self._unreported = self._unreported, {}
+            if groups:
+                await self._control.in_flight(InFlight(worker=self._worker, groups=list(groups.values())))
+
+
+class RequestCount:
+    """Counts the requests of one group: those that run, and those that its siblings have not begun yet."""
+
+    def __init__(self, seq: int, *, siblings: int, reports: InFlightReports) -> None:
+        self._seq = seq
+        self._to_begin = siblings
+        self._running = 0
+        self._tokens = 0
+        self._reports = reports
+
+    @contextmanager
+    def request(self, tokens: int) -> Iterator[None]:
+        """Count a request with a context of `tokens` tokens while inside."""
+        self._to_begin = max(0, self._to_begin - 1)
+        self._change(1, tokens)
+        try:
+            yield
+        finally:
+            self._change(-1, -tokens)
+
+    def _change(self, requests: int, tokens: int) -> None:
+        self._running += requests
+        self._tokens += tokens
+        self._reports.report(GroupInFlight(self._seq, self._to_begin + self._running, self._tokens))

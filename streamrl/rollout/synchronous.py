@@ -1,0 +1,175 @@
+"""A rollout worker in a synchronous graph: it generates and scores when the master calls for it.
+
+Each group runs as it does otherwise, up to the first time that one of its responses is to be scored. There it waits
+until the master has all of the batch generated and calls for scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from streamrl.config import Config
+from streamrl.transport.control import Admission
+from streamrl.transport.request_reply import ReplyChannel
+from streamrl.transport.synchronous import (
+    FIRST_ROLLOUT_WORKER,
+    GenerateGroups,
+    GroupsGenerated,
+    GroupsScored,
+    RolloutCall,
+    ScoreGroups,
+)
+
+
+class ScoringGate:
+    """Stands between one group's generation and its scoring."""
+
+    def __init__(self, siblings: int) -> None:
+        self._waiting: set[int] = set()
+        self._siblings = siblings
+        self._open = asyncio.Event()
+        self._generated = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._stored = False
+
+    async def before_scoring(self, sibling: int) -> None:
+        """Hold `sibling`, which is to be scored, until the gate is open."""
+        self._waiting.add(sibling)
+        if len(self._waiting) == self._siblings:
+            self._generated.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        """Let the group be scored."""
+        self._open.set()
+
+    def end(self, *, stored: bool) -> None:
+        """The group is stored with the trainer, or it was given up."""
+        self._stored = stored
+        self._generated.set()
+        self._ended.set()
+
+    async def generated(self) -> bool:
+        """Wait until all siblings wait to be scored, or the group has ended; return False if it was given up."""
+        await self._generated.wait()
+        return self._stored or not self._ended.is_set()
+
+    async def ended(self) -> bool:
+        """Wait until the group has ended; return whether it is stored."""
+        await self._ended.wait()
+        return self._stored
+
+
+class SynchronousRollout:
+    """Carries out the master's calls.
+
+    Owns a gate for each group that was started and is not scored yet. Invariant: an admission that was asked for is
+    waited for, whatever the master calls for meanwhile, so no group is admitted and not known here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        index: int,
+        master: str,
+        admit: Callable[[int], Awaitable[list[Admission] | None]],
+        start: Callable[[Admission, ScoringGate], None],
+    ) -> None:
+        """`index`: the rollout worker's. `master`: ZMQ endpoint of its channel. `admit` takes how many groups are
+        missing and returns those that may start, or None when the run is over. `start` makes a group, in a task of its
+        own."""
+        self._siblings = config.rollout.group_size
+        self._admit = admit
+        self._start = start
+        self._gates: dict[int, ScoringGate] = {}
+        self._target = 0
+        """How many groups the master wants to wait here to be scored."""
+        self._empty_admissions = 0
+        """How often the manager had nothing to admit."""
+        self._changed = asyncio.Condition()
+        """Notified when one of the three above changes."""
+        self._channel: ReplyChannel[RolloutCall] = ReplyChannel(
+            endpoint=master, worker=FIRST_ROLLOUT_WORKER + index, call_type=RolloutCall
+        )
+
+    async def run(self) -> None:
+        """Carry out calls until the run is over."""
+        await self._admit(0)  # what the manager learns with it, such as the size of the data set, is awaited
+        async with asyncio.TaskGroup() as tasks:
+            calls = tasks.create_task(self._take_calls())
+            await self._start_groups()
+            calls.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _start_groups(self) -> None:
+        """Start what the master's target lacks, until the run is over."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._gates) < self._target)
+                missing = self._target - len(self._gates)
+            admissions = await self._admit(missing)
+            if admissions is None:
+                return
+            for admission in admissions:
+                gate = ScoringGate(self._siblings)
+                self._gates[admission.seq] = gate
+                self._start(admission, gate)
+            self._empty_admissions += not admissions
+            await self._notify()
+
+    async def _take_calls(self) -> None:
+        generating: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                call_id, call = await self._channel.receive()
+                if generating is not None:
+                    generating.cancel()  # it has replied, or the master goes on without; the groups stay
+                match call:
+                    case GenerateGroups():
+                        self._target = call.groups
+                        generating = tasks.create_task(self._generate(call_id, call.groups))
+                    case ScoreGroups():
+                        self._target = 0
+                        tasks.create_task(self._score(call_id, call.seqs))
+                await self._notify()
+
+    async def _generate(self, call_id: int, groups: int) -> None:
+        """Reply when `groups` wait to be scored, or all that are admitted for now."""
+        empty_before = self._empty_admissions
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: len(self._gates) >= groups or self._empty_admissions > empty_before
+                )
+            begun = sorted(self._gates)
+            alive = await _those_for_which(begun, lambda seq: self._gates[seq].generated())
+            for seq in set(begun) - set(alive):
+                self._gates.pop(seq, None)
+            if begun == alive == sorted(self._gates):
+                await self._channel.reply(call_id, GroupsGenerated(alive))
+                return
+            await self._notify()  # others may start instead of those that were given up
+
+    async def _score(self, call_id: int, seqs: list[int]) -> None:
+        """Have `seqs` scored, but for those that are unknown here because a predecessor of this process had them."""
+        known = [seq for seq in seqs if seq in self._gates]
+        for seq in known:
+            self._gates[seq].open()
+        stored = await _those_for_which(known, lambda seq: self._gates[seq].ended())
+        for seq in known:
+            self._gates.pop(seq, None)
+        await self._channel.reply(call_id, GroupsScored(stored))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def _those_for_which(seqs: list[int], holds: Callable[[int], Awaitable[bool]]) -> list[int]:
+    """Return those of `seqs` for which `holds` returns True, after it has returned for all."""
+    found = await asyncio.gather(*(holds(seq) for seq in seqs))
+    return [seq for seq, true in zip(seqs, found, strict=True) if true]

@@ -1,0 +1,225 @@
+"""Everything that a workflow of your own needs: what it is, what it may do, and the builder that keeps its books.
+
+A workflow turns a prompt into a trajectory. It is a class with one coroutine:
+
+    class MyWorkflow:
+        def __init__(self, *, hint: str) -> None: ...          # rollout.workflow.args
+
+        async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+            builder = TrajectoryBuilder()
+            builder.append_prompt(prompt.input_ids)
+            generation = await session.generate(builder.input_ids)
+            builder.append_sampled(generation)
+            reward = await session.score(session.response(generation))
+            return builder.build(reward=reward, finish_reason=generation.finish_reason)
+
+Set `rollout.workflow.name = "my_module:MyWorkflow"`. One instance serves all groups of a worker, and `run` is called
+once for each sibling, concurrently: keep state in local variables. `single_turn.py` and `multi_turn.py` are complete
+examples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+
+from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
+from streamrl.errors import ConfigError, DataError, RewardError
+from streamrl.importing import load_object
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.generation import Generation, Generator, GroupRoute
+from streamrl.rollout.reward.pool import RewardPool
+from streamrl.rollout.reward.protocol import Response
+from streamrl.types import NO_VERSION, Prompt, Trajectory
+
+OWN_WORKFLOWS = {
+    "single_turn": "streamrl.rollout.workflows.single_turn:SingleTurn",
+    "multi_turn": "streamrl.rollout.workflows.multi_turn:MultiTurn",
+}
+"""The workflows that come with streamrl, by name."""
+
+BeforeScoring = Callable[[int], Awaitable[None]]
+"""Awaited with the number of the sibling that is to be scored."""
+
+
+class Workflow(Protocol):
+    """Makes one sibling's trajectory."""
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        """Return the sibling's trajectory; an error that this raises rejects the whole group."""
+
+
+class Session:
+    """What a workflow may do for one sibling of one group: generate, and score."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Prompt,
+        sibling: int,
+        generator: Generator,
+        route: GroupRoute,
+        rewards: RewardPool | None,
+        reward: RewardConfig,
+        chat: ChatTokenizer,
+        sampling: SamplingConfig,
+        max_context: int,
+        activity: Activity,
+        before_scoring: BeforeScoring | None = None,
+    ) -> None:
+        """`rewards`: None where a reward model of the trainer scores. `before_scoring` is awaited before each score."""
+        self.prompt = prompt
+        self.sibling = sibling
+        """Number of the sibling in its group, from 0."""
+        self.chat = chat
+        """The tokenizer with its chat template."""
+        self.sampling = sampling
+        """The run's sampling parameters."""
+        self.max_context = max_context
+        """Tokens of prompt and responses together that the gservers take."""
+        self._generator = generator
+        self._route = route
+        self._rewards = rewards
+        self._reward = reward
+        self._activity = activity
+        self._before_scoring = before_scoring
+        self._requests = 0
+
+    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Generation:
+        """Let the policy continue `input_ids`, for up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
+
+        Fewer where `max_context` leaves no room for so many. Raises `DataError` when it leaves no room at all, and
+        what `Generator.generate` raises.
+        """
+        room = self.max_context - len(input_ids)
+        if room < 1:
+            raise DataError(
+                f"seq {self.prompt.seq}: a conversation of {len(input_ids)} tokens leaves no room in "
+                f"gserver.max_context = {self.max_context}"
+            )
+        rid = f"{self.prompt.seq}.{self.sibling}.{self._requests}"
+        self._requests += 1
+        with self._activity.generating(), self._route.request(len(input_ids)):
+            generation = await self._generator.generate(
+                input_ids,
+                max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
+                rid=rid,
+                route=self._route,
+            )
+        self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
+        return generation
+
+    def response(self, generation: Generation, *, turn: int = 1) -> Response:
+        """Return what the reward function gets to see of `generation`; `turn` counts the policy's turns from 1."""
+        text = self.chat.decode(generation.output_ids)
+        if isinstance(generation.matched, str) and generation.matched:
+            before, stop, _ = text.rpartition(generation.matched)
+            text = before if stop else text
+        return Response(
+            text=text, finish_reason=generation.finish_reason, output_tokens=len(generation.output_ids), turn=turn
+        )
+
+    async def score(self, response: Response) -> float:
+        """Return the reward function's judgement, less what a response of this length costs.
+
+        0 where a reward model of the trainer will score. Raises `RewardError` when the reward function fails, unless
+        `rollout.reward.on_error = "zero"` counts that as 0.
+        """
+        if self._before_scoring is not None:
+            with self._activity.waiting_to_be_scored():
+                await self._before_scoring(self.sibling)
+        if self._rewards is None:
+            return 0.0
+        with self._activity.scoring():
+            try:
+                judged = await self._rewards.score(response, self.prompt)
+            except RewardError as error:
+                self._activity.reward_errors += 1
+                if self._reward.on_error != "zero":
+                    raise
+                self._activity.log_reason("a response scores 0", error)
+                return 0.0
+        overlong = overlong_share(
+            response.output_tokens, most=self.sampling.max_new_tokens, buffer=self._reward.overlong_tokens
+        )
+        return judged - self._reward.overlong_penalty * overlong
+
+
+def overlong_share(output_tokens: int, *, most: int, buffer: int) -> float:
+    """Return how much of the last `buffer` of `most` tokens a response of `output_tokens` uses, from 0 to 1.
+
+    The soft overlong punishment of DAPO (https://arxiv.org/abs/2503.14476, eq. 13) is this, negated: a response that
+    was cut should not be worth as much as one that ended, and the way there should be a slope, not a cliff. With
+    `buffer` 0 there is no punishment.
+    """
+    if buffer == 0:
+        return 0.0
+    return min(1.0, max(0.0, (output_tokens - (most - buffer)) / buffer))
+
+
+class TrajectoryBuilder:
+    """Appends tokens in, tokens out; what was sampled is never tokenized again.
+
+    Invariant: a token is under the loss exactly if `append_sampled` appended it, and then with its own log-probability
+    and version.
+    """
+
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
+        """All tokens so far: what the next generation continues."""
+        self.turns = 0
+        """How many generations were appended."""
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    def append_prompt(self, input_ids: Sequence[int]) -> None:
+        """Append tokens that the policy is given."""
+        self.input_ids.extend(input_ids)
+        self._loss_mask.extend([False] * len(input_ids))
+        self._logprobs.extend([0.0] * len(input_ids))
+        self._versions.extend([NO_VERSION] * len(input_ids))
+
+    def append_sampled(self, generation: Generation) -> None:
+        """Append tokens that the policy sampled."""
+        self.input_ids.extend(generation.output_ids)
+        self._loss_mask.extend([True] * len(generation.output_ids))
+        self._logprobs.extend(generation.logprobs)
+        self._versions.extend(generation.versions)
+        self.turns += 1
+
+    def append_feedback(self, input_ids: Sequence[int]) -> None:
+        """Append tokens of the environment between two turns: context, outside the loss."""
+        self.append_prompt(input_ids)
+
+    def build(self, *, reward: float, finish_reason: str) -> Trajectory:
+        """Return the trajectory of all tokens so far; `finish_reason` is `stop`, `length`, or a word of your own."""
+        return Trajectory(
+            input_ids=np.array(self.input_ids, dtype=np.int32),
+            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
+            behavior_logprobs=np.array(self._logprobs, dtype=np.float32),
+            policy_versions=np.array(self._versions, dtype=np.int32),
+            reward=reward,
+            finish_reason=finish_reason,
+            turns=self.turns,
+        )
+
+
+def load_workflow(config: WorkflowConfig) -> Workflow:
+    """Return the workflow that `config` names, made with its arguments; raises `ConfigError` when it cannot be made."""
+    key = f"rollout.workflow.name = {config.name!r}"
+    spec = OWN_WORKFLOWS.get(config.name, config.name)
+    if ":" not in spec:
+        raise ConfigError(f"{key}: there is none; known: {', '.join(OWN_WORKFLOWS)}, or module:Class")
+    kind: object = load_object(spec, key="rollout.workflow.name")
+    if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "run", None)):
+        raise ConfigError(f"{key}: must be a class with a coroutine run(prompt, session)")
+    try:
+        inspect.signature(kind).bind(**config.args)
+    except TypeError as error:
+        raise ConfigError(f"{key} cannot be made with rollout.workflow.args = {config.args}: {error}") from error
+    return cast(Workflow, kind(**config.args))

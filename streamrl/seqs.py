@@ -1,0 +1,104 @@
+"""Collections of sequence numbers: a set that stays small however long the run, and one whose smallest are at hand.
+
+A sequence number `seq` is the position of a group's prompt in the run's endless stream of prompts, from 0. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+_CHUNK_BITS = 13
+_CHUNK_BYTES = 1 << (_CHUNK_BITS - 3)
+
+
+class SeqSet:
+    """A set at one bit for each sequence number, however long the run."""
+
+    def __init__(self, seqs: Iterable[int] = ()) -> None:
+        self._chunks: dict[int, bytearray] = {}
+        self._count = 0
+        for seq in seqs:
+            self.add(seq)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, seq: int) -> bool:
+        chunk = self._chunks.get(seq >> _CHUNK_BITS)
+        return chunk is not None and bool(chunk[seq >> 3 & _CHUNK_BYTES - 1] >> (seq & 7) & 1)
+
+    def add(self, seq: int) -> None:
+        """Put `seq` into the set; no change if it is there."""
+        if seq not in self:
+            chunk = self._chunks.setdefault(seq >> _CHUNK_BITS, bytearray(_CHUNK_BYTES))
+            chunk[seq >> 3 & _CHUNK_BYTES - 1] |= 1 << (seq & 7)
+            self._count += 1
+
+    def discard(self, seq: int) -> None:
+        """Take `seq` out of the set; no change if it is not there."""
+        if seq in self:
+            self._chunks[seq >> _CHUNK_BITS][seq >> 3 & _CHUNK_BYTES - 1] ^= 1 << (seq & 7)
+            self._count -= 1
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the members as ranges (first, last + 1), ascending."""
+        found: list[tuple[int, int]] = []
+        for number in sorted(self._chunks):
+            base = number << _CHUNK_BITS
+            bits = int.from_bytes(self._chunks[number], "little")
+            while bits:
+                skip = (bits & -bits).bit_length() - 1
+                bits >>= skip
+                run = (~bits & bits + 1).bit_length() - 1
+                bits >>= run
+                first = base + skip
+                base = first + run
+                if found and found[-1][1] == first:
+                    found[-1] = (found[-1][0], base)
+                else:
+                    found.append((first, base))
+        return found
+
+
+class SeqQueue:
+    """A set of which the smallest members are found at the price of a logarithm."""
+
+    def __init__(self) -> None:
+        self._members: set[int] = set()
+        self._heap: list[int] = []  # of all members; those removed stay until they are the smallest
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._members
+
+    def add(self, seq: int) -> None:
+        """Put `seq` into the set; no change if it is there."""
+        if seq not in self._members:
+            self._members.add(seq)
+            heapq.heappush(self._heap, seq)
+
+    def discard(self, seq: int) -> None:
+        """Take `seq` out of the set; no change if it is not there."""
+        self._members.discard(seq)
+        while self._heap and self._heap[0] not in self._members:
+            heapq.heappop(self._heap)
+
+    def pop(self, count: int) -> list[int]:
+        """Take the smallest members out, at most `count`, and return them, ascending."""
+        popped: list[int] = []
+        while self._heap and len(popped) < count:
+            seq = heapq.heappop(self._heap)
+            if seq in self._members:
+                self._members.remove(seq)
+                popped.append(seq)
+        return popped
+
+    def smallest(self, count: int) -> list[int]:
+        """Return the smallest members, at most `count`, ascending."""
+        found = self.pop(count)
+        for seq in found:
+            self.add(seq)
+        return found

@@ -1,0 +1,342 @@
+"""Which Hugging Face weights make up which Megatron parameter of which rank, and how. Pure.
+
+Megatron fuses query, key and value, and gate and up; cuts what it fuses over the tensor ranks;
+numbers layers from 0 in each pipeline stage; and pads the vocabulary to a multiple of the tensor
+ranks. A tied embedding lives on the first stage and, as a copy, on the last.
+
+Whole tensors by Hugging Face name: gathered from their shards to rank 0, and cut into shards.
+
+What is gathered travels point to point, straight from the ranks that hold it, one parameter after
+another, on a communicator that serves nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.errors import ModelError
+from streamrl.trainer.backends.base import Head
+from streamrl.trainer.backends.megatron.shape import ModelShape
+from streamrl.trainer.layout import Layout
+
+# --- names ---
+
+EMBEDDING = "model.embed_tokens.weight"
+SCORE = "score.weight"
+
+
+class Cut(Protocol):
+    """How whole tensors become one shard for each tensor rank, and back."""
+
+    @property
+    def parallel_dim(self) -> int | None:
+        """The dimension of the shard along which tensor ranks differ; None: they hold the same."""
+        ...
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The shard of tensor rank `rank` of `size`."""
+        ...
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors from the shards, by tensor rank."""
+        ...
+
+
+class Replicated(msgspec.Struct, frozen=True):
+    """One tensor, on every rank."""
+
+    parallel_dim: int | None = None
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return wholes[0]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [shards[0]]
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """One tensor, cut along its second dimension."""
+
+    parallel_dim: int | None = 1
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return wholes[0].chunk(size, 1)[rank]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards), 1)]
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """One tensor of `rows` rows, cut along them after zero rows were added up to a multiple."""
+
+    rows: int
+    parallel_dim: int | None = 0
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        each = -(-self.rows // size)
+        mine = wholes[0][rank * each : (rank + 1) * each]
+        return torch.nn.functional.pad(mine, (0, 0, 0, each - len(mine)))
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards))[: self.rows]]
+
+
+class Stacked(msgspec.Struct, frozen=True):
+    """Gate and up: each cut along its rows, a rank's parts one after the other."""
+
+    parallel_dim: int | None = 0
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return torch.cat([whole.chunk(size)[rank] for whole in wholes])
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+
+
+class QueryGroups(msgspec.Struct, frozen=True):
+    """Query, key and value rows, group by group: the group's query heads, its key head, its value head."""
+
+    groups: int
+    queries: int
+    """Query heads of one group."""
+    head_dim: int
+    parallel_dim: int | None = 0
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        grouped = [torch.unflatten(whole, 0, (self.groups, -1)).chunk(size)[rank] for whole in wholes]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        grouped = torch.unflatten(torch.cat(list(shards)), 0, (self.groups, -1))
+        rows = [self.queries * self.head_dim, self.head_dim, self.head_dim]
+        return [part.flatten(0, 1) for part in torch.split(grouped, rows, dim=1)]
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """One Megatron parameter of one pipeline stage."""
+
+    parameter: str
+    """Its name in the stage's module."""
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    """Hugging Face name and whole shape of the tensors in it."""
+    cut: Cut
+    copy: bool = False
+    """Whether another stage holds the original: loaded, but never gathered."""
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The shard of tensor rank `rank` of `size`."""
+        return self.cut.split(wholes, rank, size)
+
+    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, from the shards by tensor rank."""
+        for (name, _), whole in zip(self.sources, self.cut.join(shards), strict=True):
+            yield name, whole
+
+    def shard_shape(self, size: int) -> tuple[int, ...]:
+        """Of each of `size` shards."""
+        wholes = [torch.empty(shape, device="meta") for _, shape in self.sources]
+        return tuple(self.split(wholes, 0, size).shape)
+
+
+def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> list[Weight]:
+    """All parameters of pipeline stage `stage` of `stages`, in an order near that of transformers."""
+    embedding = (EMBEDDING, (shape.vocabulary, shape.hidden_size))
+    vocabulary = Vocabulary(rows=shape.vocabulary)
+    weights = []
+    if stage == 0:
+        weights.append(Weight("embedding.word_embeddings.weight", (embedding,), vocabulary))
+    each = shape.layers // stages
+    for local in range(each):
+        weights += _layer_weights(shape, f"decoder.layers.{local}.", f"model.layers.{stage * each + local}.")
+    if stage < stages - 1:
+        return weights
+    weights.append(
+        Weight("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Replicated())
+    )
+    if head == "scalar":
+        weights.append(Weight("score.weight", ((SCORE, (1, shape.hidden_size)),), Replicated()))
+    elif not shape.tied:
+        weights.append(Weight("output_layer.weight", (("lm_head.weight", embedding[1]),), vocabulary))
+    elif stages > 1:
+        weights.append(Weight("output_layer.weight", (embedding,), vocabulary, copy=True))
+    return weights
+
+
+def _layer_weights(shape: ModelShape, megatron: str, theirs: str) -> Iterator[Weight]:
+    hidden, inner, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    rows = {"q": shape.heads * d, "k": shape.kv_heads * d, "v": shape.kv_heads * d}
+    groups = QueryGroups(groups=shape.kv_heads, queries=shape.heads // shape.kv_heads, head_dim=d)
+    attention, own = f"{megatron}self_attention.", f"{theirs}self_attn."
+    yield Weight(
+        f"{attention}linear_qkv.weight", tuple((f"{own}{x}_proj.weight", (n, hidden)) for x, n in rows.items()), groups
+    )
+    if shape.qkv_bias:
+        yield Weight(
+            f"{attention}linear_qkv.bias", tuple((f"{own}{x}_proj.bias", (n,)) for x, n in rows.items()), groups
+        )
+    yield Weight(f"{attention}linear_proj.weight", ((f"{own}o_proj.weight", (hidden, rows["q"])),), Columns())
+    if shape.qk_norm:
+        for x in "qk":
+            yield Weight(f"{attention}{x}_layernorm.weight", ((f"{own}{x}_norm.weight", (d,)),), Replicated())
+    yield Weight(
+        f"{megatron}mlp.linear_fc1.weight",
+        tuple((f"{theirs}mlp.{x}_proj.weight", (inner, hidden)) for x in ("gate", "up")),
+        Stacked(),
+    )
+    yield Weight(f"{megatron}mlp.linear_fc2.weight", ((f"{theirs}mlp.down_proj.weight", (hidden, inner)),), Columns())
+    for norm, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
+        yield Weight(f"{megatron}{norm}.weight", ((f"{theirs}{name}.weight", (hidden,)),), Replicated())
+
+
+def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every tensor by Hugging Face name, tied ones once, in the order of transformers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weights in stages:
+        pending: dict[str, tuple[int, ...]] = {}
+        for weight in weights:
+            sources = () if weight.copy else weight.sources
+            if weight.parameter.endswith("linear_qkv.bias"):
+                pending = _interleaved(pending, dict(sources))
+            else:
+                shapes |= pending
+                pending = dict(sources)
+        shapes |= pending
+    return shapes
+
+
+def _interleaved(weights: dict[str, tuple[int, ...]], biases: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Each bias after its weight, as modules list them."""
+    pairs = zip(weights.items(), biases.items(), strict=True)
+    return dict(item for pair in pairs for item in pair)
+
+
+# --- whole ---
+
+Piece = Callable[[int], Tensor]
+"""From the number of a parameter of this stage to the elements that this rank contributes, flat, float32."""
+Store = Callable[[int, Tensor], None]
+"""Takes over the shard of a parameter of this stage."""
+
+
+class WholeTensors:
+    """The exchange between the ranks of one model."""
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Weight]],
+        *,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        ranges: Sequence[tuple[int, int]],
+    ) -> None:
+        """`stages`: parameters of each pipeline stage; `ranges`: which elements of each own one this rank contributes.
+
+        Collective over `group`, which holds all ranks.
+        """
+        self._stages = stages
+        self._layout = layout
+        self._rank = rank
+        self._device = device
+        self._group = group
+        self._stage = layout.coordinates(rank).pipeline
+        self.shapes = whole_shapes(stages)
+        """Of all tensors of the model by name, in order."""
+        table = torch.zeros(max(len(weights) for weights in stages), 2, dtype=torch.int64, device=device)
+        for number, range_ in enumerate(ranges):
+            table[number] = torch.tensor(range_)
+        tables = [torch.empty_like(table) for _ in range(layout.world)]
+        dist.all_gather(tables, table, group=group)
+        self._ranges: list[list[tuple[int, int]]] = [[tuple(row) for row in found.tolist()] for found in tables]
+
+    def gather(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """Each whole tensor with its name, in order, on rank 0; empty ones elsewhere. Collective."""
+        order = iter(self.shapes)
+        expected = next(order, None)
+        ready: dict[str, Tensor] = {}
+        for stage, weights in enumerate(self._stages):
+            for number, weight in enumerate(weights):
+                if weight.copy:
+                    continue
+                if self._rank == 0:
+                    ready |= weight.join(self._receive(stage, number, weight, piece))
+                else:
+                    if stage == self._stage:
+                        self._send(number, piece)
+                    ready |= {name: torch.empty(0, device=self._device) for name, _ in weight.sources}
+                while expected in ready:
+                    yield expected, ready.pop(expected)
+                    expected = next(order, None)
+
+    def scatter(self, wholes: Iterable[tuple[str, Tensor]], store: Store) -> None:
+        """Hand the shards of `wholes` that this rank holds to `store`.
+
+        Raises `ModelError` when a tensor of this stage is missing, or one is unknown or of a wrong shape.
+        """
+        weights = self._stages[self._stage]
+        takers: dict[str, list[int]] = {}
+        for number, weight in enumerate(weights):
+            for name, _ in weight.sources:
+                takers.setdefault(name, []).append(number)
+        waiting: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(weights))}
+        for name, whole in wholes:
+            self._check(name, whole)
+            for number in takers.get(name, ()):
+                found = waiting[number]
+                found[name] = whole
+                sources = weights[number].sources
+                if len(found) == len(sources):
+                    tensor_rank = self._layout.coordinates(self._rank).tensor
+                    ordered = [found[name] for name, _ in sources]
+                    store(number, weights[number].split(ordered, tensor_rank, self._layout.tensor))
+                    del waiting[number]
+        missing = [
+            name for number, found in waiting.items() for name, _ in weights[number].sources if name not in found
+        ]
+        if missing:
+            raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
+
+    def own_names(self) -> list[str]:
+        """Names of the tensors that this stage needs."""
+        return list(dict.fromkeys(name for weight in self._stages[self._stage] for name, _ in weight.sources))
+
+    def _check(self, name: str, whole: Tensor) -> None:
+        if name not in self.shapes:
+            raise ModelError(f"the model has no weight {name}")
+        if tuple(whole.shape) != self.shapes[name]:
+            raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
+
+    def _receive(self, stage: int, number: int, weight: Weight, piece: Piece) -> list[Tensor]:
+        """The shards of one parameter, by tensor rank."""
+        shape = weight.shard_shape(self._layout.tensor)
+        shards, pending = [], []
+        for tensor_rank in range(self._layout.tensor):
+            shard = torch.empty(shape, dtype=torch.float32, device=self._device)
+            flat = shard.view(-1)
+            for data_rank in range(self._layout.data):
+                source = self._layout.rank(data=data_rank, tensor=tensor_rank, pipeline=stage)
+                start, end = self._ranges[source][number]
+                if start == end:
+                    continue
+                if source == self._rank:
+                    flat[start:end] = piece(number)
+                else:
+                    pending.append(dist.irecv(flat[start:end], source, group=self._group))
+            shards.append(shard)
+        for work in pending:
+            if work is not None:
+                work.wait()
+        return shards
+
+    def _send(self, number: int, piece: Piece) -> None:
+        start, end = self._ranges[self._rank][number]
+        if start < end:
+            dist.send(piece(number).float().contiguous(), 0, group=self._group)

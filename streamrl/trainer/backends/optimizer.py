@@ -1,0 +1,166 @@
+"""The learning rate of each optimizer step. Pure.
+
+AdamW over named local tensors, with its learning-rate schedule, its files, and a place of its own to compute.
+
+Files: `optimizer.safetensors` with `exp_avg/NAME` and `exp_avg_sq/NAME` as whole tensors under the
+weights' Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from streamrl.config import OptimizerConfig
+from streamrl.errors import ModelError
+from streamrl.trainer.backends.base import ModelSpec
+from streamrl.trainer.backends.files import TensorFiles
+
+# --- schedule ---
+
+
+def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_steps: int) -> float:
+    """Of optimizer step `step`, from 0: linear warm-up, then `config.schedule` down to its end at `total_steps`.
+
+    The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / (config.warmup_steps + 1)
+    rest = max(1, total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / rest)
+    match config.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - (1 - config.min_lr_ratio) * done)
+        case "cosine":
+            return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+# --- adamw ---
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "optimizer"
+"""The name of the tensors' files, without `.safetensors`."""
+UPDATES = "updates.json"
+
+
+class Spread(Protocol):
+    """Knows how tensors shaped like the weights are spread over ranks."""
+
+    def gather(self, parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]: ...
+
+    def load(self, tensors: Any, *, into: dict[str, Tensor]) -> None: ...
+
+
+class AdamW:
+    """One optimizer step after another on this rank's part of the weights.
+
+    With `spec.offload_optimizer` weights and moments have a copy on the CPU on which the step is made.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], spec: ModelSpec) -> None:
+        assert spec.lr is not None
+        self._peak = spec.lr
+        self._config = spec.optimizer
+        self._total = spec.total_updates
+        self._weights = weights
+        self._offloaded = spec.offload_optimizer
+        self.updates = 0
+        self._masters = (
+            {name: w.to("cpu", copy=True) for name, w in weights.items()} if self._offloaded else dict(weights)
+        )
+        self._moments = {key: {n: torch.zeros_like(w) for n, w in self._masters.items()} for key in MOMENTS}
+
+    def step(self, gradients: dict[str, Tensor], *, scale: float, lr_scale: float = 1.0) -> float:
+        """Update the weights by `gradients · scale`; answers the learning rate, the schedule's times `lr_scale`."""
+        lr = lr_scale * learning_rate(self.updates, peak=self._peak, config=self._config, total_steps=self._total)
+        self.updates += 1
+        names = [name for name, weight in self._weights.items() if weight.numel()]
+        masters = [self._masters[name] for name in names]
+        found = [gradients[name] for name in names]
+        if scale != 1.0:
+            torch._foreach_mul_(found, scale)
+        if self._offloaded:
+            found = [gradient.to("cpu") for gradient in found]
+        device = masters[0].device if masters else torch.device("cpu")
+        with torch.no_grad():
+            torch._fused_adamw_(
+                masters,
+                found,
+                [self._moments["exp_avg"][name] for name in names],
+                [self._moments["exp_avg_sq"][name] for name in names],
+                [],
+                [torch.tensor(float(self.updates), device=device) for _ in names],
+                amsgrad=False,
+                lr=lr,
+                beta1=self._config.betas[0],
+                beta2=self._config.betas[1],
+                weight_decay=self._config.weight_decay,
+                eps=self._config.eps,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+            if self._offloaded:
+                for name in names:
+                    self._weights[name].copy_(self._masters[name])
+        return lr
+
+    def weights_changed(self) -> None:
+        """The weights were set from outside."""
+        if self._offloaded:
+            for name, weight in self._weights.items():
+                self._masters[name].copy_(weight)
+
+    def on_device(self) -> list[Tensor]:
+        """What lives where the weights do, besides them."""
+        return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
+
+    def state(self, spread: Spread) -> Iterator[tuple[str, Tensor]]:
+        """See `ParallelModel.optimizer_state`. Collective."""
+        for key in MOMENTS:
+            for name, tensor in spread.gather(self._moments[key]):
+                yield f"{key}/{name}", tensor
+
+    def load(self, folder: Path, spread: Spread) -> None:
+        """Raises `ModelError` when `folder` holds no state, or that of another model."""
+        updates = load_updates(folder)
+        try:
+            for key in MOMENTS:
+                spread.load(read_moments(folder, key), into=self._moments[key])
+        except ModelError as error:
+            raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}") from error
+        self.updates = updates
+
+
+class _Updates(msgspec.Struct, frozen=True):
+    updates: int
+
+
+def updates_file(updates: int) -> dict[str, bytes]:
+    """The file that says how many optimizer steps there were: its name and content."""
+    return {UPDATES: msgspec.json.encode(_Updates(updates))}
+
+
+def load_updates(folder: Path) -> int:
+    """How many optimizer steps the state in `folder` comes after."""
+    try:
+        return msgspec.json.decode((folder / UPDATES).read_bytes(), type=_Updates).updates
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}") from error
+
+
+def read_moments(folder: Path, key: str) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of one moment, by the weights' names."""
+    files = TensorFiles(folder, OPTIMIZER)
+    for name in files.names():
+        moment, _, weight = name.partition("/")
+        if moment == key:
+            yield weight, files.read(name)

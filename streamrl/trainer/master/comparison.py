@@ -1,0 +1,180 @@
+"""Compares each gserver's log-probabilities with the trainer's, at every version that is trained from.
+
+While a step computes with the weights of its version, the gservers that serve this version score one short response of
+its batch (`gserver/manager/comparisons.py`). The step's first pass gives the trainer's log-probabilities of the same
+tokens, before any weight changes: the trainer computes nothing for it, and waits for nobody. A large difference means
+that an update did not arrive where a gserver says it did, or that the two compute differently.
+
+Scores show whether weights and the computation of a prompt agree. How tokens are sampled can only be compared where a
+response was written as a whole by the policy that is trained from, that is, without staleness (`sampling_diff`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+
+from streamrl.config.trainer import TrainerConfig
+from streamrl.errors import StreamRLError, TrainingError
+from streamrl.trainer.calls import Sibling, Trained
+from streamrl.transport.control import Scores
+from streamrl.transport.manager_client import ControlClient
+from streamrl.types import SampleMeta
+
+log = logging.getLogger(__name__)
+
+ENOUGH_TOKENS = 8
+"""Sampled tokens that make a fair mean; a shorter response is taken only if there is none so long."""
+PER_GSERVER = "logprob_diff_mean/"
+"""Begins the name of the figure of one gserver, which ends in `gserver_0` or so."""
+
+
+def response_to_compare(metas: Sequence[SampleMeta]) -> Sibling | None:
+    """The shortest sequence with `ENOUGH_TOKENS` sampled tokens, or that with the most; of several the first.
+
+    Groups whose siblings all scored the same come last: a step may leave them out.
+    """
+    candidates = []
+    for meta in metas:
+        prompt = (meta.tokens - sum(meta.response_lengths)) / meta.size  # on average: it may hold more than a prompt
+        alike = len(set(meta.rewards)) == 1
+        for index, length in enumerate(meta.response_lengths):
+            short = length < ENOUGH_TOKENS
+            rank = (alike, short, -length if short else prompt + length)
+            candidates.append((rank, Sibling(meta.seq, index)))
+    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+
+
+def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, sampled: Sequence[int]) -> dict[str, float]:
+    """Absolute differences, in nats, for each gserver that has scored, and over all of them.
+
+    `trained`: the trainer's log-probabilities of the sampled tokens; `sampled`: their places in those of `scores`.
+    """
+    figures: dict[str, float] = {}
+    means: list[float] = []
+    largest: list[float] = []
+    for score in scores if trained else ():
+        if score.problem:
+            continue
+        differences = [abs(score.logprobs[place] - own) for place, own in zip(sampled, trained, strict=True)]
+        means.append(fmean(differences))
+        largest.append(max(differences))
+        label = score.gserver.replace("/", "_")
+        figures |= {f"{PER_GSERVER}{label}": means[-1], f"logprob_diff_max/{label}": largest[-1]}
+    if means:
+        figures |= {"logprob_diff_mean": fmean(means), "logprob_diff_max": max(largest)}
+    return figures | {
+        "gservers_compared": len(means),
+        "gservers_not_compared": len(scores) - len(means),
+        "compare_seconds": max((score.seconds for score in scores), default=0.0),
+        "compare_tokens": max((score.computed for score in scores), default=0),
+    }
+
+
+class Comparison:
+    """That of one version: begun with the step that is trained from it, read when the next one is served.
+
+    Nothing here ends the run or holds it up: what cannot be compared is told and counted.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        response: Sibling | None,
+        *,
+        client: ControlClient,
+        have_scored: Callable[[Sibling], Awaitable[list[int]]],
+    ) -> None:
+        """`response`: what is compared; None: nothing is. `have_scored` has the gservers score it, and answers the
+        places of its sampled tokens among those that they score."""
+        self.response = response
+        self._version = version
+        self._client = client
+        self._sampled: list[int] = []
+        self._asking: asyncio.Task[None] | None = None
+        if response is not None:
+            self._asking = asyncio.create_task(self._ask(have_scored(response)), name=f"comparison of v{version}")
+
+    async def figures(self, results: Iterable[Trained]) -> dict[str, float]:
+        """What was found until now; to be asked once the gservers serve the next version. `results`: of the step."""
+        trained = next((result.compared for result in results if result.compared), [])
+        scores: list[Scores] = []
+        if self._asking is None:
+            log.info("v%d was not compared: no group of its batch is young enough as a whole", self._version)
+        elif not self._asking.done():
+            log.info("v%d was not compared: the gservers have not been asked yet", self._version)
+            await self.close()
+        else:
+            try:
+                scores = (await self._client.compared(self._version)).scores
+            except StreamRLError as error:
+                log.info("v%d was not compared: %s", self._version, error)
+        for score in scores:
+            if score.problem:
+                log.info("%s was not compared at v%d: %s", score.gserver, self._version, score.problem)
+        if scores and not (trained and self._sampled):
+            log.info("v%d was not compared: the step did not compute %s", self._version, self.response)
+        return compared_figures(scores, trained, sampled=self._sampled)
+
+    async def close(self) -> None:
+        """Nobody will ask for what was found."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _ask(self, asking: Awaitable[list[int]]) -> None:
+        try:
+            self._sampled = await asking
+        except StreamRLError as error:
+            log.info("v%d will not be compared: %s", self._version, error)
+
+
+class MismatchWatch:
+    """Looks at the figures of one step after another. Pure."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._complete = True
+        """Whether every gserver was compared at the last version."""
+        self._warning = config.logprob_diff_warning
+        self._limit = config.logprob_diff_limit
+
+    def look(self, figures: Mapping[str, float], *, policy_version: int) -> None:
+        """Warn, or raise `TrainingError`, if a mean difference (nats) is large, and name whose it is.
+
+        `policy_version`: of the weights that both computed with. Also warns when gservers begin not to be compared.
+        """
+        self._count(figures, policy_version=policy_version)
+        found = {
+            f"{label.replace('_', '/')} and the trainer": value
+            for name, value in figures.items()
+            if (label := name.removeprefix(PER_GSERVER)) != name
+        }
+        if "sampling_diff_mean" in figures:
+            found["sampled responses and the trainer"] = figures["sampling_diff_mean"]
+        problems = {who: value for who, value in found.items() if value > self._warning}
+        if not problems:
+            return
+        differ = "; ".join(f"{who} differ by {value:.3g} nats for each token" for who, value in problems.items())
+        what = f"{differ}, under version {policy_version}"
+        look = (
+            "a gserver may serve other weights than it says (compare its /weights_checker with the others'), or the "
+            "two compute differently (gserver.dtype and trainer.dtype, another chat template or sampling processor)"
+        )
+        if self._limit is not None and max(problems.values()) > self._limit:
+            raise TrainingError(f"{what}, more than trainer.logprob_diff_limit = {self._limit:g}: {look}")
+        log.warning("%s, more than trainer.logprob_diff_warning = %g: %s", what, self._warning, look)
+
+    def _count(self, figures: Mapping[str, float], *, policy_version: int) -> None:
+        if "gservers_compared" not in figures:
+            return
+        compared, missing = figures["gservers_compared"], figures["gservers_not_compared"]
+        complete = bool(compared) and not missing
+        if self._complete and not complete:
+            log.warning(
+                "version %d was compared on %.0f gservers, and not on %.0f: the log says why, and the figure "
+                "gservers_not_compared how it goes on",
+                *(policy_version, compared, missing),
+            )
+        self._complete = complete

@@ -1,0 +1,265 @@
+"""Runs the graph: each MFC as soon as its keys are there, on the model workers.
+
+A `ModelFunctionCall` is one MFC at work: it deals groups over data-parallel ranks, plans which
+arrays have to move there, and sends one request to all workers. `arrivals` MFCs run in loops of
+their own while groups come in; `execute_step` takes one training batch through the `batch` MFCs,
+each waiting for its own keys alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from streamrl.config import Config, TrainerConfig
+from streamrl.trainer.calls import (
+    DataTransfer,
+    Done,
+    Function,
+    Hook,
+    Inference,
+    MasterHook,
+    MinibatchShare,
+    ParamRealloc,
+    Sibling,
+    Trained,
+    TrainStep,
+)
+from streamrl.trainer.graph import MFC, Graph
+from streamrl.trainer.layout import layout_of
+from streamrl.trainer.master.figures import Span
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings, Shares
+from streamrl.trainer.master.synchronous import SynchronousGeneration
+from streamrl.trainer.redistributor import Plan, concerning
+from streamrl.transport.request_reply import Requests
+from streamrl.types import SampleMeta
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What became of one training batch."""
+
+    spans: list[Span]
+    trained: list[Trained]
+    """Of all training MFCs and workers."""
+
+
+class ModelFunctionCall:
+    """One MFC of the graph."""
+
+    def __init__(
+        self,
+        mfc: MFC,
+        *,
+        channel: Requests,
+        holdings: Holdings,
+        former: BatchFormer,
+        trainer: TrainerConfig,
+        policy_version: int,
+    ) -> None:
+        """`policy_version`: from which the run begins."""
+        self.mfc = mfc
+        self._channel = channel
+        self._holdings = holdings
+        self._former = former
+        self._layout = layout_of(trainer, mfc.role)
+        self._timeout = trainer.step_timeout_seconds
+        self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
+
+    async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> tuple[float, dict[int, list[float]]]:
+        """Compute the MFC's key for `metas`; answers compute seconds and, of a reward model, rewards."""
+        shares = self._holdings.deal([meta.seq for meta in metas], self._layout)
+        plan = self._holdings.bring(shares, self.mfc.inputs, self._layout)
+        kind = Function if self.mfc.interface == "function" else Inference
+        pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version)
+        calls = {}
+        for worker in range(self._layout.world):
+            mine = shares[self._layout.coordinates(worker).data]
+            calls[worker] = kind(self.mfc.name, mine, [*_transfer(plan, worker), *pre], post)
+        replies = await self._channel.request(calls, Done, timeout=self._timeout)
+        for key in self.mfc.outputs:
+            self._holdings.given(key, shares, self._layout)
+        rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
+        return max(done.compute_seconds for done in replies.values()), rewards
+
+    async def train(
+        self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None, lr_scale: float
+    ) -> list[Trained]:
+        """Train on the batch `metas`, minibatch by minibatch; `compared` and `lr_scale`: see `TrainStep`."""
+        minibatches: list[tuple[Shares, int, int]] = []
+        for part in self._former.minibatches(metas):
+            tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
+            shares = self._holdings.deal([meta.seq for meta in part], self._layout)
+            minibatches.append((shares, tokens, sum(meta.size for meta in part)))
+        everything = [
+            [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
+        ]
+        plan = self._holdings.bring(everything, self.mfc.inputs, self._layout)
+        pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version + 1)
+        calls = {}
+        for worker in range(self._layout.world):
+            data = self._layout.coordinates(worker).data
+            calls[worker] = TrainStep(
+                mfc=self.mfc.name,
+                policy_version=policy_version,
+                oldest_version=policy_version - self._former.max_staleness,
+                minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
+                compared=compared,
+                lr_scale=lr_scale,
+                pre_hooks=[*_transfer(plan, worker), *pre],
+                post_hooks=post,
+            )
+        replies = await self._channel.request(calls, Trained, timeout=self._timeout)
+        return list(replies.values())
+
+
+def _transfer(plan: Plan, worker: int) -> list[Hook]:
+    """What of `plan` concerns `worker`."""
+    mine = concerning(plan, worker)
+    return [DataTransfer(mine)] if mine else []
+
+
+class FunctionExecutor:
+    """Drives the MFCs of one graph over one buffer."""
+
+    def __init__(
+        self,
+        *,
+        graph: Graph,
+        buffer: AsyncIOSequenceBuffer,
+        channel: Requests,
+        holdings: Holdings,
+        former: BatchFormer,
+        config: Config,
+        policy_version: int,
+    ) -> None:
+        """`policy_version`: from which the run begins."""
+        trainer = config.trainer
+        self._policy_version = policy_version
+        self._graph = graph
+        self._buffer = buffer
+        self._holdings = holdings
+        self._limit = trainer.batch_groups
+        self._calls = {
+            mfc.name: ModelFunctionCall(
+                mfc,
+                channel=channel,
+                holdings=holdings,
+                former=former,
+                trainer=trainer,
+                policy_version=policy_version,
+            )
+            for source in ("arrivals", "batch")
+            for mfc in graph.reading(source)
+        }
+        self._generation = (
+            SynchronousGeneration(graph, channel=channel, buffer=buffer, config=config) if graph.of_rollout else None
+        )
+        self._spans: list[Span] = []
+
+    async def load_data(self, metas: Sequence[SampleMeta]) -> None:
+        """Groups arrived at the DP heads."""
+        self._holdings.arrived(metas)
+        await self._buffer.put_batch(metas)
+
+    def take_spans(self) -> list[Span]:
+        """What ran since the last time this was asked."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    async def run_arrivals(self) -> None:
+        """Run the `arrivals` MFCs for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for mfc in self._graph.reading("arrivals"):
+                tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
+
+    async def generate(self, groups: int, *, formed: asyncio.Event) -> None:
+        """In a synchronous graph: have a batch of `groups` made, until it is `formed`."""
+        if self._generation is not None:
+            self._spans += await self._generation.make(groups, formed=formed)
+
+    async def execute_step(
+        self,
+        batch: Sequence[SampleMeta],
+        *,
+        policy_version: int,
+        compared: Sibling | None = None,
+        lr_scale: float = 1.0,
+    ) -> StepResult:
+        """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given.
+
+        `compared` and `lr_scale`: see `TrainStep`.
+        """
+        mfcs = self._graph.reading("batch")
+        given = {key: asyncio.Event() for mfc in mfcs for key in mfc.outputs}
+        trained: list[Trained] = []
+
+        async def run(mfc: MFC) -> Span:
+            for key in sorted(mfc.inputs & given.keys()):
+                await given[key].wait()
+            begin = time.time()
+            call = self._calls[mfc.name]
+            if mfc.interface == "train_step":
+                results = await call.train(batch, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
+                trained.extend(results)
+                compute = max(result.compute_seconds for result in results)
+            else:
+                compute = await self._infer_in_parts(call, batch, policy_version=policy_version)
+            for key in mfc.outputs:
+                given[key].set()
+            return Span(mfc.name, begin, time.time(), compute)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in mfcs]
+        self._policy_version = policy_version + 1
+        spans = [task.result() for task in running]
+        self._spans += spans
+        return StepResult(spans, trained)
+
+    async def _infer_in_parts(
+        self, call: ModelFunctionCall, batch: Sequence[SampleMeta], *, policy_version: int
+    ) -> float:
+        """In calls of at most the MFC's own batch size."""
+        size = call.mfc.groups or len(batch)
+        seconds = 0.0
+        for start in range(0, len(batch), size):
+            compute, _ = await call.infer(batch[start : start + size], policy_version=policy_version)
+            seconds += compute
+        return seconds
+
+    async def _run_arrivals_of(self, call: ModelFunctionCall) -> None:
+        mfc = call.mfc
+        while True:
+            metas = await self._buffer.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
+            begin = time.time()
+            compute, rewards = await call.infer(metas, policy_version=self._policy_version)
+            self._spans.append(Span(mfc.name, begin, time.time(), compute))
+            await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
+
+
+class DueHooks:
+    """The workers' hooks before or after an MFC's calls."""
+
+    def __init__(self, hooks: Iterable[Hook | MasterHook], *, reached: int) -> None:
+        """`reached`: the policy version up to which they have been carried out."""
+        self._hooks = [hook for hook in hooks if not isinstance(hook, MasterHook)]
+        self._reached = reached
+
+    def due(self, policy_version: int) -> list[Hook]:
+        """Those of a call at which `policy_version` is reached; it will carry them out."""
+        before, self._reached = self._reached, policy_version
+        return [
+            hook
+            for hook in self._hooks
+            if not isinstance(hook, ParamRealloc) or policy_version // hook.every > before // hook.every
+        ]
+
+
+def hooks_of(mfc: MFC, *, policy_version: int) -> tuple[DueHooks, DueHooks]:
+    """Those before and those after the calls of `mfc`, of a run that begins at `policy_version`."""
+    before = max(policy_version - 1, 0)
+    # a checkpoint comes after the step that made its version, and before any other call at that version
+    after = policy_version if mfc.interface == "train_step" else before
+    return DueHooks(mfc.pre_hooks, reached=before), DueHooks(mfc.post_hooks, reached=after)

@@ -1,0 +1,173 @@
+"""What a training step reports: its timeline, and its figures. Pure.
+
+Figures come from what the master knows of the batch and from what the model workers computed on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+import msgspec
+
+from streamrl.records.metrics import LENGTHS_KEPT
+from streamrl.trainer.calls import Trained
+from streamrl.trainer.master.groups import BatchFormer
+from streamrl.types import SampleMeta
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What one MFC took."""
+
+    name: str
+    begin: float
+    """Seconds since the epoch."""
+    end: float
+    compute_seconds: float = 0.0
+    """Of that, computing on the slowest worker."""
+
+
+MEAN_OF_PART = {
+    "policy_shift": "policy_shift_mean",
+    "clipped": "clip_share",
+    "weight_limited": "behavior_weight_limited_share",
+    "ratio_deviation": "importance_ratio_deviation",
+    "behavior_kl": "behavior_kl",
+}
+"""Sum → metric of a part of the tokens."""
+
+
+def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
+    """What the batch was."""
+    rewards = [reward for meta in batch for reward in meta.rewards]
+    lengths = [length for meta in batch for length in meta.response_lengths]
+    sampled = sum(meta.sampled_tokens for meta in batch)
+    young = sum(former.young_tokens(meta, policy_version=policy_version) for meta in batch)
+    return {
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "response_length_mean": fmean(lengths),
+        "groups": len(batch),
+        "groups_with_contrast": sum(min(meta.rewards) < max(meta.rewards) for meta in batch),
+        "tokens_sampled": sampled,
+        "tokens_trained": young,
+        "tokens_masked": sampled - young,
+        "generation_seconds_mean": fmean(meta.generation_seconds for meta in batch),
+    }
+
+
+def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
+    """What `actor_train` found, over all ranks; means are over the tokens that were computed.
+
+    Effective sample sizes are missing where no token entered the loss. `sampling_diff` compares what tokens were
+    sampled with to the trainer's, on responses of age 0, and is missing where there are none; `policy_shift` is the
+    same difference over all tokens, so it grows with their age.
+    """
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for rank in trained:
+        for name, value in rank.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in rank.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    metrics = {
+        "loss": sums.get("loss", 0.0),
+        "clip_share": sums.get("clipped", 0.0) / tokens,
+        "behavior_weight_mean": sums.get("behavior_weight", 0.0) / tokens,
+        "behavior_weight_limited_share": sums.get("weight_limited", 0.0) / tokens,
+        "importance_ratio_mean": sums.get("ratio", 0.0) / tokens,
+        "importance_ratio_max": maxima.get("ratio", 0.0),
+        "importance_ratio_deviation": sums.get("ratio_deviation", 0.0) / tokens,
+        "importance_ratio_above_2_share": sums.get("ratio_above_2", 0.0) / tokens,
+        "importance_ratio_below_half_share": sums.get("ratio_below_half", 0.0) / tokens,
+        "behavior_kl": sums.get("behavior_kl", 0.0) / tokens,
+        "log_ratio_second_moment": sums.get("log_ratio_squares", 0.0) / tokens,
+        "policy_shift_mean": sums.get("policy_shift", 0.0) / tokens,
+        "entropy": sums.get("entropy", 0.0) / tokens,
+        "grad_norm": maxima.get("grad_norm", 0.0),
+        "lr": maxima.get("lr", 0.0),
+        "tokens_computed": sums.get("computed_tokens", 0.0),
+        "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
+        "update_seconds": max((rank.update_seconds for rank in trained), default=0.0),
+    }
+    for metric, count, weight in (
+        ("effective_sample_size", "tokens", "ratio"),
+        ("sequence_effective_sample_size", "sequences", "sequence_weight"),
+    ):
+        if sums.get(f"{weight}_squares"):
+            metrics[metric] = effective_sample_size(sums, count, weight)
+    if comparable := sums.get("comparable_tokens"):
+        metrics["sampling_diff_mean"] = sums["sampling_diff"] / comparable
+        metrics["sampling_diff_max"] = maxima["sampling_diff"]
+    if "kl" in sums:
+        metrics["kl"] = sums["kl"] / tokens
+        metrics["kl_coef"] = maxima["kl_coef"]
+    return metrics | _of_critic(sums, maxima) | _of_parts(sums)
+
+
+def effective_sample_size(sums: Mapping[str, float], count: str, weight: str, *, part: str = "") -> float:
+    """Kish's effective sample size as a share of the sample: `(Σw)² / (n · Σw²)`, from 1/n to 1.
+
+    n is `sums[count]`, Σw `sums[weight]`, Σw² `sums[weight_squares]`, each with `part` appended.
+    """
+    return sums[weight + part] ** 2 / (sums[count + part] * sums[f"{weight}_squares{part}"])
+
+
+def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
+    """`StepReport.response_lengths` of a training batch."""
+    lengths: list[list[int]] = []
+    counted = 0
+    for meta in batch:
+        if counted >= LENGTHS_KEPT:
+            break
+        lengths.append(meta.response_lengths)
+        counted += meta.size
+    return lengths
+
+
+def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
+    """Age in versions → tokens that entered the policy's loss, over all ranks."""
+    ages: dict[int, int] = {}
+    for rank in trained:
+        for age, count in rank.token_ages.items():
+            ages[age] = ages.get(age, 0) + count
+    return dict(sorted(ages.items()))
+
+
+def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+    """What `critic_train` found; nothing without a critic.
+
+    `critic/explained_variance`: 1 - Var(return - value) / Var(return); 1 is a perfect critic, 0 one that knows
+    the mean alone.
+    """
+    tokens = sums.get("critic/tokens")
+    if not tokens:
+        return {}
+    spread = sums["critic/return_squares"] / tokens - (sums["critic/return"] / tokens) ** 2
+    error = sums["critic/residual_squares"] / tokens - (sums["critic/residual"] / tokens) ** 2
+    return {
+        "critic/loss": sums["critic/loss"],
+        "critic/clip_share": sums["critic/clipped"] / tokens,
+        "critic/value_mean": sums["critic/value"] / tokens,
+        "critic/return_mean": sums["critic/return"] / tokens,
+        "critic/explained_variance": 1 - error / spread if spread > 0 else 0.0,
+        "critic/grad_norm": maxima["critic/grad_norm"],
+        "critic/lr": maxima["critic/lr"],
+    }
+
+
+def _of_parts(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the tokens of one age (`policy_shift_mean/age_0`), or of one sign of the advantage and direction
+    (`clip_share/positive_outward`): whatever `sums` has of each."""
+    metrics: dict[str, float] = {}
+    for part, tokens in sorted((n.removeprefix("tokens"), v) for n, v in sums.items() if n.startswith("tokens/")):
+        if tokens:
+            metrics |= {
+                metric + part: sums[figure + part] / tokens
+                for figure, metric in MEAN_OF_PART.items()
+                if figure + part in sums
+            }
+            if sums.get(f"ratio_squares{part}"):
+                metrics[f"effective_sample_size{part}"] = effective_sample_size(sums, "tokens", "ratio", part=part)
+    return metrics

@@ -1,0 +1,142 @@
+"""When the run ends, when a checkpoint is due, when an evaluation is. Pure: counts and times are passed in.
+
+*Consumed* groups are those that were trained on and those that were given up for good; an epoch is over when as
+many groups as the data set has rows were consumed since the last one.
+
+What the run has done so far, as far as it has to be known: for the end of the run, its figures, its checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from streamrl.config import Config
+from streamrl.records import progress
+from streamrl.records.collapse import CollapseWatch
+from streamrl.seqs import SeqSet
+from streamrl.types import SampleMeta
+
+# --- run control ---
+
+
+class RunOver(Exception):
+    """Not an error: the run is at its end while a batch is awaited that will never be full."""
+
+
+class RunControl:
+    """Counts from where the run begins, which for a resumed one is in its middle."""
+
+    def __init__(self, config: Config, *, data_rows: int, step: int, consumed: int, now: float) -> None:
+        """`data_rows`: of the training data. `now`: on the clock of all later calls, in seconds."""
+        self._run = config.run
+        self.data_rows = data_rows
+        epoch = consumed // data_rows
+        self._saves = config.trainer.save_every.since(epoch=epoch, step=step, now=now)
+        self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
+
+    def epochs(self, consumed: int) -> float:
+        """How often the data set was passed through."""
+        return consumed / self.data_rows
+
+    def end(self, *, step: int, consumed: int, rewards: Sequence[float]) -> str | None:
+        """Why the run is over after `step` steps, if it is; `rewards`: mean of each step so far."""
+        run = self._run
+        if run.stop_at_reward is not None and len(rewards) >= run.stop_window:
+            recent = sum(rewards[-run.stop_window :]) / run.stop_window
+            if recent >= run.stop_at_reward:
+                return f"the mean reward reached {recent:.3f} after {step} steps"
+        if run.most_steps is not None and step >= run.most_steps:
+            return f"{run.most_steps} steps are done"
+        if run.total_train_epochs is not None and consumed // self.data_rows >= run.total_train_epochs:
+            return f"{run.total_train_epochs} epochs are done after {step} steps"
+        return None
+
+    def save_is_due(self, *, step: int, consumed: int, now: float) -> bool:
+        """Ask once after each step."""
+        return self._saves.due(epoch=consumed // self.data_rows, step=step, now=now)
+
+    def evaluation_is_due(self, *, step: int, consumed: int, now: float) -> bool:
+        """Ask once after each step."""
+        return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
+
+
+# --- history ---
+
+
+class History:
+    """Begins empty, or where the checkpoint ends that the run goes on from."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.policy_version = 0
+        self.groups_trained = 0
+        self.tokens_dropped = 0
+        self.rewards: list[float] = []
+        """Mean reward of each step; of a resumed run from a little before its beginning."""
+        self.watch = CollapseWatch()
+        """What is remembered of the figures of the steps so far."""
+        self.rejected: set[int] = set()
+        """Sequence numbers given up for good."""
+        self._trained = SeqSet()
+        self._began = time.time()
+        self._seconds_before = 0.0
+        begun = progress.of_run(config)
+        if begun is not None:
+            self._go_on(begun)
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """Ranges (first, last + 1) of the sequence numbers trained on."""
+        return self._trained.ranges()
+
+    @property
+    def consumed(self) -> int:
+        """Groups trained on, or given up for good."""
+        return self.groups_trained + len(self.rejected)
+
+    @property
+    def train_seconds(self) -> float:
+        """Since the first step, without the time between a run's end and its being resumed."""
+        return self._seconds_before + time.time() - self._began
+
+    def begin(self) -> None:
+        """The models are loaded; time counts from here."""
+        self._began = time.time()
+
+    def add_step(self, batch: Sequence[SampleMeta], *, reward: float) -> None:
+        """A step on `batch` is done; the policy is a new version."""
+        for meta in batch:
+            self._trained.add(meta.seq)
+        self.policy_version += 1
+        self.groups_trained += len(batch)
+        self.rewards.append(reward)
+
+    def add_rejected(self, seqs: Iterable[int]) -> None:
+        """These will never be trained on."""
+        self.rejected.update(seqs)
+
+    def reached(self, *, data_rows: int) -> progress.Progress:
+        """For a checkpoint."""
+        return progress.Progress(
+            policy_version=self.policy_version,
+            trained=self.trained,
+            rejected=progress.ranges(self.rejected),
+            prompts=progress.prompts_digest(self._config),
+            data_rows=data_rows,
+            train_seconds=self.train_seconds,
+            tokens_dropped=self.tokens_dropped,
+            recent_rewards=self.rewards[-self._config.run.stop_window :],
+            watch=self.watch,
+        )
+
+    def _go_on(self, begun: progress.Progress) -> None:
+        self.policy_version = begun.policy_version
+        self.groups_trained = begun.groups_trained
+        self.tokens_dropped = begun.tokens_dropped
+        self.rewards = list(begun.recent_rewards)
+        self.watch = begun.watch.resumed()
+        self.rejected = set(begun.rejected_seqs())
+        self._seconds_before = begun.train_seconds
+        for seq in begun.trained_seqs():
+            self._trained.add(seq)

@@ -1,0 +1,533 @@
+"""The trainer's master: forms batches, drives the graph, counts policy versions.
+
+It moves metadata only; groups and weights stay on the model workers. One step is: form a batch
+(the ledger's rules), run the graph's MFCs on it, publish the new weights. Publication runs
+beside the next step's computation and is through before that step changes the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError, TrainingError
+from streamrl.ledger import HeldGroups, Selection
+from streamrl.records import progress
+from streamrl.records.collapse import Health, advice
+from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.final import FINAL_FILE, Final
+from streamrl.records.metrics import MetricsWriter, StepReport
+from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.comparison import Comparison, MismatchWatch, response_to_compare
+from streamrl.trainer.master.evaluations import EvaluationRequests
+from streamrl.trainer.master.executor import FunctionExecutor, StepResult
+from streamrl.trainer.master.figures import (
+    Span,
+    batch_metrics,
+    sample_of_lengths,
+    token_ages,
+    train_metrics,
+)
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings
+from streamrl.trainer.master.history import History, RunControl, RunOver
+from streamrl.trainer.master.saving import Checkpoints
+from streamrl.trainer.master.settlement import Settlement
+from streamrl.trainer.master.workers import ModelWorkers
+from streamrl.trainer.replay import recording
+from streamrl.transport.control import FinishRun
+from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.membership import Membership
+from streamrl.transport.request_reply import RequestChannel, Requests
+from streamrl.transport.synchronous import name_on_channel
+from streamrl.types import SampleMeta
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Train until the run's last step or epoch, then end the run."""
+    async with AsyncExitStack() as stack:
+        client = ControlClient(manager_url, key=manager_key(config))
+        stack.push_async_callback(client.close)
+        stored: asyncio.Queue[Stored] = asyncio.Queue()
+        channel = RequestChannel(
+            host=config.stream.host,
+            notice_type=Stored,
+            on_notice=lambda worker, notice: stored.put_nowait(_own(worker, notice)),
+            name_of=name_on_channel,
+        )
+        stack.push_async_callback(channel.close)
+        master = Master(config, client=client, channel=channel, stored=stored)
+        stack.push_async_callback(master.close)
+        membership = Membership(
+            client,
+            role="master",
+            index=index,
+            address=channel.endpoint,
+            config_digest=config.digest(),
+            stats=master.stats,
+        )
+        master.membership = membership
+        await membership.join(patience=config.manager.join_timeout_seconds)
+        stack.push_async_callback(membership.leave)
+        training = asyncio.create_task(master.run(), name="training")
+        stopping = asyncio.create_task(membership.stopping.wait(), name="stop")
+        try:
+            await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
+            finished = training.done()
+            if finished:
+                reason = training.result() + await master.finish()
+                await client.finish_run(FinishRun(reason=reason))
+        except* StreamRLError as errors:
+            await membership.fail(errors)
+            raise
+        finally:
+            for task in (training, stopping):
+                task.cancel()
+            await asyncio.gather(training, stopping, return_exceptions=True)
+            await master.write_final()
+        if membership.lost:
+            raise membership.lost
+        if not finished:
+            raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
+
+
+def _own(worker: int, notice: Stored) -> Stored:
+    """What `worker` tells of groups that it holds itself."""
+    foreign = [meta.seq for meta in notice.metas if meta.head != worker]
+    if not foreign:
+        return notice
+    log.warning("%s tells of groups that others hold, such as %d: ignored", name_on_channel(worker), foreign[0])
+    return Stored([meta for meta in notice.metas if meta.head == worker])
+
+
+class Master:
+    """Drives the model workers through the steps of a run."""
+
+    membership: Membership
+    _control: RunControl
+
+    def __init__(
+        self, config: Config, *, client: ControlClient, channel: Requests, stored: asyncio.Queue[Stored]
+    ) -> None:
+        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: what model
+        workers tell of groups that came."""
+        self._config = config
+        self._client = client
+        self._graph = graph_of(config)
+        self._former = BatchFormer(config)
+        self._buffer = AsyncIOSequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
+        self._holdings = Holdings(stream_keys=self._graph.stream_keys)
+        self._history = History(config)
+        self._executor = FunctionExecutor(
+            graph=self._graph,
+            buffer=self._buffer,
+            channel=channel,
+            holdings=self._holdings,
+            former=self._former,
+            config=config,
+            policy_version=self._history.policy_version,
+        )
+        if config.run.resume_from is not None:
+            reached = progress.read(Path(config.run.resume_from)).policy_version
+            progress.rewind(config.run_dir, policy_version=reached)
+            recording.cut(config.run_dir, policy_version=reached)
+        self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
+        self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
+        self._workers = ModelWorkers(config, channel=channel)
+        self._checkpoints = Checkpoints(config, channel=channel)
+        self._stored = stored
+        self._publication: asyncio.Task[None] | None = None
+        self._weights_at_rest = asyncio.Lock()
+        """Held while a step may change the weights, and while their publication is being set up."""
+        self._counted: list[WorkerSpec] = []
+        self._mismatch = MismatchWatch(config.trainer)
+        self._comparison: Comparison | None = None
+        """The latest; those before it belong to the publication."""
+        trained = [seq for first, end in self._history.trained for seq in range(first, end)]
+        self._settlement = Settlement(client, trained=trained)
+        self._former.reject(self._history.rejected)
+        self._former.trained(trained)
+
+    @property
+    def policy_version(self) -> int:
+        """Completed training steps."""
+        return self._history.policy_version
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "policy_version": self.policy_version,
+            "groups_held": len(self._buffer),
+            "groups_trained_total": self._history.groups_trained,
+        }
+
+    async def run(self) -> str:
+        """All steps; answers why the run ended."""
+        async with asyncio.TaskGroup() as helpers:
+            background = [
+                helpers.create_task(self._settlement.report(), name="settlement"),
+                helpers.create_task(self._take_in(), name="arrivals"),
+                helpers.create_task(self._follow_rejections(), name="rejections"),
+                helpers.create_task(self._follow_resyncs(), name="resyncs"),
+            ]
+            if self._config.evaluation.enabled:
+                background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
+            await self._initialize()
+            background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
+            reason = await self._steps()
+            await self._settlement.flush()
+            for task in background:
+                task.cancel()
+        return reason
+
+    async def finish(self) -> str:
+        """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
+        self.membership.waiting_for = "the last checkpoint"
+        at_end = self._config.evaluation.at_end
+        if at_end:
+            await self._evaluations.ask(self.policy_version, training_over=True)
+        if self._config.trainer.save_at_end:
+            await self._checkpoints.save_final(self._history.reached(data_rows=self._control.data_rows))
+        unwritten = await self._checkpoints.finish()
+        self.membership.waiting_for = ""
+        self._counted = await self._workers.specs()
+        if not at_end:
+            return unwritten
+        self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
+        return unwritten + await self._evaluations.wait_for(self.policy_version)
+
+    async def write_final(self) -> None:
+        """Leave `final.json` for the report, whatever happened."""
+        try:
+            status = msgspec.to_builtins(await self._client.status(), str_keys=True)
+        except StreamRLError as error:
+            log.warning("the manager's last figures are missing from final.json: %s", error)
+            status = None
+        final = Final(
+            status=status,
+            policy_version=self.policy_version,
+            train_seconds=self._history.train_seconds,
+            groups_trained=self._history.groups_trained,
+            groups_held=len(self._buffer),
+            groups_duplicated=sum(c.duplicated for c in self._counted),
+            groups_refused=sum(c.refused for c in self._counted),
+            max_staleness=self._config.staleness.max_staleness,
+            over_age=self._config.staleness.over_age,
+            tokens_dropped=self._history.tokens_dropped,
+        )
+        folder = self._config.run_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FINAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(final)))
+        except OSError as error:  # the run was done, and what it made is elsewhere
+            log.error("final.json cannot be written: %s", error)
+
+    async def close(self) -> None:
+        if self._publication is not None:
+            self._publication.cancel()
+            await asyncio.gather(self._publication, return_exceptions=True)
+        if self._comparison is not None:
+            await self._comparison.close()
+        self._metrics.close()
+
+    async def _initialize(self) -> None:
+        self.membership.waiting_for = "model workers to connect"
+        await self._workers.connected()
+        self.membership.waiting_for = "model workers to load the models"
+        await self._workers.initialize()
+        self.membership.waiting_for = ""
+        self._history.begin()
+
+    async def _begin_counting(self) -> None:
+        """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
+        self.membership.waiting_for = "a rollout worker to tell the size of the data set"
+        while not (rows := await self._client.data_rows()):
+            log.warning("master waits for %s", self.membership.waiting_for)
+        self.membership.waiting_for = ""
+        self._control = RunControl(
+            self._config,
+            data_rows=rows,
+            step=self.policy_version,
+            consumed=self._history.consumed,
+            now=time.monotonic(),
+        )
+
+    def _end(self) -> str | None:
+        """Why the run is over, if it is."""
+        return self._control.end(
+            step=self.policy_version, consumed=self._history.consumed, rewards=self._history.rewards
+        )
+
+    async def _steps(self) -> str:
+        await self._begin_counting()
+        await self._evaluations.begin(self.policy_version)
+        while (reason := self._end()) is None:
+            await self._step()
+        if self._publication is not None:
+            await self._publication
+        return reason
+
+    async def _step(self) -> None:
+        version = self.policy_version
+        begin = time.time()
+        formed_batch = asyncio.Event()
+        async with asyncio.TaskGroup() as making:
+            wanted = self._config.trainer.batch_groups
+            generation = making.create_task(self._executor.generate(wanted, formed=formed_batch), name="generation")
+            batch = await self._form_batch(version)
+            formed_batch.set()
+            if not batch:
+                generation.cancel()
+        if not batch:
+            return
+        before = self._history.watch.health
+        async with self._weights_at_rest:
+            save = await self._train(batch, version=version, begin=begin)
+        stop = self._tell(before)
+        if save or stop:
+            self.membership.waiting_for = f"checkpoint {self.policy_version}"
+            await self._checkpoints.save(self._history.reached(data_rows=self._control.data_rows))
+            self.membership.waiting_for = ""
+        if stop:
+            await self._stop_collapsing()
+
+    def _tell(self, before: Health) -> bool:
+        """Log how the run's health has changed, `before` being that of the last step; answers whether the run has to
+        stop."""
+        health = self._history.watch.health
+        if health.state == before.state:
+            return False
+        log.log(
+            logging.INFO if health.state == "healthy" else logging.WARNING, "step %d: %s", self.policy_version, health
+        )
+        return health.state == "collapsing" and self._config.algorithm.on_collapse == "stop"
+
+    async def _stop_collapsing(self) -> None:
+        """End the run with an error that says what was seen and what to do, when its last checkpoint is written."""
+        if self._publication is not None:
+            await self._publication
+        unwritten = await self._checkpoints.finish()
+        healthy = progress.last_healthy(self._config.run_dir)
+        go_on = (
+            f"go on from the last checkpoint of when it was healthy, run.resume_from={healthy.absolute()}"
+            if healthy is not None
+            else "it wrote no checkpoint while it was healthy (trainer.save_every_steps): start anew"
+        )
+        raise TrainingError(
+            f'step {self.policy_version}: {self._history.watch.health}; stopped by algorithm.on_collapse = "stop"'
+            f"{unwritten}; {go_on}, with other settings"
+        )
+
+    def _take_evaluation(self, report: EvaluationReport) -> None:
+        self._metrics.write_evaluation(report)
+        if report.reward_mean is not None:
+            self._history.watch = self._history.watch.evaluated(report.reward_mean)
+
+    async def _train(self, batch: Sequence[SampleMeta], *, version: int, begin: float) -> bool:
+        """Train on `batch` and begin to publish the new weights; answers whether a checkpoint is due."""
+        formed = time.time()
+        comparison = self._comparison = self._compare(batch, version=version)
+        result = await self._executor.execute_step(
+            batch,
+            policy_version=version,
+            compared=comparison.response if comparison is not None else None,
+            lr_scale=self._history.watch.lr_scale,
+        )
+        seqs = [meta.seq for meta in batch]
+        await self._clear(seqs, come_again=False)
+        self._former.trained(seqs)
+        end = time.time()
+        if self._publication is not None:
+            await self._publication
+        figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
+        self._history.add_step(batch, reward=figures["reward_mean"])
+        figures |= self._look_after(figures)
+        report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
+        evaluate, save = self._is_due(self.policy_version)
+        self._publication = asyncio.create_task(
+            self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
+        )
+        return save
+
+    def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
+        """Judge the run's health by the step that was just made; answers figures to add to the step's."""
+        watch, algorithm = self._history.watch, self._config.algorithm
+        more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
+        if algorithm.on_collapse == "slow":
+            more["lr_scale"] = watch.lr_scale
+        self._history.watch = watch.after(
+            figures | more,
+            step=self.policy_version,
+            turn=advice(self._config),
+            slow=algorithm.on_collapse == "slow",
+        )
+        return more
+
+    def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
+        """Begin to compare the gservers with the trainer under `version`, on a response that is trained on first; not
+        if they only simulate."""
+        if self._config.gserver.engine == "simulated":
+            return None
+        first = self._former.minibatches(batch)[0]
+        young = [m for m in first if self._former.young_tokens(m, policy_version=version) == m.sampled_tokens]
+        heads = {meta.seq: meta.head for meta in young}
+        return Comparison(
+            version,
+            response_to_compare(young),
+            client=self._client,
+            have_scored=lambda chosen: self._workers.have_scored(chosen, version=version, worker=heads[chosen.seq]),
+        )
+
+    def _is_due(self, version: int) -> tuple[bool, bool]:
+        """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
+        consumed, now = self._history.consumed, time.monotonic()
+        evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
+        save = self._control.save_is_due(step=version, consumed=consumed, now=now)
+        return (
+            evaluate or self._graph.due(EvaluateHook, policy_version=version),
+            save or self._graph.due(SaveHook, policy_version=version),
+        )
+
+    async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
+        """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""
+
+        def select(held: HeldGroups) -> Selection:
+            if self._publication is not None and self._publication.done():
+                self._publication.result()  # a failed update ends the run here, not after a wait
+            if self._end() is not None:
+                raise RunOver  # the last groups of the last epoch were given up
+            selection = self._former.select(held, policy_version=version)
+            self.membership.waiting_for = self._former.describe(selection, policy_version=version)
+            return selection
+
+        while True:
+            try:
+                batch, too_old = await self._buffer.take_batch(
+                    select, lambda selection: self._former.describe(selection, policy_version=version)
+                )
+            except RunOver:
+                return []
+            if too_old:
+                await self._drop(too_old)
+            if batch:
+                self.membership.waiting_for = ""
+                return batch
+
+    async def _drop(self, metas: Sequence[SampleMeta]) -> None:
+        seqs = [meta.seq for meta in metas]
+        self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
+        with self._settlement.dropping(seqs):
+            await self._clear(seqs, come_again=True)
+
+    async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
+        """Let go of groups, here and on all workers."""
+        await self._buffer.discard(seqs)
+        await self._workers.clear(self._holdings.discard(seqs), come_again=come_again)
+
+    def _report(
+        self,
+        batch: Sequence[SampleMeta],
+        result: StepResult,
+        figures: dict[str, float],
+        *,
+        begin: float,
+        formed: float,
+        end: float,
+    ) -> StepReport:
+        """The step that has just ended, with `figures` and where its time went."""
+        computing = sum(span.compute_seconds for span in result.spans)
+        metrics = figures | {
+            "run_seconds": self._history.train_seconds,
+            "step_seconds": end - begin,
+            "wait_seconds": formed - begin,
+            "train_seconds": computing,
+            "overhead_seconds": max(0.0, end - formed - computing),
+            "tokens_per_second": figures["tokens_trained"] / (end - begin),
+            "save_seconds": self._checkpoints.take_seconds(),
+            "epoch": self._control.epochs(self._history.consumed),
+        }
+        spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
+        return StepReport(
+            step=self.policy_version,
+            time=end,
+            metrics=metrics,
+            token_ages=token_ages(result.trained),
+            spans=[(span.name, span.begin, span.end) for span in spans],
+            seqs=[meta.seq for meta in batch],
+            health=self._history.watch.health,
+            response_lengths=sample_of_lengths(batch),
+        )
+
+    async def _publish(
+        self, report: StepReport, comparison: Comparison | None, trained: Sequence[Trained], *, evaluate: bool
+    ) -> None:
+        """Bring the step's weights to the gservers, then report the step with what was found about the weights that it
+        was trained from, and have it evaluated if that is due."""
+        begin = time.time()
+        try:
+            published = await self._workers.publish(report.step)
+        finally:
+            await self._buffer.wake()
+        report.metrics["publish_seconds"] = published.seconds
+        report.metrics["pause_seconds"] = published.pause_seconds
+        report.spans.append(("publish", begin, time.time()))
+        if comparison is not None:
+            report.metrics.update(await comparison.figures(trained))
+        self._metrics.write(report)
+        await self._client.report(report)
+        self._mismatch.look(report.metrics, policy_version=report.step - 1)
+        if evaluate:
+            await self._evaluations.ask(report.step)
+
+    async def _take_in(self) -> None:
+        while True:
+            arrived = (await self._stored.get()).metas
+            metas = [meta for meta in arrived if meta.seq not in self._history.rejected]
+            self._settlement.stored(meta.seq for meta in metas)
+            await self._executor.load_data(metas)
+            for meta in arrived:
+                if meta.seq in self._history.rejected:  # whoever had it next gave it up before this one was through
+                    await self._workers.clear({meta.head: [meta.seq]}, come_again=False)
+
+    async def _follow_resyncs(self) -> None:
+        """Between two steps, send the current weights to gservers that only the publisher can resync."""
+        while True:
+            needed = await self._client.resync_needed()
+            if not needed.gservers:
+                continue
+            if self._publication is not None and not self._publication.done():
+                await asyncio.wait({self._publication})
+                continue
+            async with self._weights_at_rest:
+                if self._publication is not None and not self._publication.done():
+                    continue  # newer weights are on their way
+                log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(needed.gservers))
+                self._publication = asyncio.create_task(self._resync(), name=f"resync to v{self.policy_version}")
+            await asyncio.wait({self._publication})
+
+    async def _resync(self) -> None:
+        try:
+            await self._workers.publish(self.policy_version, resync=True)
+        finally:
+            await self._buffer.wake()
+
+    async def _follow_rejections(self) -> None:
+        """Count groups that the manager calls rejected, unless they had come to the trainer before it could know."""
+        heard = len(self._history.rejected)
+        while True:
+            rejections = await self._client.rejections(heard)
+            heard += len(rejections)
+            rejected = [fate.seq for fate in rejections if fate.changes == self._settlement.changes(fate.seq)]
+            if rejected:
+                self._history.add_rejected(rejected)
+                self._former.reject(rejected)
+                await self._buffer.wake()

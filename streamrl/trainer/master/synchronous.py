@@ -1,0 +1,147 @@
+"""Generation and scoring in a synchronous graph: the MFCs that rollout workers carry out for the master.
+
+How much of a batch is lacking is known by the buffer alone. What workers tell is not counted on: one may have stored
+groups and died before it could say so, or may score a group that another one has stored meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from streamrl.config import Config
+from streamrl.errors import PeerLost
+from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.figures import Span
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer
+from streamrl.transport.request_reply import Requests
+from streamrl.transport.synchronous import (
+    FIRST_ROLLOUT_WORKER,
+    GenerateGroups,
+    GroupsGenerated,
+    GroupsScored,
+    RolloutCall,
+    ScoreGroups,
+)
+
+log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+NEWS_SECONDS = 1.0
+"""A group that a worker calls stored is heard of within so long, unless it had been stored, and trained on, before."""
+
+
+class SynchronousGeneration:
+    """`actor_gen`, and `rew_inf` by verifiers: the MFCs that rollout workers carry out for the master."""
+
+    def __init__(self, graph: Graph, *, channel: Requests, buffer: AsyncIOSequenceBuffer, config: Config) -> None:
+        self._channel = channel
+        self._buffer = buffer
+        self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]
+        self._scores = any(mfc.interface == "inference" for mfc in graph.of_rollout)
+        self._timeout = config.trainer.step_timeout_seconds
+
+    async def make(self, groups: int, *, formed: asyncio.Event) -> list[Span]:
+        """Have groups generated, scored and stored until a batch of `groups` is `formed`; answers what ran when."""
+        await self._channel.wait_for(set(self._workers), patience=self._timeout)
+        spans: list[Span] = []
+        while not formed.is_set():
+            if len(self._buffer) >= groups:  # the master is about to form the batch, or to drop what is too old for it
+                await _first(formed.wait(), self._buffer.until(lambda: len(self._buffer) < groups))
+            else:
+                await self._round(groups, spans, formed)
+        return spans
+
+    async def _round(self, groups: int, spans: list[Span], formed: asyncio.Event) -> None:
+        """Have generated, then scored, what a batch of `groups` lacks; some of it may fail."""
+        begin = time.time()
+        waiting = await self._generate(groups)
+        middle = time.time()
+        if waiting:
+            stored = await self._score(waiting)
+            spans.append(Span("actor_gen", begin, middle))
+            if self._scores:
+                spans.append(Span("rew_inf", middle, time.time()))
+            heard = self._buffer.until(lambda: all(seq in self._buffer for seq in stored))
+            await _first(formed.wait(), heard, timeout=NEWS_SECONDS)
+
+    async def _generate(self, groups: int) -> dict[int, list[int]]:
+        """Until what is held and what waits to be scored make a batch; answers which are to be scored where."""
+        waiting: dict[int, list[int]] = {}
+
+        def lacking() -> int:
+            return groups - len(self._buffer) - sum(map(len, waiting.values()))
+
+        while lacking() > 0:
+            living = await self._channel.living(self._workers, patience=self._timeout)
+            for gone in waiting.keys() - set(living):
+                del waiting[gone]
+            await self._ask_for_more(lacking, living, waiting)
+        if len(self._buffer) >= groups:  # what was taken for lost had been stored after all; the others wait on
+            return {}
+        return {worker: seqs for worker, seqs in waiting.items() if seqs}
+
+    async def _ask_for_more(
+        self, lacking: Callable[[], int], living: Sequence[int], waiting: dict[int, list[int]]
+    ) -> None:
+        """Ask each of `living` for its share of what is lacking; changes `waiting` to what they tell.
+
+        Ends as soon as groups arrive or nothing is lacking: those that have not told may by then wait for groups
+        that nobody is to make any more.
+        """
+        short, held = lacking(), len(self._buffer)
+
+        async def ask(worker: int, count: int) -> None:
+            reply = await self._ask(worker, GenerateGroups(count), GroupsGenerated)
+            waiting[worker] = reply.seqs if reply is not None else []
+            await self._buffer.wake()
+
+        asking: list[Coroutine[None, None, None]] = []
+        for i, worker in enumerate(living):
+            share = short * (i + 1) // len(living) - short * i // len(living)
+            if count := share + len(waiting.get(worker, ())):
+                asking.append(ask(worker, count))
+        await _first(_all(asking), self._buffer.until(lambda: lacking() <= 0 or len(self._buffer) > held))
+
+    async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
+        """Have groups scored that wait at a worker; answers which are stored, as far as workers lived to tell."""
+        stored: set[int] = set()
+
+        async def ask(worker: int, seqs: list[int]) -> None:
+            reply = await self._ask(worker, ScoreGroups(seqs), GroupsScored)
+            stored.update(reply.seqs if reply is not None else ())
+
+        await _all([ask(worker, seqs) for worker, seqs in waiting.items()])
+        return stored
+
+    async def _ask(self, worker: int, call: RolloutCall, reply: type[Reply]) -> Reply | None:
+        """The reply, unless the worker does not live: the manager gives its groups to somebody else."""
+        try:
+            return await self._channel.call(worker, call, reply, timeout=self._timeout)
+        except PeerLost as error:
+            log.warning("%s; its groups are made anew", error)
+            return None
+
+
+async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
+
+
+async def _first(*works: Coroutine[None, None, object], timeout: float | None = None) -> None:
+    """Until one of `works` is done, or for `timeout` seconds; the others are cancelled. Raises what they raise."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end

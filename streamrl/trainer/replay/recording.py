@@ -1,0 +1,482 @@
+"""What a run trained on, kept so that it can be trained on again (`run.record`), and how it is read back.
+
+    run_dir/record/from-000000/           one part for each start of the run: the policy version that it began with
+        rank-0/part.json                  `Part`: settings, first weights, what decides how numbers are rounded
+        rank-0/step-000001.safetensors    `RecordedStep`: what rank 0 did in the step that made version 1, and on what
+        rank-0/stopped.txt                why later steps are missing, if any are
+        rank-1/...                        of the next data-parallel head
+
+Each data-parallel head writes what it holds itself, in a thread of its own; nothing of it passes through the master.
+Invariants: the file of a step appears at once or not at all, and those of a rank without gaps; a disk that is full or
+slow never ends the run. The files are safetensors, so other programs can read them: docs/replay.md has the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import DataError
+from streamrl.records.progress import UNFINISHED
+from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
+from streamrl.trainer.graph import ROLLOUT, Graph
+from streamrl.trainer.layout import layout_of
+from streamrl.trainer.master.groups import OF_SIBLINGS
+from streamrl.transport.codec import ARRAYS, group_bytes
+from streamrl.types import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from streamrl.trainer.worker.data import WorkerData
+
+log = logging.getLogger(__name__)
+
+FOLDER = "record"
+FORMAT = "1"
+"""Changes when files are no longer read as before."""
+MOST_ON_THEIR_WAY = 2
+"""Steps that wait for the thread that writes; for a third one training waits."""
+MOST_WAITING_BYTES = 64 * 2**20
+"""Arrays that wait for room on the disk; with more than these the record ends for good."""
+NOTE_BYTES = 512
+"""Room in `stopped.txt`: taken at the start, since a full disk has none when there is something to write."""
+
+HEADER, CHECKSUM, FORMAT_KEY = "header", "crc32", "streamrl_record"
+"""The tensor with all that is not an array, and the entries of a file's metadata."""
+
+BatchCall = Inference | Function | TrainStep
+"""A call on a training batch."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What holds for all steps that one rank recorded between a start of the run and its end."""
+
+    format: str
+    begins_at: int
+    """The policy version of the first weights."""
+    rank: int
+    """The model worker."""
+    config: dict[str, Any]
+    """The run's resolved configuration."""
+    weights: dict[str, str]
+    """Role → fingerprint of its first weights, of the roles that are trained; told by rank 0."""
+    environment: dict[str, str]
+    """What decides how numbers are rounded (`device.rounding`), by name, and which code it is (`code`)."""
+
+    def settings(self) -> Config:
+        """`config`, checked; raises `ConfigError` if this version of streamrl does not take it."""
+        return configuration.from_dict(self.config, where="the configuration in the record")
+
+
+class RecordedStep(msgspec.Struct):
+    """One rank's part of one training step."""
+
+    step: int
+    """The policy version that the step made."""
+    rank: int
+    calls: list[BatchCall]
+    """What the rank was asked to compute on the batch, in order, without the transfers of data."""
+    answers: list[Trained]
+    """Of the `TrainStep`s among `calls`."""
+    groups: list[TrajectoryGroup]
+    """The groups that this rank trained on. Of those that reached another rank first, `worker`, `finish_reasons` and
+    `generation_seconds` are blank; when read back, of all."""
+    given: dict[str, list[NDArray[Any]]]
+    """Key → for each group what a model function call had found out about it before, such as `ref_logprobs`, or the
+    user's `advantages`: `[tokens]` or, of `OF_SIBLINGS`, `[siblings]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(map(group_bytes, self.groups)) + sum(
+            int(array.nbytes) for arrays in self.given.values() for array in arrays
+        )
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """All of a `RecordedStep` that is not an array; msgpack in the tensor `header`."""
+
+    step: int
+    rank: int
+    calls: list[BatchCall]
+    answers: list[Trained]
+    seqs: list[int]
+    """Sequence numbers of the groups, in the order in which their arrays follow one another."""
+    siblings: list[int]
+    prompt_lengths: list[int]
+    given: list[str]
+    """Keys of `RecordedStep.given`."""
+
+
+def write_step(file: Path, step: RecordedStep) -> None:
+    """Write `step` as `file`, which appears at once; raises `OSError`, and leaves nothing, if that cannot be done."""
+    tensors = {name: _joined([getattr(group, name) for group in step.groups], kind) for name, kind in ARRAYS.items()}
+    tensors |= {key: _joined(arrays, "<f4") for key, arrays in step.given.items()}
+    header = _Header(
+        step=step.step,
+        rank=step.rank,
+        calls=step.calls,
+        answers=step.answers,
+        seqs=[group.seq for group in step.groups],
+        siblings=[group.size for group in step.groups],
+        prompt_lengths=[group.prompt_length for group in step.groups],
+        given=list(step.given),
+    )
+    tensors[HEADER] = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
+    _appear(file, save(tensors, metadata={FORMAT_KEY: FORMAT, CHECKSUM: _checksum(tensors)}))
+
+
+def read_step(file: Path) -> RecordedStep:
+    """What `write_step` wrote; raises `DataError`, which names `file`, unless every byte of it is there."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            facts = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{file}: the recorded step cannot be read: {error}") from error
+    if facts.get(FORMAT_KEY) != FORMAT:
+        found = facts.get(FORMAT_KEY, "none")
+        raise DataError(f"{file}: a record of format {found}; this version of streamrl reads {FORMAT}")
+    if facts.get(CHECKSUM) != _checksum(tensors):
+        raise DataError(f"{file}: the recorded step is damaged: its bytes are not those that were written")
+    try:
+        return _put_together(tensors)
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise DataError(f"{file}: the recorded step makes no sense: {error}") from error
+
+
+def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
+    header = msgspec.msgpack.decode(tensors[HEADER].tobytes(), type=_Header)
+    seqlens = _cut(tensors["seqlens"], header.siblings)
+    tokens = [int(lengths.sum()) for lengths in seqlens]
+    packed = {name: _cut(tensors[name], header.siblings if name in OF_SIBLINGS else tokens) for name in ARRAYS}
+    names = zip(header.seqs, header.siblings, header.prompt_lengths, strict=True)
+    groups = [
+        TrajectoryGroup(
+            seq=seq,
+            worker="",
+            prompt_length=prompt_length,
+            seqlens=seqlens[place],
+            rewards=packed["rewards"][place],
+            packed_input_ids=packed["packed_input_ids"][place],
+            packed_loss_mask=packed["packed_loss_mask"][place],
+            packed_behavior_logprobs=packed["packed_behavior_logprobs"][place],
+            packed_policy_versions=packed["packed_policy_versions"][place],
+            finish_reasons=[""] * siblings,
+        )
+        for place, (seq, siblings, prompt_length) in enumerate(names)
+    ]
+    given = {key: _cut(tensors[key], header.siblings if key in OF_SIBLINGS else tokens) for key in header.given}
+    return RecordedStep(header.step, header.rank, header.calls, header.answers, groups, given)
+
+
+def _joined(arrays: Sequence[NDArray[Any]], kind: str) -> NDArray[Any]:
+    dtype = np.dtype(kind)
+    return np.concatenate(arrays, dtype=dtype) if arrays else np.zeros(0, dtype)
+
+
+def _cut(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    """`array` in pieces of `lengths`; raises `ValueError` unless they add up to it."""
+    if sum(lengths) != len(array):
+        raise ValueError(f"pieces of {sum(lengths)} entries from an array of {len(array)}")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.split(array, ends[:-1]) if lengths else []
+
+
+def _checksum(tensors: Mapping[str, NDArray[Any]]) -> str:
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(np.ascontiguousarray(tensors[name]).view(np.uint8).data, zlib.crc32(name.encode(), found))
+    return f"{found:08x}"
+
+
+def _appear(file: Path, content: bytes) -> None:
+    unfinished = file.with_name(file.name + UNFINISHED)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.rename(file)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _part_name(begins_at: int) -> str:
+    return f"from-{begins_at:06d}"
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}.safetensors"
+
+
+def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    """Entries of `folder` that `pattern` names, by the number behind the dash of their names, ascending."""
+    found = {}
+    for path in folder.glob(pattern):
+        number = path.name.partition("-")[2].partition(".")[0]
+        if number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+class RecordWriter:
+    """Writes one rank's part, step by step, in a thread of its own. No method raises `OSError`."""
+
+    def __init__(self, run_dir: Path, part: Part, *, warn_seconds: float, limit_seconds: float) -> None:
+        """What an earlier start from the same version has left is removed.
+
+        `warn_seconds`, `limit_seconds`: how long training waits for a slow disk until that is logged, and until the
+        record is given up.
+        """
+        self._folder = run_dir / FOLDER / _part_name(part.begins_at) / f"rank-{part.rank}"
+        self._note = self._folder / "stopped.txt"
+        self._warn, self._limit = warn_seconds, limit_seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._on_their_way: deque[Future[None]] = deque()
+        self._waiting: deque[RecordedStep] = deque()
+        """For room on the disk; of the thread."""
+        self._over = False
+        """The record has ended for good, and the run goes on without."""
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            self._note.write_bytes(b" " * NOTE_BYTES)
+            _appear(self._folder / "part.json", msgspec.json.format(msgspec.json.encode(part)))
+        except OSError as error:
+            self._give_up(f"there is no record: {self._folder} cannot be made ({error})")
+
+    def keep(self, step: RecordedStep) -> None:
+        """Have `step` written. Waits only if `MOST_ON_THEIR_WAY` steps before it are not through yet."""
+        while len(self._on_their_way) >= MOST_ON_THEIR_WAY and not self._over:
+            try:
+                self._wait_for(self._on_their_way[0])
+            except TimeoutError:
+                self._give_up(f"the record ends before step {step.step}: {self._folder} did not take a step in time")
+            else:
+                self._on_their_way.popleft()
+        if not self._over:
+            self._on_their_way.append(self._thread.submit(self._write, step))
+
+    def close(self) -> None:
+        """Return when all that the disk takes is written, after `limit_seconds` at most."""
+        try:
+            while self._on_their_way and not self._over:
+                self._wait_for(self._on_their_way.popleft())
+        except TimeoutError:
+            log.error("the last steps of the record are not written: %s does not take them", self._folder)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _wait_for(self, written: Future[None]) -> None:
+        try:
+            written.result(min(self._warn, self._limit))
+        except TimeoutError:
+            log.warning("training waits for the record: %s has taken nothing for %g s", self._folder, self._warn)
+            written.result(max(self._limit - self._warn, 0.0))
+
+    def _write(self, step: RecordedStep) -> None:
+        if self._over:
+            return
+        failed_before = bool(self._waiting)
+        self._waiting.append(step)
+        try:
+            while self._waiting:
+                write_step(self._folder / _step_name(self._waiting[0].step), self._waiting[0])
+                self._waiting.popleft()
+        except (OSError, SafetensorError) as error:  # tolerance point: a full disk must not end a run
+            reason = f"step {self._waiting[0].step} cannot be written: {error}"
+            if sum(waiting.nbytes for waiting in self._waiting) > MOST_WAITING_BYTES:
+                self._waiting.clear()
+                self._give_up(f"the record ends for good, {reason}")
+            elif not failed_before:
+                log.warning("the record in %s: %s; it waits, and the run goes on", self._folder, reason)
+            self._say_why(reason)
+        else:
+            if failed_before:
+                log.warning("the record in %s is written again", self._folder)
+                self._say_why("")
+
+    def _give_up(self, reason: str) -> None:
+        self._over = True
+        log.error("%s; the run goes on without", reason)
+
+    def _say_why(self, reason: str) -> None:
+        """In place, which needs no more room."""
+        try:
+            with self._note.open("r+b") as file:
+                file.write(reason.encode()[:NOTE_BYTES].ljust(NOTE_BYTES))
+        except OSError as error:
+            log.debug("%s: %s", self._note, error)
+
+
+class Recorder:
+    """Collects what one data-parallel head computes on a training batch, and has it written once the step is over."""
+
+    def __init__(self, graph: Graph, data: WorkerData, writer: RecordWriter, *, rank: int) -> None:
+        self._on_batches = {mfc.name for mfc in graph.reading("batch")}
+        self._trains = {mfc.name for mfc in graph.mfcs if mfc.interface == "train_step"}
+        self._keys = kept_keys(graph)
+        self._data = data
+        self._writer = writer
+        self._rank = rank
+        self._calls: list[BatchCall] = []
+        self._answers: list[Trained] = []
+        self._groups: dict[int, TrajectoryGroup] = {}
+
+    def note(self, call: BatchCall, answer: object) -> None:
+        """`call` was carried out, and the groups that it was about are still held."""
+        if call.mfc not in self._on_batches:
+            return
+        hooks: list[Hook] = [hook for hook in call.pre_hooks if not isinstance(hook, DataTransfer)]
+        self._calls.append(msgspec.structs.replace(call, pre_hooks=hooks))
+        if not isinstance(call, TrainStep):
+            return
+        assert isinstance(answer, Trained)
+        self._answers.append(msgspec.structs.replace(answer, compared=[]))
+        for minibatch in call.minibatches:
+            self._groups |= {seq: self._data.group(seq) for seq in minibatch.seqs if seq not in self._groups}
+        if self._trains <= {done.mfc for done in self._calls}:
+            self._end_step(call.policy_version + 1)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _end_step(self, step: int) -> None:
+        given = {}
+        for key in self._keys:
+            arrays = [self._data.optional(seq, key) for seq in self._groups]
+            present = [array for array in arrays if array is not None]
+            if len(present) == len(arrays):
+                given[key] = present
+        self._writer.keep(
+            RecordedStep(step, self._rank, self._calls, self._answers, list(self._groups.values()), given)
+        )
+        self._calls, self._answers, self._groups = [], [], {}
+
+
+def kept_keys(graph: Graph) -> list[str]:
+    """Keys whose arrays a record holds, and a replay takes from there: what was found out about groups as they arrived,
+    and what the user's functions gave. What models compute on the batch, a replay computes again."""
+    givers = [mfc for mfc in graph.mfcs if mfc.role != ROLLOUT and (mfc.reads == "arrivals" or mfc.function)]
+    return sorted({key for mfc in givers for key in mfc.outputs} - {"rewards"})  # rewards are in the group
+
+
+def code() -> dict[str, str]:
+    """For `Part.environment`: fingerprint of the source that computes a training step."""
+    found = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(file.read_bytes())
+    return {"code of streamrl.trainer": found.hexdigest()}
+
+
+def cut(run_dir: Path, *, policy_version: int) -> None:
+    """Take the record of the run in `run_dir` back to `policy_version`: later steps are about to be made again."""
+    for begins_at, part in _numbered(run_dir / FOLDER, "from-*").items():
+        if begins_at >= policy_version:
+            shutil.rmtree(part)
+            continue
+        for rank in _numbered(part, "rank-*").values():
+            for step, file in _numbered(rank, "step-*.safetensors").items():
+                if step > policy_version:
+                    file.unlink()
+
+
+class PartOnDisk(msgspec.Struct, frozen=True):
+    """A part as it is found: what all of its ranks have."""
+
+    facts: list[Part]
+    """Of each data-parallel head, by rank."""
+    folders: list[Path]
+    """Likewise."""
+    last: int
+    """The last step that all of them have; `begins_at` if there is none."""
+    stopped: str
+    """Why a rank could not write later ones; empty: it could, as far as it got."""
+
+    @property
+    def begins_at(self) -> int:
+        return self.facts[0].begins_at
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The record of a run, as `read_recording` finds it."""
+
+    run_dir: Path
+    parts: list[PartOnDisk]
+    """One for each start of the run, ascending; at least one."""
+
+    def load(self, step: int) -> list[RecordedStep]:
+        """What each rank did in the step that made version `step`, by rank; raises `DataError` if it is not there, or
+        damaged."""
+        for part in self.parts:
+            if part.begins_at < step <= part.last:
+                return [self._load(folder / _step_name(step), step) for folder in part.folders]
+        there = ", ".join(f"{part.begins_at + 1} to {part.last}" for part in self.parts if part.last > part.begins_at)
+        raise DataError(f"{self.run_dir}: step {step} is not in the record, which has {there or 'no step'}")
+
+    def _load(self, file: Path, step: int) -> RecordedStep:
+        found = read_step(file)
+        if found.step != step:
+            raise DataError(f"{file}: this is step {found.step}; was it renamed?")
+        return found
+
+
+def read_recording(run_dir: Path) -> Recording:
+    """The record in the folder of a run, of which only the arrays are not read yet.
+
+    Raises `DataError` if there is none, or if a file of it is missing or cannot be read.
+    """
+    parts = [_read_part(folder) for folder in _numbered(run_dir / FOLDER, "from-*").values()]
+    if not parts:
+        raise DataError(
+            f"{run_dir}: this run has kept no record of what it trained on; start runs with run.record=true"
+        )
+    return Recording(run_dir, parts)
+
+
+def _read_part(folder: Path) -> PartOnDisk:
+    ranks = _numbered(folder, "rank-*")
+    facts = [_read_facts(rank / "part.json") for rank in ranks.values()]
+    heads = layout_of(facts[0].settings().trainer, "actor").heads if facts else [0]
+    missing = [rank for rank in heads if rank not in ranks]
+    if missing:
+        raise DataError(f"{folder} lacks rank-{missing[0]}: is it on that rank's host? Bring all of them together here")
+    lasts, stopped = [], []
+    for number, rank in ranks.items():
+        steps = list(_numbered(rank, "step-*.safetensors"))
+        lasts.append(facts[0].begins_at + len(steps))
+        if steps and steps[-1] != lasts[-1]:
+            lost = sorted(set(range(facts[0].begins_at + 1, steps[-1])) - set(steps))
+            raise DataError(f"{rank}: the file of step {lost[0]} is missing, though there are later ones")
+        if note := _read_note(rank / "stopped.txt"):
+            stopped.append(f"rank {number}: {note}")
+    return PartOnDisk(facts, list(ranks.values()), min(lasts), "; ".join(stopped))
+
+
+def _read_facts(file: Path) -> Part:
+    try:
+        part = msgspec.json.decode(file.read_bytes(), type=Part)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: this part of the record cannot be read: {error}") from error
+    if part.format != FORMAT:
+        raise DataError(f"{file}: a record of format {part.format}; this version of streamrl reads {FORMAT}")
+    return part
+
+
+def _read_note(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,219 @@
+"""Builds the models of a run on one model worker: which roles the graph wants, with which backend and layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.checksum import tensor_sums
+from streamrl.config import Config
+from streamrl.config.trainer import RoleName, role_config
+from streamrl.device import resolve_dtype
+from streamrl.errors import ModelError
+from streamrl.importing import without_garbage_collection
+from streamrl.models import check_checkpoint, initial_checkpoint
+from streamrl.records import progress
+from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.backends.base import Head, ModelSpec, ParallelModel, Ranks
+from streamrl.trainer.layout import ROLES, Layout, layout_of
+from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.critic import Critic, RewardModel
+
+Role = Actor | Critic | RewardModel
+CRITIC, REFERENCE = "critic", "ref"
+"""Folders of their weights in a checkpoint."""
+
+
+class Assembly:
+    """The roles of one worker."""
+
+    def __init__(
+        self, config: Config, *, roles: frozenset[str], model_dir: Path, rank: int, device: torch.device
+    ) -> None:
+        """Load all models. Collective; torch's default process group exists where there are several workers, or a
+        backend that needs one."""
+        self._config = config
+        self.model_dir = model_dir
+        self.rank = rank
+        self.device = device
+        self._kl = KLCoefficient(
+            config.algorithm.kl_coef, target=config.algorithm.kl_target, horizon=config.algorithm.kl_horizon
+        )
+        makers: dict[str, Callable[[], Role]] = {
+            "actor": self._actor,
+            "ref": self._reference,
+            "critic": self._critic,
+            "reward": self._reward_model,
+        }
+        unknown = sorted(roles - makers.keys())
+        if unknown:
+            raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
+        self.roles: dict[str, Role] = {name: make() for name, make in makers.items() if name in roles | {"actor"}}
+
+    @property
+    def actor(self) -> Actor:
+        """The policy; there always is one."""
+        role = self.roles["actor"]
+        assert isinstance(role, Actor)
+        return role
+
+    def layout(self, role: str) -> Layout:
+        return layout_of(self._config.trainer, role)
+
+    def describe(self) -> dict[str, str]:
+        """Role → backend and layout."""
+        trainer = self._config.trainer
+        return {
+            name: f"{role_config(trainer, name).backend}, {self.layout(name)}" for name in ROLES if name in self.roles
+        }
+
+    def _actor(self) -> Role:
+        algorithm = self._config.algorithm
+        model = self._model(
+            "actor", self.model_dir, head="tokens", lr=self._config.trainer.lr, entropy=algorithm.entropy_coef > 0
+        )
+        return self._policy(model, "actor")
+
+    def _reference(self) -> Role:
+        folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
+        return self._policy(self._model("ref", self._resumed(REFERENCE) or folder, head="tokens"), "ref")
+
+    def _critic(self) -> Role:
+        critic = self._config.critic
+        first = Path(critic.path).expanduser() if critic.path else self._first_weights()
+        model = self._model("critic", self._resumed(CRITIC) or first, head="scalar", lr=critic.lr)
+        return Critic(
+            model,
+            ranks=self._ranks("critic"),
+            trainer=self._config.trainer,
+            critic=critic,
+            algorithm=self._config.algorithm,
+            kl=self._kl,
+            device=self.device,
+        )
+
+    def _reward_model(self) -> Role:
+        path = self._config.reward_model.path
+        if path is None:
+            raise ModelError("the graph wants a reward model, but reward_model.path is not set")
+        folder = Path(path).expanduser()
+        check_checkpoint(folder)
+        return RewardModel(self._model("reward", folder, head="scalar"), trainer=self._config.trainer)
+
+    def _policy(self, model: ParallelModel, role: str) -> Actor:
+        return Actor(
+            model,
+            ranks=self._ranks(role),
+            trainer=self._config.trainer,
+            algorithm=self._config.algorithm,
+            kl=self._kl,
+            longest=self._config.rollout.sampling.max_new_tokens,
+            device=self.device,
+            temperature=self._config.rollout.sampling.temperature,
+        )
+
+    def _ranks(self, role: str) -> Ranks:
+        return Ranks(self.layout(role), self.rank, device=self.device)
+
+    def _resumed(self, role: str) -> Path | None:
+        """Where the checkpoint that the run goes on from has weights of `role`, if it has."""
+        if self._config.run.resume_from is None:
+            return None
+        folder = Path(self._config.run.resume_from) / role
+        return folder if folder.is_dir() else None
+
+    def _first_weights(self) -> Path:
+        return initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
+
+    def _model(
+        self, role: RoleName, folder: Path, *, head: Head, lr: float | None = None, entropy: bool = False
+    ) -> ParallelModel:
+        config, trainer = self._config, self._config.trainer
+        updates = config.planned_steps * config.algorithm.minibatches * config.algorithm.epochs
+        spec = ModelSpec(
+            folder=folder,
+            head=head,
+            device=self.device,
+            dtype=resolve_dtype(trainer.dtype, self.device),
+            temperature=config.rollout.sampling.temperature if head == "tokens" else 1.0,
+            entropy_gradient=entropy,
+            lr=lr,
+            optimizer=config.critic.optimizer if role == "critic" else trainer.optimizer,
+            total_updates=updates,
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            shard=trainer.shard,
+            offload_optimizer=trainer.offload_optimizer,
+        )
+        make = _BACKENDS[role_config(trainer, role).backend]
+        with without_garbage_collection():
+            return make(spec, self.layout(role), self.rank, trainer.step_timeout_seconds)
+
+
+def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:
+    """`target ← (1 - share) · target + share · source`, whatever layouts the two have. Collective."""
+
+    def mixed() -> Iterator[tuple[str, Tensor]]:
+        shapes = dict(source.weight_specs())
+        own = target.gather_weights() if share < 1 else None
+        for name, weight in source.gather_weights():
+            if own is not None:
+                weight = torch.lerp(next(own)[1].to(weight.dtype), weight, share) if weight.numel() else weight
+            yield name, _from_rank_0(weight, shapes[name], world)
+
+    target.load_weights(mixed())
+
+
+def fingerprints(assembly: Assembly) -> dict[str, str]:
+    """Role → fingerprint of its weights, of the roles that are trained; on rank 0, elsewhere nothing. Collective."""
+    found = {}
+    for name, role in assembly.roles.items():
+        if isinstance(role, Critic) or role is assembly.actor:
+            whole = hashlib.blake2b(digest_size=16)
+            for weight_name, weight in role.model.gather_weights():
+                if weight.numel():
+                    whole.update(f"{weight_name} {tuple(weight.shape)} {tensor_sums(weight)}\n".encode())
+            found[name] = whole.hexdigest()
+    return found if assembly.rank == 0 else {}
+
+
+def resume(assembly: Assembly, folder: Path) -> None:
+    """Take over the states in the checkpoint `folder`. Collective."""
+    state = folder / progress.STATE
+    for name, role in assembly.roles.items():
+        if isinstance(role, Critic) or role is assembly.actor:
+            role.load_state(state / name)
+
+
+def _from_rank_0(weight: Tensor, shape: tuple[int, ...], world: int) -> Tensor:
+    if world == 1:
+        return weight
+    whole = weight.contiguous() if dist.get_rank() == 0 else weight.new_empty(shape)
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+def _torch_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
+    from streamrl.trainer.backends.torch import TorchModel
+
+    return TorchModel(spec, world=layout.data)
+
+
+def _megatron_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
+    try:
+        from streamrl.trainer.backends.megatron.model import MegatronModel
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
+        ) from error
+    return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=timeout)
+
+
+_BACKENDS: dict[str, Callable[[ModelSpec, Layout, int, float], ParallelModel]] = {
+    "torch": _torch_model,
+    "megatron": _megatron_model,
+}

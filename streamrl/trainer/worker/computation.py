@@ -1,0 +1,352 @@
+"""What a model worker computes: calls on roles, with their hooks, and checkpoints. All in the compute thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streamrl.config import Config
+from streamrl.device import rounding
+from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
+from streamrl.importing import load_object
+from streamrl.records import progress
+from streamrl.trainer.backends.base import ParallelModel
+from streamrl.trainer.calls import (
+    DataTransfer,
+    Done,
+    FinishSave,
+    Function,
+    Hook,
+    Inference,
+    Offload,
+    ParamRealloc,
+    Save,
+    Saved,
+    Trained,
+    TrainStep,
+)
+from streamrl.trainer.graph import MFC, Graph
+from streamrl.trainer.replay.recording import FORMAT, Part, Recorder, RecordWriter, code
+from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.critic import Critic
+from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.worker.assembly import Assembly, fingerprints, give_weights
+from streamrl.trainer.worker.checkpoint import CheckpointWriter, roles_to_save, take_snapshot
+from streamrl.trainer.worker.data import WorkerData
+from streamrl.types import TrajectoryGroup
+
+ACTOR = "actor"
+"""The role whose weights are published."""
+Computed = Inference | Function | TrainStep | Save | FinishSave
+
+
+class Computation:
+    """Carries out calls on the models of one worker."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        graph: Graph,
+        assembly: Assembly,
+        data: WorkerData,
+        weights_free: threading.Event,
+    ) -> None:
+        """`weights_free`: set while no publication reads the actor's weights. Collective."""
+        self._config = config
+        self._rank = rank
+        self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
+        self._assembly = assembly
+        self._data = data
+        self._weights_free = weights_free
+        self._writer = CheckpointWriter(keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
+        self._away: set[str] = set()
+        self._moving = threading.Lock()
+        """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
+        self._blocked = 0.0
+        self._recorder = self._begin_record(graph) if config.run.record else None
+
+    def close(self) -> None:
+        """Return when what is still being written is on the disk."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def describe(self) -> dict[str, str]:
+        """Role → backend and layout."""
+        return self._assembly.describe()
+
+    def model(self, role: str) -> ParallelModel:
+        """The model of `role`; raises `TrainingError` if there is none."""
+        found = self._assembly.roles.get(role)
+        if found is None:
+            raise TrainingError(f"this run has no role {role!r}; it has {', '.join(self._assembly.roles)}")
+        return found.model
+
+    def carry_out(self, call: Computed) -> msgspec.Struct:
+        """Hooks and call, in order."""
+        if isinstance(call, Save):
+            return self._save(call)
+        if isinstance(call, FinishSave):
+            return Saved(self._writer.settle(limit=self._config.trainer.step_timeout_seconds))
+        for hook in call.pre_hooks:
+            self._run_hook(hook)
+        match call:
+            case Inference():
+                result: msgspec.Struct = self._infer(call)
+            case Function():
+                result = self._call_function(call)
+            case TrainStep():
+                result = self._train(call)
+        for hook in call.post_hooks:
+            self._run_hook(hook)
+        if self._recorder is not None:
+            self._recorder.note(call, result)
+        return result
+
+    def _begin_record(self, graph: Graph) -> Recorder | None:
+        """The record of what this worker trains on; None unless it holds data. Collective."""
+        config, begun = self._config, progress.of_run(self._config)
+        weights = fingerprints(self._assembly)
+        if not self._is_head(ACTOR):
+            return None
+        part = Part(
+            format=FORMAT,
+            begins_at=begun.policy_version if begun is not None else 0,
+            rank=self._rank,
+            config=msgspec.to_builtins(config),
+            weights=weights,
+            environment=rounding(self._assembly.device) | code(),
+        )
+        writer = RecordWriter(
+            config.run_dir,
+            part,
+            warn_seconds=config.trainer.wait_warning_seconds,
+            limit_seconds=config.trainer.step_timeout_seconds,
+        )
+        return Recorder(graph, self._data, writer, rank=self._rank)
+
+    def _infer(self, call: Inference) -> Done:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        groups = [self._data.group(seq) for seq in call.seqs]
+        self.bring_back(mfc.role)
+        arrays = self._assembly.roles[mfc.role].inference(groups)
+        rewards: dict[int, list[float]] = {}
+        if arrays is not None and self._is_head(mfc.role):
+            (key,) = mfc.outputs
+            for seq, array in zip(call.seqs, arrays, strict=True):
+                self._data.put(seq, key, array)
+            if key == "rewards":
+                rewards = {seq: array.tolist() for seq, array in zip(call.seqs, arrays, strict=True)}
+        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+
+    def _call_function(self, call: Function) -> Done:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        if not self._is_head(mfc.role):
+            return Done(compute_seconds=0.0)
+        groups = [self._data.group(seq) for seq in call.seqs]
+        inputs = {key: [self._data.get(seq, key) for seq in call.seqs] for key in sorted(mfc.inputs)}
+        found = call_users_function(mfc, groups, inputs)
+        for key, arrays in found.items():
+            for seq, array in zip(call.seqs, arrays, strict=True):
+                self._data.put(seq, key, array)
+        scored = zip(call.seqs, found.get("rewards", []), strict=False)
+        rewards = {seq: array.tolist() for seq, array in scored}
+        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+
+    def _train(self, call: TrainStep) -> Trained:
+        began = time.monotonic()
+        mfc = self._mfcs[call.mfc]
+        role = self._assembly.roles[mfc.role]
+        if not isinstance(role, Actor | Critic):
+            raise TrainingError(f"{mfc.name} would train the role {mfc.role!r}, which only computes")
+        self.bring_back(mfc.role)
+        self._seed(mfc.role, call.policy_version)
+        self._blocked = 0.0
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        ages: dict[int, int] = {}
+        batch = [seq for minibatch in call.minibatches for seq in minibatch.seqs]
+        found = role.begin_step(
+            [self._item(seq, call, mfc.inputs, updated=False) for seq in batch],
+            policy_version=call.policy_version,
+            given="advantages" in mfc.inputs,
+        )
+        credits = dict(zip(batch, found, strict=True))
+        compared: list[float] = []
+        update_seconds = 0.0
+        for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
+            items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
+            if number < len(call.minibatches) and isinstance(role, Actor):  # the first epoch
+                for item in items:
+                    _count_ages(ages, item)
+            statistics = role.train_step(
+                items,
+                [credits[seq] for seq in minibatch.seqs],
+                Minibatch(
+                    loss_tokens=minibatch.loss_tokens,
+                    sequences=minibatch.sequences,
+                    compared=call.compared if number == 0 else None,  # later the weights have changed
+                    lr_scale=call.lr_scale,
+                ),
+                before_update=self._wait_for_publication,
+            )
+            compared = compared or statistics.compared
+            update_seconds += statistics.update_seconds
+            for name, value in statistics.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in statistics.maxima.items():
+                maxima[name] = max(maxima.get(name, value), value)
+        if isinstance(role, Actor):
+            role.end_step(sums)
+        told = self._is_head(mfc.role)
+        return Trained(
+            compute_seconds=time.monotonic() - began - self._blocked,
+            blocked_seconds=self._blocked,
+            sums=sums if told else {},
+            maxima=maxima,
+            token_ages=ages if told else {},
+            update_seconds=update_seconds,
+            compared=compared,
+        )
+
+    def _seed(self, role: str, policy_version: int) -> None:
+        """Random numbers of a step (dropout's) are a function of run seed and version, so none have to be saved."""
+        data = self._assembly.layout(role).coordinates(self._rank).data
+        torch.manual_seed(((self._config.run.seed << 40) + (policy_version << 16) + data) % 2**63)
+
+    def _wait_for_publication(self) -> None:
+        """Before the actor's weights change, or are gathered for something else than their publication."""
+        started = time.monotonic()
+        limit = self._config.trainer.step_timeout_seconds
+        if not self._weights_free.wait(limit):
+            raise DeadlineExceeded(f"the publication of the last version took more than {limit:.0f} s")
+        self._blocked += time.monotonic() - started
+
+    def _item(self, seq: int, call: TrainStep, inputs: frozenset[str], *, updated: bool) -> TrainItem:
+        """With those of `inputs` alone that the graph gives the call: what else is here is here by chance, and not on
+        every rank. `updated`: the policy is no longer the one at the start of the step."""
+
+        def given(key: str) -> NDArray[Any] | None:
+            return self._data.optional(seq, key) if key in inputs else None
+
+        group = self._data.group(seq)
+        versions = group.packed_policy_versions
+        proximal = given("proximal_logprobs")
+        return TrainItem(
+            group=group,
+            age=call.policy_version - versions,
+            trainable=group.packed_loss_mask & (versions >= call.oldest_version),
+            comparable=_comparable(group, call.policy_version) & (proximal is not None or not updated),
+            proximal_logprobs=proximal,
+            ref_logprobs=given("ref_logprobs"),
+            values=given("values"),
+            advantages=given("advantages"),
+        )
+
+    def _run_hook(self, hook: Hook) -> None:
+        match hook:
+            case DataTransfer(plan):
+                self._data.transfer(plan)
+            case Offload(role):
+                self._offload(role)
+            case ParamRealloc(source, target, _, share):
+                self._wait_for_publication()
+                world = self._config.trainer.workers
+                with self._here(source, target):
+                    give_weights(self.model(source), self.model(target), share=share, world=world)
+
+    def bring_back(self, role: str) -> None:
+        """Have the model of `role` on its device. From any thread."""
+        with self._moving:
+            if role in self._away:
+                self.model(role).onload()
+                self._away.discard(role)
+
+    def _offload(self, role: str) -> None:
+        model = self.model(role)
+        while True:
+            if role == ACTOR:
+                self._wait_for_publication()
+            with self._moving:
+                # one that began meanwhile has brought the weights back, or will
+                if role != ACTOR or self._weights_free.is_set():
+                    model.offload()
+                    self._away.add(role)
+                    return
+
+    @contextmanager
+    def _here(self, *roles: str) -> Iterator[None]:
+        """Models of `roles` are on their devices; those that were away go there again."""
+        away = [role for role in roles if role in self._away]
+        for role in away:
+            self.bring_back(role)
+        yield
+        for role in away:
+            self._offload(role)
+
+    def _is_head(self, role: str) -> bool:
+        return self._rank in self._assembly.layout(role).heads
+
+    def _save(self, call: Save) -> Saved:
+        limit = self._config.trainer.step_timeout_seconds
+        self._wait_for_publication()
+        unwritten = self._writer.settle(limit=limit)
+        writes = self._rank == 0
+        with self._here(*roles_to_save(self._assembly, self._config)):
+            snapshot = take_snapshot(self._assembly, self._config, call.progress, keep=writes)
+        if writes:
+            self._writer.begin(Path(call.folder), snapshot.write)
+        if call.final and (failure := self._writer.settle(limit=limit)):
+            raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
+        return Saved(unwritten)
+
+
+def call_users_function(
+    mfc: MFC, groups: Sequence[TrajectoryGroup], inputs: dict[str, list[NDArray[Any]]]
+) -> dict[str, list[NDArray[np.float32]]]:
+    """What the user's function answers, checked; raises `TrainingError` when it is not what was promised."""
+    try:
+        function = load_object(mfc.function, key=f"the function of {mfc.name}")
+    except ConfigError as error:
+        raise TrainingError(str(error)) from error
+    found = function(groups, inputs)
+    if not isinstance(found, dict) or found.keys() != mfc.outputs:
+        raise TrainingError(f"{mfc.name}: {mfc.function} has to answer a dict with {', '.join(sorted(mfc.outputs))}")
+    checked: dict[str, list[NDArray[np.float32]]] = {}
+    for key, arrays in found.items():
+        sizes = [group.size if key == "rewards" else group.tokens for group in groups]
+        checked[key] = [np.asarray(array, dtype=np.float32) for array in arrays]
+        if [array.shape for array in checked[key]] != [(size,) for size in sizes]:
+            raise TrainingError(f"{mfc.name}: {mfc.function} has to give one float for each token of a group in {key}")
+    return checked
+
+
+def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
+    """`[tokens]`: sampled tokens of responses that `version` wrote alone.
+
+    Where weights changed in the middle, the rest may attend to keys and values of the old ones
+    (`weights.pause_mode`), so the two sides differ without anything being wrong.
+    """
+    sampled = group.packed_loss_mask
+    starts = np.cumsum(group.seqlens) - group.seqlens
+    others = sampled & (group.packed_policy_versions != version)
+    mixed: NDArray[np.bool_] = np.logical_or.reduceat(others, starts)
+    return sampled & ~np.repeat(mixed, group.seqlens)
+
+
+def _count_ages(ages: dict[int, int], item: TrainItem) -> None:
+    found, counts = np.unique(item.age[item.trainable], return_counts=True)
+    for age, count in zip(found.tolist(), counts.tolist(), strict=True):
+        ages[age] = ages.get(age, 0) + count

@@ -1,0 +1,407 @@
+"""A model worker: holds groups in its StreamDataset, and computes on them what the master asks.
+
+Calls are carried out one after another in a compute thread, in the order that all workers share.
+Two kinds are not: those that only look at what is held are answered at once, and `Publish` runs
+beside the computation: weights may be read while the next step computes, and are changed only
+when the publication is through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from streamrl import essential
+from streamrl.config import Config
+from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
+from streamrl.errors import TrainingError
+from streamrl.models import vocab_size
+from streamrl.records import progress
+from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.trainer.calls import (
+    PUBLICATION_STEPS,
+    BeingScored,
+    Call,
+    ClearDataCache,
+    Done,
+    FinishSave,
+    Function,
+    HaveScored,
+    Inference,
+    Initialize,
+    ModelConfig,
+    ModelFacts,
+    OpenStore,
+    Publish,
+    Published,
+    Save,
+    Spec,
+    Stored,
+    StoreOpened,
+    TrainStep,
+    WorkerSpec,
+)
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.layout import layout_of
+from streamrl.trainer.worker.assembly import Assembly, resume
+from streamrl.trainer.worker.computation import ACTOR, Computation
+from streamrl.trainer.worker.data import WorkerData
+from streamrl.trainer.worker.publisher import Publisher, WeightSource, carrier_for
+from streamrl.trainer.worker.transfers import DataManager
+from streamrl.transport.codec import Limits
+from streamrl.transport.collective import backend_for, join_world, open_store
+from streamrl.transport.control import Compare
+from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.membership import Membership
+from streamrl.transport.request_reply import ReplyChannel
+from streamrl.types import SampleMeta
+
+log = logging.getLogger(__name__)
+
+GIVEN_UP = 1000
+"""Prompts that a run may give up for each group that it keeps."""
+
+
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+    """Run model worker `index` until the run is over."""
+    async with AsyncExitStack() as stack:
+        client = ControlClient(manager_url, key=manager_key(config))
+        stack.push_async_callback(client.close)
+        arrivals = _Arrivals(asyncio.get_running_loop())
+        dataset = StreamDataset(
+            rank=index, capacity_groups=config.stream.capacity_groups, on_stored=arrivals.put_from_thread
+        )
+        begun = progress.of_run(config)
+        if begun is not None:
+            dataset.restore(begun.trained)
+        address = ""
+        door = None
+        if index in layout_of(config.trainer, "actor").heads:
+            door = Door(config, dataset, model_dir=model_dir, policy_version=begun.policy_version if begun else 0)
+            stack.callback(door.ingress.close)
+            door.ingress.start()
+            address = door.ingress.endpoint
+        membership = Membership(
+            client,
+            role="model_worker",
+            index=index,
+            address=address,
+            config_digest=config.digest(),
+            stats=dataset.stats,
+        )
+        await membership.join(patience=config.manager.join_timeout_seconds)
+        stack.push_async_callback(membership.leave)
+        masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
+        channel: ReplyChannel[Call] = ReplyChannel(endpoint=masters[0].address, worker=index, call_type=Call)
+        stack.push_async_callback(channel.close)
+        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client)
+        stack.push_async_callback(worker.close)
+        tasks = [
+            asyncio.create_task(worker.work(channel), name="calls"),
+            asyncio.create_task(arrivals.report(channel), name="arrivals"),
+            asyncio.create_task(membership.stopping.wait(), name="stop"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if membership.lost:
+            raise membership.lost
+
+
+class Door:
+    """Where groups come in at a data-parallel head. What cannot have been admitted is refused.
+
+    Policy version v + 1 is known here before anybody can sample from it, since all heads take part in the training
+    step that makes it. Which sequence numbers were handed out only the manager knows; but admission bounds those that
+    were accepted or run, and a run that gives up more than `GIVEN_UP` prompts for each of those gets nowhere.
+    """
+
+    def __init__(self, config: Config, dataset: StreamDataset, *, model_dir: Path, policy_version: int) -> None:
+        self._ahead = config.staleness.max_staleness + 1
+        self._groups_per_batch = config.trainer.batch_groups
+        self.ingress = StreamIngress(
+            dataset,
+            host=config.stream.host,
+            limits=Limits(
+                max_group_bytes=config.stream.max_group_bytes,
+                group_size=config.rollout.group_size,
+                max_context=config.gserver.max_context,
+                vocab_size=vocab_size(model_dir),
+            ),
+            resend_seconds=config.stream.resend_seconds,
+        )
+        self.open_for(policy_version)
+
+    def open_for(self, policy_version: int) -> None:
+        """Take what policies up to `policy_version` have sampled."""
+        seqs = (1 + GIVEN_UP) * (policy_version + self._ahead) * self._groups_per_batch
+        self.ingress.expect(newest_version=policy_version, seqs=seqs)
+
+
+class _Arrivals:
+    """Brings metadata of stored groups from the stream's thread to the master, many at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._metas: list[SampleMeta] = []
+        self._some = asyncio.Event()
+
+    def put_from_thread(self, meta: SampleMeta) -> None:
+        with self._lock:
+            self._metas.append(meta)
+            first = len(self._metas) == 1
+        if first:
+            self._loop.call_soon_threadsafe(self._some.set)
+
+    async def report(self, channel: ReplyChannel[Call]) -> None:
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            with self._lock:
+                metas, self._metas = self._metas, []
+            await channel.notify(Stored(metas))
+
+
+class ModelWorker:
+    """Carries out the master's calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        index: int,
+        model_dir: Path,
+        dataset: StreamDataset,
+        door: Door | None,
+        client: ControlClient,
+    ) -> None:
+        """`door`: of the data set, if this worker is a data-parallel head."""
+        self._config = config
+        self._index = index
+        self._model_dir = model_dir
+        self._dataset = dataset
+        self._door = door
+        self._client = client
+        self._device = resolve_device(config.run.device, index=index)
+        compute_with(1)  # in this thread; `config.trainer.threads` are those of the one that computes
+        self._compute = ThreadPoolExecutor(
+            1, thread_name_prefix="compute", initializer=compute_with, initargs=(config.trainer.threads,)
+        )
+        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish", initializer=compute_with, initargs=(1,))
+        self._weights_free = threading.Event()
+        self._weights_free.set()
+        self._data = WorkerData(dataset, rank=index)
+        self._computation: Computation | None = None
+        self._source: WeightSource | None = None
+        self._publisher: Publisher | None = None
+        self._store: Any = None
+        self._side_tasks: set[asyncio.Task[None]] = set()
+
+    async def work(self, channel: ReplyChannel[Call]) -> None:
+        """Serve calls for ever; an exception goes to the master, which stops the run."""
+        ordered: asyncio.Queue[tuple[int, Call]] = asyncio.Queue()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._work_in_order(channel, ordered), name="calls in order")
+            while True:
+                call_id, call = await channel.receive()
+                match call:
+                    case Spec() | ModelConfig() | HaveScored() | ClearDataCache():
+                        tasks.create_task(self._answer(channel, call_id, call))
+                    case Publish():
+                        self._weights_free.clear()
+                        task = essential.begin(self._answer_beside(channel, call_id, call), name="publication")
+                        self._side_tasks.add(task)
+                        task.add_done_callback(self._side_tasks.discard)
+                    case _:
+                        if isinstance(call, TrainStep) and self._door is not None:
+                            self._door.open_for(call.policy_version + 1)
+                        ordered.put_nowait((call_id, call))
+
+    async def close(self) -> None:
+        for task in self._side_tasks:
+            task.cancel()
+        await asyncio.gather(*self._side_tasks, return_exceptions=True)
+        self._weights_free.set()
+        self._compute.shutdown(wait=False, cancel_futures=True)
+        self._publishing.shutdown(wait=False, cancel_futures=True)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._data.close()
+        if self._computation is not None:
+            await asyncio.to_thread(self._computation.close)
+
+    async def _work_in_order(self, channel: ReplyChannel[Call], ordered: asyncio.Queue[tuple[int, Call]]) -> None:
+        while True:
+            await self._answer(channel, *await ordered.get())
+
+    async def _answer_beside(self, channel: ReplyChannel[Call], call_id: int, call: Publish) -> None:
+        try:
+            await self._answer(channel, call_id, call)
+        finally:
+            self._weights_free.set()  # also when the call was withdrawn
+
+    async def _answer(self, channel: ReplyChannel[Call], call_id: int, call: Call) -> None:
+        if not await channel.begin(call_id):
+            return
+        try:
+            result = await self._carry_out(call)
+        except Exception:  # the one place where any failure of a call is turned into its answer
+            log.exception("%s failed", type(call).__name__)
+            await channel.fail(call_id, traceback.format_exc(limit=-6))
+        else:
+            await channel.reply(call_id, result)
+
+    async def _carry_out(self, call: Call) -> msgspec.Struct:
+        match call:
+            case Spec():
+                return self._spec()
+            case ModelConfig():
+                return self._model_facts(call.role)
+            case ClearDataCache():
+                self._data.discard(call.seqs, come_again=call.come_again)
+                return Done(compute_seconds=0.0)
+            case HaveScored():
+                return await self._have_scored(call)
+            case OpenStore():
+                host = self._config.weights.host
+                self._store = open_store(host)
+                return StoreOpened(host=host, port=self._store.port)
+            case Initialize():
+                return await self._in_compute(self._initialize, call)
+            case Inference() | Function() | TrainStep() | Save() | FinishSave():
+                return await self._in_compute(self._ready.carry_out, call)
+            case Publish():
+                return await self._publish(call)
+
+    async def _in_compute(self, function: Callable[[Any], msgspec.Struct], call: Any) -> msgspec.Struct:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function, call)
+
+    def _initialize(self, call: Initialize) -> Done:
+        began = time.monotonic()
+        config = self._config
+        world = config.trainer.workers
+        torch.manual_seed(config.run.seed)
+        if config.run.record:
+            compute_repeatably(self._device)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if call.store_host:
+            join_world(
+                address=call.store_host,
+                port=call.store_port,
+                rank=self._index,
+                world_size=world,
+                backend=backend,
+                timeout=config.trainer.step_timeout_seconds,
+                store=self._store,
+            )
+        if world > 1:
+            self._data.manager = DataManager(
+                self._index,
+                world_size=world,
+                host=call.store_host,
+                port=call.store_port,
+                timeout_seconds=config.trainer.step_timeout_seconds,
+                backend=backend,
+                device=self._device,
+            )
+        graph = graph_of(config)
+        assembly = Assembly(config, roles=graph.roles, model_dir=self._model_dir, rank=self._index, device=self._device)
+        if config.run.resume_from:
+            resume(assembly, Path(config.run.resume_from))
+        weights = config.weights
+        self._source = WeightSource(
+            assembly.actor.model,
+            world=world,
+            timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
+        )
+        if self._index == 0:
+            self._publisher = self._make_publisher(self._source)
+        self._computation = Computation(
+            config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
+        )
+        return Done(compute_seconds=time.monotonic() - began)
+
+    def _make_publisher(self, source: WeightSource) -> Publisher:
+        weights = self._config.weights
+
+        async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
+
+        carrier = carrier_for(
+            self._config,
+            backend=backend_for(weights, self._device),
+            dtype=resolve_dtype(self._config.gserver.dtype, self._device),
+            device=self._device,
+            numbers=sum(math.prod(shape) for _, shape in source.specs()),
+        )
+        return Publisher(client=self._client, config=weights, carrier=carrier, in_thread=in_thread)
+
+    async def _publish(self, call: Publish) -> Published:
+        if self._source is None:
+            raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
+        loop = asyncio.get_running_loop()
+        # not in the compute thread, where the next step may already wait for this publication
+        await loop.run_in_executor(self._publishing, self._ready.bring_back, ACTOR)
+        if self._publisher is not None:
+            return await self._publisher.publish(
+                call.version, self._source, resync=call.resync, on_read=self._weights_free.set
+            )
+        await loop.run_in_executor(self._publishing, self._source.serve)
+        return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
+
+    async def _have_scored(self, call: HaveScored) -> BeingScored:
+        """The master sees no tokens: they go to the manager from here."""
+        tokens, sampled = self._data.response(call.response)
+        if sampled:
+            await self._client.compare(Compare(version=call.version, tokens=tokens, start=sampled[0]))
+        return BeingScored([position - sampled[0] for position in sampled])
+
+    def _spec(self) -> WorkerSpec:
+        stats = self._dataset.stats()
+        return WorkerSpec(
+            rank=self._index,
+            device=str(self._device),
+            pid=os.getpid(),
+            roles=self._computation.describe() if self._computation else {},
+            stored=int(stats["groups_stored_total"]),
+            duplicated=int(stats["groups_duplicated_total"]),
+            refused=int(stats["groups_refused_total"]),
+            held=int(stats["groups_held"]),
+        )
+
+    def _model_facts(self, role: str) -> ModelFacts:
+        model = self._ready.model(role)
+        specs = model.weight_specs()
+        return ModelFacts(
+            parameters=sum(int(torch.Size(shape).numel()) for _, shape in specs),
+            tensors=len(specs),
+            hidden_size=model.hidden_size,
+        )
+
+    @property
+    def _ready(self) -> Computation:
+        if self._computation is None:
+            raise TrainingError(f"model_worker/{self._index} was asked to compute before Initialize")
+        return self._computation

@@ -1,0 +1,232 @@
+"""The trainer's side of a weight update: sends the weights of a version to the gservers.
+
+The manager runs the transaction (`gserver/updates/publication.py`); a `Carrier` moves the weights, by broadcast
+(`transport/collective.py`) or through files (`weight_files.py`). `Publisher` runs on the trainer's rank 0; on every
+rank a `WeightSource` gathers the weights from all.
+
+Invariant: weights are only read here, so the next training step may compute meanwhile. It must not update them before
+`on_read` was called or `publish` has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Generator
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl import checksum
+from streamrl.config import Config, WeightsConfig
+from streamrl.errors import PublicationError
+from streamrl.safetensors_files import SHARED_MEMORY
+from streamrl.trainer.backends.base import ParallelModel
+from streamrl.trainer.calls import Published
+from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.transport.collective import Broadcaster, Weights
+from streamrl.transport.control import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
+from streamrl.transport.keys import is_loopback
+from streamrl.transport.manager_client import ControlClient
+
+log = logging.getLogger(__name__)
+
+RunInThread = Callable[..., Awaitable[Any]]
+
+COMMIT_MARGIN_SECONDS = 10.0
+"""How much longer than the manager's own deadlines the publisher waits for its reply."""
+MANAGER_STEPS = 5
+"""Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+VERSIONS = 3
+"""Versions of the weights that may be in shared memory: two, and one that a gserver still reads."""
+END, PASS = 0, 1
+"""What rank 0 tells the other ranks: no further pass over the weights, or another one."""
+
+
+class WeightSource:
+    """The policy's weights as the publisher sees them: whole, in order, as often as it wants.
+
+    One for each rank. Rank 0 asks for a pass; the other ranks then give it their parts of all weights, so a pass that
+    breaks off half-way is drained before the next. The process group ends with the process.
+    """
+
+    def __init__(self, model: ParallelModel, *, world: int, timeout_seconds: float) -> None:
+        """Collective. `timeout_seconds`: the longest time between two passes."""
+        self._model = model
+        self._group = None
+        if world > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the Hugging Face name and shape of each weight, in the order of `weights`."""
+        return self._model.weight_specs()
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        """Rank 0: yield all weights. Closing the iterator early still takes the rest from the other ranks."""
+        self._tell(PASS)
+        found = self._model.gather_weights()
+        try:
+            for weight in found:  # noqa: UP028 (`yield from` would close `found` together with this iterator)
+                yield weight
+        finally:
+            for _ in found:
+                pass
+
+    def end(self) -> None:
+        """Rank 0: no more passes for this version."""
+        self._tell(END)
+
+    def serve(self) -> None:
+        """Other ranks: take part in passes until rank 0 ends them."""
+        while self._told() == PASS:
+            for _ in self._model.gather_weights():
+                pass
+
+    def _tell(self, word: int) -> None:
+        if self._group is not None:
+            dist.broadcast(torch.tensor(word), src=0, group=self._group)
+
+    def _told(self) -> int:
+        word = torch.tensor(END)
+        dist.broadcast(word, src=0, group=self._group)
+        return int(word)
+
+
+class Carrier(Protocol):
+    """Moves weights to gservers; its methods block, and may raise `PublicationError`."""
+
+    dtype: torch.dtype
+    """In which weights are sent."""
+    reads_once: bool
+    """Whether `prepare` reads all there is to read of the weights."""
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """These weights come next."""
+
+    def announce(self) -> Broadcast | Snapshot:
+        """Return what the manager is told of them."""
+
+    def send(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Do the publisher's part of one attempt; return the checksum of each weight that was sent, by name."""
+
+    def abort(self) -> None:
+        """The attempt failed."""
+
+    def close(self) -> None:
+        """No version comes any more."""
+
+
+class Publisher:
+    """Publishes one version after another."""
+
+    def __init__(
+        self, *, client: ControlClient, config: WeightsConfig, carrier: Carrier, in_thread: RunInThread
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._carrier = carrier
+        self._in_thread = in_thread
+
+    async def publish(
+        self, version: int, source: WeightSource, *, resync: bool = False, on_read: Callable[[], None] = lambda: None
+    ) -> Published:
+        """Send the weights of `source` to every live gserver as `version`; with `resync` only to those that lack it.
+
+        `on_read` is called when `source` is not read any more. Raises `PublicationError` when `weights.attempts` have
+        failed; the gservers then serve what they served. With `resync` it does not: the manager decides what becomes
+        of those gservers.
+        """
+        began = time.monotonic()
+        size = sum(math.prod(shape) for _, shape in source.specs()) * self._carrier.dtype.itemsize
+        reading = True
+        problems: list[str] = []
+        try:
+            await self._in_thread(self._carrier.prepare, version, source)
+            if self._carrier.reads_once:
+                reading = False
+                await self._in_thread(source.end)
+                on_read()
+            while len(problems) < self._config.attempts:
+                pause, problem = await self._attempt(version, resync=resync)
+                if not problem:
+                    break
+                problems.append(problem)
+                log.warning("weights of version %d: attempt %d failed: %s", version, len(problems), problem)
+            else:
+                if not resync:
+                    raise PublicationError(
+                        f"weights of version {version} did not reach the gservers in {len(problems)} attempts; "
+                        f"the last failed because: {problems[-1]}"
+                    )
+        finally:
+            if reading:
+                await self._in_thread(source.end)
+        return Published(seconds=time.monotonic() - began, pause_seconds=pause, bytes=size, attempts=len(problems) + 1)
+
+    def close(self) -> None:
+        """Leave the weight group, or remove the files."""
+        self._carrier.close()
+
+    async def _attempt(self, version: int, *, resync: bool) -> tuple[float, str]:
+        """Return the pause in seconds, and why the attempt failed; empty: it did not."""
+        limit = self._config.timeout_seconds
+        weights = await self._in_thread(self._carrier.announce)
+        message = PublishBegin(version=version, weights=weights, resync=resync)
+        begin = await self._client.publish_begin(message, timeout=limit + COMMIT_MARGIN_SECONDS)
+        if begin.world_size == 1:
+            return 0.0, ""
+        error = ""
+        checksums: dict[str, str] = {}
+        try:
+            checksums = await self._in_thread(self._carrier.send, begin)
+        except PublicationError as failure:
+            error = str(failure)
+            # before the manager is told: a gserver that still waits for a part cannot resume
+            await self._in_thread(self._carrier.abort)
+        reply = await self._client.publish_commit(
+            PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
+            timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,
+        )
+        if reply.done:
+            return reply.pause_seconds, ""
+        await self._in_thread(self._carrier.abort)
+        return 0.0, reply.error or error
+
+
+def carrier_for(
+    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device, numbers: int
+) -> Carrier:
+    """Return the carrier that `weights.mode` names. `backend` is for a broadcast; `numbers`: how many all weights
+    are."""
+    weights = config.weights
+    if weights.checksum:
+        checksum.make_ready()
+    mode = weights.mode
+    if mode == "auto":
+        obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
+        mode = "collective" if obstacle else "shared_memory"
+        log.info("weights.mode: %s%s", mode, f", because {obstacle}" if obstacle else "")
+    if mode == "shared_memory":
+        return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
+    if mode == "disk":
+        return WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum)
+    return Broadcaster(weights, backend=backend, dtype=dtype, device=device)
+
+
+def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:
+    """Return why gservers should not serve weights of `size` bytes from the memory of this host; empty: they should."""
+    if not is_loopback(config.weights.host):
+        return "weights.host is there for several hosts"
+    if config.weights.backend != "auto":
+        return "weights.backend is of a broadcast"
+    if config.gserver.engine != "embedded":
+        return f'gserver.engine is "{config.gserver.engine}"'
+    if device.type != "cpu":
+        return f"the trainer is on {device}"
+    if not has_room(VERSIONS * size):
+        return f"{SHARED_MEMORY} has no room for {VERSIONS} times {size / 2**20:.0f} MiB"
+    return ""

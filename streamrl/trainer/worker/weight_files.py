@@ -1,0 +1,251 @@
+"""A `Carrier` that writes weights into safetensors files, which gservers read: on a disk that all hosts have, or in
+memory of this host.
+
+`WeightFiles` owns the folder of one run. A version appears there at once or not at all, and stays until the next one
+but one is written, so that a gserver may read the latest at any time. That one is written over it (new memory costs as
+much as what is written), unless somebody still reads it. The folder goes with the run; what a killed run left is
+removed by the next one (`shared_memory`: what any run left whose process is gone).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from streamrl.checksum import copy_and_sum
+from streamrl.errors import PublicationError
+from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout
+from streamrl.transport.collective import Weights
+from streamrl.transport.control import PublishBeginReply, Snapshot
+
+log = logging.getLogger(__name__)
+
+PREFIX = "streamrl-"
+OWNER = "owner.lock"
+"""Locked by the process that writes into the folder, for as long as it lives."""
+FILE = "model.safetensors"
+PRIVATE, SHARED = 0o600, 0o666
+"""Permissions of files in memory, and of files on a disk, where the umask says who else may read them."""
+
+
+class WeightFiles:
+    """Writes one version after another."""
+
+    reads_once = True
+
+    def __init__(self, folder: Path, *, durable: bool, host: str, dtype: torch.dtype, checksum: bool) -> None:
+        """`durable`: each version is on the disk before it appears. Removes what is in `folder`."""
+        self.dtype = dtype
+        self.folder = folder
+        self._durable = durable
+        self._host = host
+        self._checksum = checksum
+        self._latest = folder
+        self._sums: dict[str, str] = {}
+        self._lock = _claim(folder)
+        self._copiers = Copiers()
+        self._files: dict[Path, _MappedFile] = {}
+        """The files that may be written over, by the folders that they are in."""
+
+    @classmethod
+    def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
+        """Return one that writes to a disk: below `folder`, or in `run_dir` if that is empty."""
+        where = Path(folder, run_dir.name) if folder else run_dir / "weights"
+        return cls(where.absolute(), durable=True, host="", dtype=dtype, checksum=checksum)
+
+    @classmethod
+    def in_memory(cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, root: Path = SHARED_MEMORY) -> WeightFiles:
+        """Return one that writes to this host's memory, under a name that nobody can guess or take before; nobody else
+        can read what is there. Removes what dead runs of the same user left there."""
+        for folder in root.glob(f"{PREFIX}*"):
+            _remove_if_abandoned(folder)
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=root))
+        return cls(folder, durable=False, host=socket.gethostname(), dtype=dtype, checksum=checksum)
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Write `weights`; raises `PublicationError` when there is no room."""
+        target = self.folder / f"v{version:06d}"
+        if target == self._latest:
+            return
+        unfinished = self.folder / f".v{version:06d}.unfinished"
+        try:
+            self._make_folder(unfinished)
+            self._sums = self._write(unfinished, weights)
+            if self._durable:
+                _synchronise(unfinished)
+            self._rename(unfinished, target)
+            if self._durable:
+                _synchronise(self.folder)
+        except OSError as error:
+            raise PublicationError(f"weights v{version} cannot be written: {error}") from error
+        self._latest = target
+
+    def announce(self) -> Snapshot:
+        return Snapshot(folder=str(self._latest), host=self._host)
+
+    def send(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Everything is there already."""
+        return self._sums
+
+    def abort(self) -> None:
+        """The files are as good as before."""
+
+    def close(self) -> None:
+        """Remove the files."""
+        for folder in list(self._files):
+            self._close_file(folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def _make_folder(self, unfinished: Path) -> None:
+        """Make `unfinished`: it is the folder of the version before the latest, if that can be written over. Remove
+        all others but the latest."""
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder != self._latest:
+                if not unfinished.exists():
+                    self._rename(folder, unfinished)  # nobody finds it from here on
+                    file = self._files.get(unfinished)
+                    if file is not None and file.is_unused():
+                        continue
+                    folder = unfinished
+                self._close_file(folder)
+                shutil.rmtree(folder)
+        unfinished.mkdir(exist_ok=True)
+
+    def _rename(self, folder: Path, to: Path) -> None:
+        folder.rename(to)
+        if folder in self._files:
+            self._files[to] = self._files.pop(folder)
+
+    def _close_file(self, folder: Path) -> None:
+        file = self._files.pop(folder, None)
+        if file is not None:
+            file.close()
+
+    def _write(self, folder: Path, weights: Weights) -> dict[str, str]:
+        """Return the checksum of each tensor as it lies in the file, by name."""
+        header, offsets, size = layout(weights.specs(), self.dtype)
+        file = self._file(folder, size)
+        file.memory[: len(header)] = header
+
+        def write(name: str, tensor: Tensor) -> str:
+            numbers = torch.frombuffer(file.memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
+            if self._checksum:
+                return copy_and_sum(numbers.view(tensor.shape), tensor)
+            numbers.view(tensor.shape).copy_(tensor)
+            return ""
+
+        with closing(weights.weights()) as found:
+            sums = self._copiers.each(write, found)
+        if self._durable:
+            file.memory.flush()
+            _synchronise(folder / FILE)
+        return sums if self._checksum else {}
+
+    def _file(self, folder: Path, size: int) -> _MappedFile:
+        """Return the file in `folder`, open and mapped, of `size` bytes."""
+        if folder in self._files and len(self._files[folder].memory) != size:
+            self._close_file(folder)
+        if folder not in self._files:
+            try:
+                self._files[folder] = _MappedFile(folder / FILE, size, populate=not self._durable)
+            except OSError as error:
+                free = shutil.disk_usage(self.folder).free
+                raise PublicationError(
+                    f"the weights, {size / 2**20:.0f} MiB, do not fit into {self.folder} ({error.strerror}; "
+                    f'{free / 2**20:.0f} MiB are free): make room there, or take weights.mode = "collective"'
+                ) from error
+        return self._files[folder]
+
+
+class _MappedFile:
+    """A file that is open and mapped for as long as it may be written to: mapping it anew costs as much as a copy."""
+
+    def __init__(self, file: Path, size: int, *, populate: bool) -> None:
+        """`populate`: have all of its memory there now. Raises `OSError` when there is no room."""
+        flags = os.O_RDWR if file.exists() else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        mode = PRIVATE if populate else SHARED
+        self._file = os.fdopen(os.open(file, flags | os.O_NOFOLLOW, mode), "r+b")
+        try:
+            os.truncate(self._file.fileno(), size)
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self.memory = mmap.mmap(self._file.fileno(), size, flags=flags)
+        except OSError:
+            self._file.close()
+            raise
+
+    def is_unused(self) -> bool:
+        """Return whether nobody else has the file open or mapped; False where the system cannot tell."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it just now: one that is ignored
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file. The mapping goes with the last tensor that lies there: threads that nobody waits for may
+        still be copying to it."""
+        self._file.close()
+
+
+def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
+    """Return whether this host has shared memory, and `size` bytes of it are free."""
+    try:
+        return shutil.disk_usage(root).free >= size
+    except OSError:
+        return False
+
+
+def _synchronise(path: Path) -> None:
+    """Wait until the file, or the names in the folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _claim(folder: Path) -> IO[bytes]:
+    """Make `folder` this process's own, and empty; return its lock, which is kept as long as it is open."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / OWNER).open("ab")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise PublicationError(
+            f"{folder} cannot be used for weights ({error.strerror}); is another run writing there?"
+        ) from error
+    for left in folder.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+    return lock
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove `folder` if a run of this user made it and its process is gone."""
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return  # nothing that a run of this user made
+        with (folder / OWNER).open("r+b") as lock:  # one that has none yet is being made
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            log.info("removed the weights that a dead run left in %s", folder)
+    except OSError:  # another's, or in use
+        log.debug("%s belongs to a run that lives, or to somebody else", folder)

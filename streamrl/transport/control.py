@@ -1,0 +1,492 @@
+"""Who takes part in a run: registration, heartbeats, addresses, the end.
+
+Groups between the rollout workers, the manager and the master: admitted, routed, given up, settled.
+
+Evaluations on held-out prompts: asked for by the master, made by the evaluator, told back.
+
+The publisher's two ends of a weight update.
+
+What the gservers say of one response under the weights that they serve, for the trainer to compare with its own.
+
+The run as the manager tells it to people.
+
+The manager's HTTP API: one module for the messages of each theme, and the client of every other process.
+
+One address, the manager's URL, is enough to join a run.
+
+| call | by | meaning |
+|---|---|---|
+| POST /register | all | a process joins; refused when its configuration differs |
+| POST /place | gserver, rollout | a number for a process that joins a running run |
+| POST /drain | anyone | a gserver or rollout worker finishes what it has and leaves |
+| POST /leave | gserver, rollout | it has left |
+| POST /heartbeat | all | it lives, and how it does; answers whether to stop |
+| GET /silent | launcher | waits until others are silent than before the n-th change; who is |
+| GET /topology | rollout, master | waits until the named processes are registered; their addresses |
+| POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
+| POST /route | rollout | another gserver for a group whose gserver failed |
+| POST /in_flight | rollout | how many requests of its groups still run |
+| POST /reject | rollout | a group is given up |
+| POST /settle | master | groups that the trainer took or let go of |
+| GET /rejections | master | waits for rejections after the n-th |
+| POST /evaluate | master | an evaluation is due |
+| POST /evaluation/next | evaluator | waits for the next evaluation |
+| POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
+| POST /evaluation | evaluator | what an evaluation found |
+| GET /evaluations | master | waits for reports of evaluations after the n-th |
+| GET /data | master | waits until a rollout worker has told the size of the data set |
+| POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
+| GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
+| POST /compare | model worker | the gservers that serve a version are to score a response |
+| GET /compared | master | what they have scored |
+| POST /report | master | the figures of one training step |
+| POST /finish_run | master | the run is over; every process is told at its next heartbeat |
+| GET /status, /metrics | anyone | the run's state as JSON; figures for Prometheus |
+| GET /health | anyone | 200 while the manager lives |
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.ledger import Fate
+from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.metrics import StepReport
+
+# --- members ---
+
+Role = Literal["gserver", "rollout", "evaluator", "master", "model_worker"]
+
+
+class Register(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    """Number within its role, from 0."""
+    address: str
+    """gserver: HTTP URL; model_worker: ZMQ endpoint of its stream; master: ZMQ endpoint for its
+    workers; rollout: empty."""
+    config_digest: str
+    pid: int
+    host: str
+
+
+class RegisterReply(msgspec.Struct, frozen=True):
+    policy_version: int
+    heartbeat_seconds: float
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    stats: dict[str, float]
+    """Gauges and counters of the process; names ending in `_total` only grow."""
+    waiting_for: str = ""
+    """What the process waits for, if it does: shown to the user."""
+    error: str = ""
+    """Set when the process has to give up: the run stops with this message."""
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True):
+    stop: bool
+    """The run is over: finish what is at hand and leave."""
+    policy_version: int
+    known: bool
+    """False: the manager does not know (any more) who calls; register again."""
+    leave: bool = False
+    """The run goes on without this process: finish what is at hand, and leave."""
+    unanswering: list[str] = []
+    """To those who generate: addresses of gservers from which no answer is to be expected. What they were asked for is
+    to go on elsewhere."""
+
+
+class SilentProcess(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    pid: int
+    host: str
+
+
+class Silence(msgspec.Struct, frozen=True):
+    """Who of the run is silent now."""
+
+    changes: int
+    """How often that has changed so far."""
+    processes: list[SilentProcess]
+    over: bool
+    """The run is over: it does not matter any more."""
+
+
+class AskPlace(msgspec.Struct, frozen=True):
+    """A process that joins a running run asks which number it may have."""
+
+    role: Role
+    config_digest: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    index: int
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """This process shall finish what it has, and leave; the run goes on."""
+
+    role: Role
+    index: int
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """This process has left."""
+
+    role: Role
+    index: int
+    pid: int
+
+
+class Peer(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    address: str
+
+
+class Topology(msgspec.Struct, frozen=True):
+    complete: bool
+    """Whether as many as asked for are registered."""
+    peers: list[Peer]
+    """By index."""
+
+
+class FinishRun(msgspec.Struct, frozen=True):
+    reason: str
+    error: str = ""
+    """Not empty: the run failed."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The call was carried out."""
+
+
+# --- groups ---
+
+
+class Admit(msgspec.Struct, frozen=True):
+    worker: int
+    count: int
+    """How many groups the worker can start."""
+    data_rows: int = 0
+    """Rows of the worker's training data: the same for all workers of a run; 0: not told."""
+    ticket: str = ""
+    """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
+
+
+class Admission(msgspec.Struct, frozen=True):
+    seq: int
+    gserver: str
+    """URL of the gserver for all requests of this group."""
+
+
+class AdmitReply(msgspec.Struct, frozen=True):
+    admissions: list[Admission]
+    """Empty after a long poll without room."""
+    policy_version: int
+    stop: bool
+
+
+class Route(msgspec.Struct, frozen=True):
+    worker: int
+    seq: int
+    failed: str
+    """URL of the gserver that failed."""
+
+
+class RouteReply(msgspec.Struct, frozen=True):
+    gserver: str
+    """Empty: none is live now; ask again."""
+
+
+class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
+    seq: int
+    requests: int
+    """That run or are still to begin."""
+    tokens: int
+    """Of the contexts of those that run."""
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """What of a worker's groups is in flight now, of those for which it has changed."""
+
+    worker: int
+    groups: list[GroupInFlight]
+
+
+class Reject(msgspec.Struct, frozen=True):
+    worker: int
+    seq: int
+    reason: str
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """What the trainer has of groups, of those for which it has changed; may be told again, and in any order."""
+
+    groups: list[Fate]
+
+
+class Rejections(msgspec.Struct, frozen=True):
+    rejected: list[Fate]
+    """All since the n-th that was asked for. One that the trainer took or let go of meanwhile is not rejected."""
+
+
+class DataFacts(msgspec.Struct, frozen=True):
+    """The training data as the rollout workers see it."""
+
+    rows: int
+    """0: no worker has told yet; ask again."""
+
+
+# --- evaluations ---
+
+
+class Evaluate(msgspec.Struct, frozen=True):
+    """Try the policy on held-out prompts."""
+
+    policy_version: int
+    """The version that the gservers have now."""
+    step: int
+    """Training steps that are done."""
+    training_over: bool = False
+    """The run ends after this evaluation: no further group is started."""
+
+
+class EvaluationTask(msgspec.Struct, frozen=True):
+    """An evaluation on its way from the master to an evaluator."""
+
+    number: int
+    """The manager counts evaluations from 0."""
+    policy_version: int
+    step: int
+
+
+class NextEvaluation(msgspec.Struct, frozen=True):
+    """Ask for the next evaluation."""
+
+    evaluator: int
+    """Index of the evaluator."""
+
+
+class NextEvaluationReply(msgspec.Struct, frozen=True):
+    task: EvaluationTask | None
+    """None after a long poll without one."""
+    stop: bool
+
+
+class EvaluationRoute(msgspec.Struct, frozen=True):
+    """Ask for a gserver for a held-out prompt; the reply is a `RouteReply`."""
+
+    evaluator: int
+    prompt: int
+    """Its number within the evaluation."""
+    failed: str = ""
+    """URL of the gserver that failed; empty when the prompt begins."""
+    done: list[int] = []
+    """Prompts that have ended since the last call: their gservers are free of them."""
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """What an evaluation found."""
+
+    evaluator: int
+    number: int
+    """As in the `EvaluationTask`."""
+    report: EvaluationReport
+
+
+class EvaluationReports(msgspec.Struct, frozen=True):
+    reports: list[EvaluationReport]
+    """All since the n-th that was asked for."""
+    stop: bool
+    """The run is over: there will be no more."""
+
+
+class EvaluationStatus(msgspec.Struct, frozen=True):
+    """Where the run's evaluations are."""
+
+    running: EvaluationTask | None
+    waiting: EvaluationTask | None
+    done: int
+    left_out: int
+    """Evaluations that were not made because a later one was due."""
+    last: EvaluationReport | None
+
+
+# --- publication ---
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    name: str
+    """Hugging Face parameter name."""
+    dtype: str
+    """`float32` or `bfloat16`."""
+    shape: list[int]
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
+    """Weights that rank 0 of a weight group broadcasts, in this order."""
+
+    buckets: list[list[TensorSpec]]
+    """What a gserver receives in one call; each tensor is one broadcast."""
+    master_address: str
+    """Host of rank 0's store for a new weight group."""
+    master_port: int
+    backend: Literal["gloo", "nccl"]
+    group_name: str
+    """The weight group that the sender has now; empty: none."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """Weights that lie in a folder, as safetensors."""
+
+    folder: str
+    host: str = ""
+    """The only host that can read it; empty: every host has the folder."""
+
+    def readable_on(self, host: str) -> bool:
+        return self.host in ("", host)
+
+
+class PublishBegin(msgspec.Struct, frozen=True):
+    """The publisher has weights of `version` ready."""
+
+    version: int
+    weights: Broadcast | Snapshot
+    resync: bool = False
+    """`version` is served already: only the gservers that lack it take part."""
+
+
+class PublishBeginReply(msgspec.Struct, frozen=True):
+    group_name: str
+    """Names the update for the commit, and is the group to broadcast in: a publisher that does not have it must form
+    it now, as rank 0 of `world_size`, at the address that it gave."""
+    world_size: int
+    """Publisher and ranks of gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
+
+
+class PublishCommit(msgspec.Struct, frozen=True):
+    """The publisher has sent everything, or failed to (`error`)."""
+
+    version: int
+    group_name: str
+    error: str = ""
+    checksums: dict[str, str] = {}
+    """Name → `checksum.tensor_sums` of each weight as it was trained; empty: nothing is compared."""
+
+
+class ResyncNeeded(msgspec.Struct, frozen=True):
+    """The gservers that only the publisher can bring to the current weights."""
+
+    version: int
+    """The current one."""
+    gservers: list[str]
+    """Their names, for example `gserver/0`."""
+    serving: int
+    """How many gservers serve the current weights."""
+
+
+class PublishReply(msgspec.Struct, frozen=True):
+    done: bool
+    """False: the update was rolled back; begin again (the group may have changed)."""
+    error: str
+    """Why not."""
+    pause_seconds: float
+    """Longest pause of generation on any gserver."""
+    evicted: list[int]
+    """gservers that were lost in this update."""
+
+
+# --- comparison ---
+
+
+class Compare(msgspec.Struct, frozen=True):
+    """Have every gserver that serves `version` score a response."""
+
+    version: int
+    tokens: list[int]
+    """Prompt and response."""
+    start: int
+    """The first token, above 0, whose log-probability is wanted; those of all after it are, too."""
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """One gserver's answer, or why there is none."""
+
+    gserver: str
+    """Its name, for example `gserver/0`."""
+    logprobs: list[float] = []
+    """Of the tokens from `start` on, at temperature 1, in nats."""
+    seconds: float = 0.0
+    """From the question to the answer, the wait for a place included."""
+    computed: int = 0
+    """Tokens that were computed for it, which others may use: those that it had in its cache are not counted."""
+    problem: str = ""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    scores: list[Scores]
+    """By index of the gserver."""
+
+
+# --- status ---
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    role: Role
+    index: int
+    address: str
+    pid: int
+    host: str
+    silent_seconds: float
+    """Since its last word."""
+    stats: dict[str, float]
+    waiting_for: str
+    state: Literal["live", "silent", "evicted", "draining"]
+
+
+class LedgerStatus(msgspec.Struct, frozen=True):
+    policy_version: int
+    max_staleness: int
+    next_seq: int
+    accepted: int
+    trained: int
+    """Of those accepted, the ones that the policy version was trained on."""
+    running: int
+    returned: int
+    rejected: int
+    dropped: int
+    expired: int
+    room: int
+    given_up: int = 0
+    """Of those rejected, prompts whose workers died again and again."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The run as the manager sees it."""
+
+    run: str
+    state: Literal["joining", "running", "finished", "failed"]
+    message: str
+    """Why the run ended, or what it waits for."""
+    ledger: LedgerStatus
+    processes: list[ProcessStatus]
+    last_step: StepReport | None
+    publication: dict[str, Any]
+    """State of the weight update in progress, and figures of the last one."""
+    data_rows: int = 0
+    """Rows of the training data; 0: not known yet."""
+    evaluation: EvaluationStatus | None = None
+    """None: the configuration asks for none."""
+
+
+# --- control ---
+
+LONG_POLL_SECONDS = 20.0
+"""How long the manager holds a waiting call before it answers empty-handed."""

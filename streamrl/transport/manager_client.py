@@ -1,0 +1,263 @@
+"""The client of the manager that every other process uses.
+
+Calls that may be made twice are made again until the manager answers, for `PATIENCE_SECONDS`: nobody else has to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from streamrl.errors import DeadlineExceeded, PeerError
+from streamrl.ledger import Fate
+from streamrl.records.metrics import StepReport
+from streamrl.transport import http
+from streamrl.transport.control import (
+    LONG_POLL_SECONDS,
+    Admit,
+    AdmitReply,
+    AskPlace,
+    Compare,
+    Compared,
+    DataFacts,
+    Done,
+    Drain,
+    Evaluate,
+    EvaluationReports,
+    EvaluationResult,
+    EvaluationRoute,
+    FinishRun,
+    Heartbeat,
+    HeartbeatReply,
+    InFlight,
+    Leave,
+    NextEvaluation,
+    NextEvaluationReply,
+    Peer,
+    Place,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    PublishReply,
+    Register,
+    RegisterReply,
+    Reject,
+    Rejections,
+    ResyncNeeded,
+    Role,
+    Route,
+    RouteReply,
+    Settle,
+    Silence,
+    Status,
+    Topology,
+)
+from streamrl.transport.keys import bearer
+
+Reply = TypeVar("Reply")
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30.0
+"""For so long after its first failure a call is tried again."""
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+async def patiently(
+    call: Callable[[], Awaitable[Reply]], *, what: str, patience: float, refusals: bool = True
+) -> Reply:
+    """Make `call` until it succeeds; raises its last error when it still fails `patience` seconds after it did first.
+
+    Tried again is what may pass: no connection, no answer in time, a fault of the peer, and, unless `refusals` is
+    false, its refusal as things are now (409). `what` names the call in the log.
+    """
+    failing_since: float | None = None
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            reply = await call()
+        except (PeerError, DeadlineExceeded) as error:
+            if isinstance(error, PeerError) and 400 <= error.status < 500 and not (refusals and error.status == 409):
+                raise
+            now = time.monotonic()
+            if failing_since is not None and now - failing_since >= patience:
+                error.args = (f"{what}: {error}; tried again for {now - failing_since:.0f} s",)
+                raise
+            if not patience:
+                raise
+            if failing_since is None:
+                failing_since = now
+                log.warning("%s is tried again for %.0f s: %s", what, patience, error)
+            await asyncio.sleep(min(pause, failing_since + patience - now))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        else:
+            if failing_since is not None:
+                log.warning("%s succeeded after %.1f s", what, time.monotonic() - failing_since)
+            return reply
+
+
+class ControlClient:
+    """Calls the manager. One for each process; `close` it at the end."""
+
+    def __init__(self, url: str, *, key: str = "", timeout: float = 60.0) -> None:
+        """`key`: what the manager asks for, if it does."""
+        self.url = url.rstrip("/")
+        self._headers = bearer(key)
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def register(self, message: Register, *, patience: float) -> RegisterReply:
+        """Join the run; keeps trying for `patience` seconds while the manager is not there yet."""
+        what = f"registering with the manager at {self.url} (is it running there?)"
+        return await patiently(
+            lambda: self._post("/register", message, RegisterReply), what=what, patience=patience, refusals=False
+        )
+
+    async def place(self, message: AskPlace, *, patience: float) -> int:
+        """A number beyond the configured ones that nobody has; it is kept until the caller registers.
+
+        Keeps trying for `patience` seconds while the manager is not there yet.
+        """
+        what = f"asking the manager at {self.url} for a place (is it running there?)"
+        place = await patiently(
+            lambda: self._post("/place", message, Place), what=what, patience=patience, refusals=False
+        )
+        return place.index
+
+    async def drain(self, message: Drain) -> None:
+        """Have a gserver or a rollout worker finish what it has and leave."""
+        await self._post("/drain", message, Done)
+
+    async def leave(self, message: Leave) -> None:
+        await self._post("/leave", message, Done)
+
+    async def silence(self, after: int) -> Silence:
+        """Who is silent, once that has changed after the first `after` changes, or after a long poll."""
+        return await self._get(f"/silent?after={after}", Silence, timeout=LONG_POLL_SECONDS + self._timeout)
+
+    async def topology(self, role: Role, count: int, *, patience: float) -> list[Peer]:
+        """Addresses of the first `count` processes of `role`, once all have registered."""
+        deadline = time.monotonic() + patience
+        while True:
+            wait = min(LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+            reply = await self._get_patiently(f"/topology?role={role}&count={count}&wait={wait:.3f}", Topology)
+            if reply.complete:
+                return reply.peers
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"{len(reply.peers)} of {count} {role} processes registered within {patience:.0f} s; "
+                    "look at the others' logs, or start them"
+                )
+
+    async def admit(self, message: Admit) -> AdmitReply:
+        """Groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
+        ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
+        return await self._post_patiently("/admit", ticketed, AdmitReply)
+
+    async def route(self, message: Route) -> RouteReply:
+        return await self._post_patiently("/route", message, RouteReply)
+
+    async def in_flight(self, message: InFlight) -> None:
+        await self._post_patiently("/in_flight", message, Done)
+
+    async def reject(self, message: Reject) -> None:
+        await self._post_patiently("/reject", message, Done)
+
+    async def settle(self, message: Settle) -> None:
+        await self._post_patiently("/settle", message, Done)
+
+    async def rejections(self, after: int) -> list[Fate]:
+        """Rejections after the first `after`, see `Rejections`; empty after a long poll without any."""
+        return (await self._get_patiently(f"/rejections?after={after}", Rejections)).rejected
+
+    async def data_rows(self) -> int:
+        """Rows of the training data; 0 after a long poll without a rollout worker that knows."""
+        return (await self._get_patiently("/data", DataFacts)).rows
+
+    async def evaluate(self, message: Evaluate) -> None:
+        await self._post_patiently("/evaluate", message, Done)
+
+    async def next_evaluation(self, message: NextEvaluation) -> NextEvaluationReply:
+        return await self._post_patiently("/evaluation/next", message, NextEvaluationReply)
+
+    async def evaluation_route(self, message: EvaluationRoute) -> RouteReply:
+        return await self._post_patiently("/evaluation/route", message, RouteReply)
+
+    async def evaluation_result(self, message: EvaluationResult) -> None:
+        await self._post_patiently("/evaluation", message, Done)
+
+    async def evaluations(self, after: int) -> EvaluationReports:
+        """Reports after the first `after`; none after a long poll without any."""
+        return await self._get_patiently(f"/evaluations?after={after}", EvaluationReports)
+
+    async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
+        return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)
+
+    async def publish_commit(self, message: PublishCommit, *, timeout: float) -> PublishReply:
+        return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
+
+    async def resync_needed(self) -> ResyncNeeded:
+        """Wait a while for gservers that only the publisher can resync; return them, if there are any."""
+        return await self._get_patiently("/publish/resync", ResyncNeeded)
+
+    async def compare(self, message: Compare) -> None:
+        """Have the gservers score a response; does not wait for them."""
+        await self._post("/compare", message, Done)
+
+    async def compared(self, version: int) -> Compared:
+        """What they have answered about `version`."""
+        return await self._get(f"/compared?version={version}", Compared)
+
+    async def report(self, message: StepReport) -> None:
+        await self._post_patiently("/report", message.finite(), Done)
+
+    async def finish_run(self, message: FinishRun) -> None:
+        await self._post_patiently("/finish_run", message, Done)
+
+    async def status(self) -> Status:
+        return await self._get("/status", Status)
+
+    async def _post(
+        self, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
+    ) -> Reply:
+        return await self._call("POST", path, body, reply, timeout or self._timeout)
+
+    async def _post_patiently(self, path: str, message: msgspec.Struct, reply: type[Reply]) -> Reply:
+        return await patiently(lambda: self._post(path, message, reply), what=f"POST {path}", patience=PATIENCE_SECONDS)
+
+    async def _get_patiently(self, path: str, reply: type[Reply]) -> Reply:
+        return await patiently(lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS)
+
+    async def heartbeat(self, message: Heartbeat, *, patience: float = 0.0) -> HeartbeatReply:
+        """Say that the caller lives; tried again for `patience` seconds."""
+        timeout = patience / 3 or None
+        return await patiently(
+            lambda: self._post("/heartbeat", message, HeartbeatReply, timeout=timeout),
+            what=f"the heartbeat of {message.role}/{message.index}",
+            patience=patience,
+        )
+
+    async def _get(self, path: str, reply: type[Reply], *, timeout: float | None = None) -> Reply:
+        return await self._call("GET", path, None, reply, timeout or self._timeout)
+
+    async def _call(
+        self, method: str, path: str, body: msgspec.Struct | None, reply: type[Reply], timeout: float
+    ) -> Reply:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            )
+        return await http.call(self._session, method, self.url + path, body, reply, timeout=timeout, peer="the manager")

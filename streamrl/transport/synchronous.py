@@ -1,0 +1,50 @@
+"""The calls of a synchronous graph: what the master has rollout workers do, over the channel of the model workers.
+
+`GenerateGroups` says how many groups are to wait at a worker to be scored. The worker starts what is missing and
+replies once there are so many, or as many as the manager admits for now. `ScoreGroups` has groups scored; the reply
+comes when each is stored with the trainer, or given up. A new call replaces a `GenerateGroups` that has no reply yet.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FIRST_ROLLOUT_WORKER = 1_000_000
+"""On the channel, rollout worker i has this number plus i."""
+
+
+class GenerateGroups(msgspec.Struct, frozen=True, tag=True):
+    """The MFC `actor_gen`."""
+
+    groups: int
+    """How many are to wait at the worker, those that wait already included."""
+
+
+class ScoreGroups(msgspec.Struct, frozen=True, tag=True):
+    """The MFC `rew_inf`, by verifiers."""
+
+    seqs: list[int]
+
+
+RolloutCall = GenerateGroups | ScoreGroups
+
+
+class GroupsGenerated(msgspec.Struct, frozen=True):
+    """The reply to `GenerateGroups`."""
+
+    seqs: list[int]
+    """All groups that wait at the worker to be scored."""
+
+
+class GroupsScored(msgspec.Struct, frozen=True):
+    """The reply to `ScoreGroups`."""
+
+    seqs: list[int]
+    """Those of the groups that are stored with the trainer, by this call or before."""
+
+
+def name_on_channel(worker: int) -> str:
+    """Return the name of the process with the number `worker` on the channel, for example `rollout/0`."""
+    if worker >= FIRST_ROLLOUT_WORKER:
+        return f"rollout/{worker - FIRST_ROLLOUT_WORKER}"
+    return f"model_worker/{worker}"

@@ -1,0 +1,315 @@
+"""The configuration: what is refused and how it is said, overrides, round trip, fingerprint."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_origin
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
+from streamrl.config.evaluation import as_evaluated
+from streamrl.config.fields import Section
+from streamrl.config.trainer import role_config
+from streamrl.errors import ConfigError
+
+
+def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[Section]]]:
+    """Every table of the configuration, with its dotted name."""
+    found = [(prefix, section)]
+    for field in msgspec.structs.fields(section):
+        kinds = [field.type, *getattr(field.type, "__args__", ())]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Section):
+                named = "ref." if get_origin(field.type) is dict else ""  # a table of tables, one for each role
+                found += sections(kind, f"{prefix}{field.name}.{named}")
+    return found
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    tree: Any = value
+    for name in reversed(dotted.split(".")):
+        tree = {name: tree}
+    return dict(tree)
+
+
+@pytest.mark.parametrize(("prefix", "section"), sections(Config))
+def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Section]) -> None:
+    with pytest.raises(ConfigError, match=rf"^here: unknown key {prefix}no_such_thing; known: "):
+        from_dict(nested(f"{prefix}no_such_thing", 1), where="here")
+    known = msgspec.structs.fields(section)[0].name
+    with pytest.raises(ConfigError, match=rf"unknown key {prefix}{known}x; did you mean {prefix}{known}\?"):
+        from_dict(nested(f"{prefix}{known}x", 1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("trainer.lr", "fast", "trainer.lr: Expected `float`"),
+        ("trainer.lr", 0, "trainer.lr: Expected `float` > 0"),
+        ("trainer.batch_groups", 2.5, "trainer.batch_groups: Expected `int`"),
+        ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
+        ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
+        ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
+        ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),
+        ("trainer", 3, "trainer: Expected `object`"),
+        ("model.scratch", "yes", r"model\.scratch: Expected `object \| null`"),
+    ],
+)
+def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^run.toml: {says}"):
+        from_dict(nested(key, value), where="run.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.path=scratch"], "need each other"),
+        (["model.scratch.layers=2"], "need each other"),
+        (["rollout.group_size=1"], "rollout.group_size must be at least 2"),
+        (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
+        (["algorithm.kl_target=0.1"], "needs an algorithm.kl_coef above 0"),
+        (["algorithm.behavior_weight_floor=0.1"], 'needs algorithm.behavior_weight_limit = "mask"'),
+        (["algorithm.behavior_weight_limit=mask", "algorithm.behavior_weight_floor=9"], "must not exceed"),
+        (["algorithm.objective=cispo", "algorithm.dual_clip=3"], "cispo has none"),
+        (["data.max_prompt_tokens=2048"], "data.max_prompt_tokens must be smaller than gserver.max_context"),
+        (["rollout.sampling.max_new_tokens=2048"], "rollout.sampling.max_new_tokens must be smaller"),
+        (["rollout.sampling.stop=['x', '']"], "rollout.sampling.stop must not contain an empty string"),
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature must be above 0"),
+        (["algorithm.minibatches=9"], "algorithm.minibatches must not exceed trainer.batch_groups"),
+        (["trainer.data_parallel=9"], "trainer.data_parallel must not exceed trainer.batch_groups"),
+        (["staleness.over_age=wait", "stream.capacity_groups=39"], r"max_staleness \+ 1\) \* batch_groups = 40"),
+        (["stream.capacity_groups=7"], "stream.capacity_groups must be at least trainer.batch_groups"),
+        (["run.device=cpu", "weights.backend=nccl"], "needs a CUDA device"),
+        (
+            [
+                "run.record=true",
+                "trainer.backend=megatron",
+                "trainer.tensor_parallel=2",
+                "trainer.roles.ref.backend=torch",
+            ],
+            r"run\.record: trainer\.roles\.ref has another backend or layout than \[trainer\]",
+        ),
+        (
+            ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
+            "set run.total_train_steps, too",
+        ),
+        (
+            [
+                *("run.total_train_epochs=1", "data.source=jsonl"),
+                *("critic.optimizer.schedule=linear", "algorithm.advantage=gae"),
+            ],
+            'critic.optimizer.schedule = "linear" falls until the last step',
+        ),
+        (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
+        (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
+        (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
+        (["evaluation.every_steps=1", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
+        (["evaluation.every_seconds=1", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=says):
+        load(file, overrides)
+
+
+def test_all_that_does_not_fit_together_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"group_size .*; .*minibatches") as caught:
+        from_dict({"rollout": {"group_size": 1}, "algorithm": {"minibatches": 9}}, where="run.toml")
+    assert str(caught.value).startswith("run.toml: ")
+
+
+@pytest.mark.parametrize(("capacity", "staleness"), [(40, 4), (8, 0)])
+def test_the_smallest_capacity_that_waiting_needs_is_enough(capacity: int, staleness: int) -> None:
+    from_dict({"staleness": {"over_age": "wait", "max_staleness": staleness}, "stream": {"capacity_groups": capacity}})
+
+
+def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[trainer]\nlr = 1e-4\nbatch_groups = 4\n[model]\npath = "here"\n')
+    config = load(
+        file,
+        [
+            "trainer.lr=2e-5",
+            "model.path=/models/a b",
+            'run.name="quoted"',
+            "rollout.sampling.stop=['x', 'y']",
+            "trainer.optimizer.betas=[0.8, 0.9]",
+            "metrics.plots=false",
+            "data.args={min_terms = 2}",
+        ],
+    )
+    assert (config.trainer.lr, config.trainer.batch_groups) == (2e-5, 4)
+    assert (config.model.path, config.run.name) == ("/models/a b", "quoted")
+    assert config.rollout.sampling.stop == ["x", "y"]
+    assert config.trainer.optimizer.betas == (0.8, 0.9)
+    assert config.metrics.plots is False
+    assert config.data.args == {"min_terms": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.lr", "write it as section.key=value"),
+        ("=3", "write it as section.key=value"),
+        ("trainer.lr.deep=3", "lr is not a section"),
+        ("trainer.lrr=3", r"unknown key trainer\.lrr; did you mean trainer\.lr\?"),
+        ("trainer=3", "trainer: Expected `object`"),
+    ],
+)
+def test_overrides_that_cannot_be_are_refused(tmp_path: Path, override: str, says: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[trainer]\nlr = 1e-4\n")
+    with pytest.raises(ConfigError, match=says):
+        load(file, [override])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read"):
+        load(tmp_path / "missing.toml")
+    for number, content in enumerate((b"[trainer\n", b"\xff\xfe")):
+        broken = tmp_path / f"broken{number}.toml"
+        broken.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"broken{number}\.toml: not valid TOML"):
+            load(broken)
+
+
+configs = st.builds(
+    lambda seed, lr, staleness, over_age, stop, args, scratch, text: from_dict(
+        {
+            "run": {"seed": seed, "name": text, "stop_at_reward": lr if seed % 2 else None},
+            "trainer": {"lr": lr},
+            "staleness": {"max_staleness": staleness, "over_age": over_age},
+            "rollout": {"sampling": {"stop": stop}},
+            "data": {"args": args},
+            "model": {"path": "scratch", "scratch": {"alphabet": text}} if scratch else {},
+        }
+    ),
+    st.integers(0, 2**31),
+    st.floats(1e-9, 1),
+    st.integers(0, 100),
+    st.sampled_from(["mask", "wait", "drop"]),
+    st.lists(st.text(min_size=1, max_size=5), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.one_of(st.integers(-(2**40), 2**40), st.text(max_size=5), st.booleans())),
+    st.booleans(),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+)
+
+
+@given(configs)
+def test_what_is_written_reads_back_the_same(config: Config) -> None:
+    again = from_dict(tomllib.loads(to_toml(config)))
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("")
+    assert load(file) == Config()
+    assert Config().run_dir == Path("runs/run")
+
+
+def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() -> None:
+    digest = Config().digest()
+    for tree in (
+        {"run": {"name": "other", "dir": "elsewhere", "total_train_steps": 7}},
+        {"manager": {"port": 8000}},
+        {"metrics": {"plots": False}},
+    ):
+        assert from_dict(tree).digest() == digest
+    for tree in (
+        {"run": {"seed": 1}},
+        {"staleness": {"max_staleness": 5}},
+        {"rollout": {"sampling": {"temperature": 0.9}}},
+        {"data": {"args": {"min_terms": 2}}},
+    ):
+        assert from_dict(tree).digest() != digest
+
+
+def test_an_evaluation_is_off_unless_it_is_said_when() -> None:
+    assert not Config().evaluation.enabled
+    for setting in (
+        {"every_epochs": 1},
+        {"every_steps": 1},
+        {"every_seconds": 1},
+        {"at_start": True},
+        {"at_end": True},
+    ):
+        assert from_dict({"evaluation": setting}).evaluation.enabled
+
+
+def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
+    config = from_dict(
+        {
+            "run": {"seed": 3},
+            "data": {"source": "jsonl", "path": "train.jsonl", "prompt_key": "question", "suffix": "!"},
+            "rollout": {
+                "group_size": 8,
+                "sampling": {"max_new_tokens": 17, "stop": ["x"], "top_k": 5, "min_p": 0.1},
+                "reward": {"overlong_tokens": 4},
+            },
+            "evaluation": {"at_end": True, "data": {"path": "test.jsonl"}},
+        }
+    )
+    seen = as_evaluated(config)
+    assert (seen.data.path, seen.data.prompt_key, seen.data.suffix) == ("test.jsonl", "question", "!")
+    assert seen.rollout.group_size == 1
+    sampling = seen.rollout.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.top_p) == (0.0, -1, 0.0, 1.0)
+    assert (sampling.max_new_tokens, sampling.stop) == (17, ["x"])
+    assert seen.rollout.reward.overlong_tokens == 0
+    assert seen.run.seed - config.run.seed == 2**30
+    assert as_evaluated(from_dict({"reward_model": {"path": "judge"}})).reward_model.path is None
+    other = from_dict({"evaluation": {"seed": 9, "samples": 4, "temperature": 0.8, "max_new_tokens": 5}})
+    seen = as_evaluated(other)
+    assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)
+    assert (seen.rollout.sampling.temperature, seen.rollout.sampling.max_new_tokens) == (0.8, 5)
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        RolloutConfig().group_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"tensor_parallel": 2}, 'trainer: tensor_parallel and pipeline_parallel need backend = "megatron"'),
+        (
+            {"backend": "megatron", "tensor_parallel": 2, "roles": {"critic": {"data_parallel": 3}}},
+            "trainer.roles.critic: data_parallel . tensor_parallel . pipeline_parallel is 3, but there are 2 model",
+        ),
+        ({"roles": {"actor": {"backend": "megatron"}}}, "the actor is what .trainer. itself describes"),
+        ({"offload": ["actor"]}, "the actor is never idle"),
+        ({"graph": "synchronous"}, "needs staleness.max_staleness = 0"),
+    ],
+)
+def test_layouts_and_roles_that_do_not_fit_are_refused(trainer: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_dict({"trainer": trainer})
+
+
+def test_a_role_has_its_own_layout_or_that_of_the_trainer() -> None:
+    trainer = from_dict(
+        {
+            "trainer": {
+                "backend": "megatron",
+                "tensor_parallel": 2,
+                "pipeline_parallel": 2,
+                "roles": {"ref": {"backend": "torch"}, "critic": {"data_parallel": 2, "tensor_parallel": 2}},
+            }
+        }
+    ).trainer
+    assert trainer.workers == 4
+    assert role_config(trainer, "actor") == ("megatron", 1, 2, 2)
+    assert role_config(trainer, "reward") == ("megatron", 1, 2, 2)
+    assert role_config(trainer, "ref") == ("torch", 4, 1, 1)
+    assert role_config(trainer, "critic") == ("megatron", 2, 2, 1)

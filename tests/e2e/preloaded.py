@@ -1,0 +1,194 @@
+"""`streamrl` commands without the time that imports take: a launcher and its children are forks of a process that has
+imported everything that they use (`tests.forked`).
+
+They differ from commands that a user types in that no new Python is executed, so each writes its command line over that
+of the fork server, for `ps` and the tests to see. Where the difference matters, and in some runs because it might,
+tests start commands as a user does (`harness.start(..., fresh=True)`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import faulthandler
+import gc
+import multiprocessing.resource_tracker as resource_tracker
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import IO, Any
+
+from tests.forked import forking
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "streamrl")
+SUPPORTED = hasattr(os, "pidfd_open")
+"""Whether the launcher can wait for forks as it waits for processes that it has executed."""
+
+
+class PreloadedProcess:
+    """A `streamrl` command in a process of its own, with as much of `subprocess.Popen` as tests need."""
+
+    def __init__(self, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
+        """`words`: what a user would type behind `streamrl`."""
+        reading, writing = os.pipe()
+        self.stdout: IO[str] = os.fdopen(reading, errors="replace")
+        try:
+            arguments = (words, dict(environment), DupFd(writing))
+            self._process = forking().Process(target=_launch, args=arguments, daemon=True)  # none outlives pytest
+            self._process.start()
+        finally:
+            os.close(writing)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(COMMAND, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _launch(words: Sequence[str], environment: dict[str, str], output: Any) -> None:
+    """The launcher; what it starts as a process of streamrl's is forked from it."""
+    descriptor = output.detach()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    asyncio.create_subprocess_exec = _create_subprocess  # type: ignore[assignment]
+    _run_command(words, environment)
+
+
+_execute = asyncio.create_subprocess_exec
+
+
+async def _create_subprocess(*command: str, **options: Any) -> Any:
+    """In the place of `asyncio.create_subprocess_exec`, with those options that the launcher uses."""
+    if tuple(command[: len(COMMAND)]) != COMMAND:
+        return await _execute(*command, **options)
+    launchers = _open_files()
+    pid = os.fork()
+    if pid == 0:
+        code: Any = 1
+        try:
+            _leave_the_launcher(options["stdout"], launchers=launchers, keep=options["pass_fds"])
+            contextvars.Context().run(_run_command, command[len(COMMAND) :], options["env"])
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            _end(code)
+    return _Child(pid)
+
+
+class _Child:
+    """As much of `asyncio.subprocess.Process` as the launcher needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        ended, descriptor = asyncio.Event(), os.pidfd_open(self.pid)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        _, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 (it has ended)
+        return os.waitstatus_to_exitcode(status)
+
+
+def _open_files() -> dict[int, tuple[int, int]]:
+    """What each descriptor of this process refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            status = os.fstat(int(name))
+            found[int(name)] = status.st_dev, status.st_ino
+    return found
+
+
+def _leave_the_launcher(
+    output: IO[bytes] | None, *, launchers: Mapping[int, tuple[int, int]], keep: Collection[int]
+) -> None:
+    """Have no more of the launcher than a process would that it has executed.
+
+    `launchers`: its open files. Those that libuv has opened anew for this process as it was forked stay open. The
+    launcher's objects, its event loop among them, stay until the process ends, which must be the last that happens to
+    them.
+    """
+    gc.freeze()
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    with open(os.devnull, "rb", buffering=0) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if output is not None:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for descriptor, file in _open_files().items():
+        if descriptor > 2 and descriptor not in keep and launchers.get(descriptor) == file:
+            os.close(descriptor)
+
+
+def _run_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Be `streamrl WORDS`; ends with `SystemExit`, as it does."""
+    import torch
+
+    from streamrl import cli
+
+    os.environ.clear()
+    os.environ.update(environment)
+    _show_as([*COMMAND, *words])
+    sys.argv = ["streamrl", *words]
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    # Shared memory is looked after by a process of one's own, which notices when one dies.
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    cli.main()
+
+
+def _show_as(command: Sequence[str]) -> None:
+    """Have the system show `command` as this process's command line, as `setproctitle` does: in the memory of the
+    arguments and of the environment that lies behind it. Nothing reads these any more, since `_run_command` has set
+    every variable anew."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end_of_arguments, _, end = map(int, fields[45:49])
+    text = " ".join(command).encode()[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text.ljust(end_of_arguments - begin + 1), max(len(text), end_of_arguments - begin + 1))
+
+
+def _end(code: Any) -> None:
+    """As the interpreter ends, but that nothing of the launcher's is cleaned up."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

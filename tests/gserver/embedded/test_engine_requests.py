@@ -1,0 +1,307 @@
+"""When responses end, what aborts and pauses do, and how the engine survives failures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl.gserver.embedded.engine import EmbeddedEngine
+from streamrl.gserver.embedded.request import Request
+from streamrl.gserver.embedded.scheduler import Scheduler
+from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Refused, Ticket
+from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(), tmp_path_factory.mktemp("model"))
+
+
+async def grown(ticket: Ticket, tokens: int) -> Output:
+    """Wait until a streamed response has so many tokens."""
+    async for output in ticket.updates():
+        if len(output.output_ids) >= tokens:
+            return output
+    raise AssertionError("the response ended")
+
+
+def letters(engine: EmbeddedEngine, output: Output) -> str:
+    return engine._text.decode(output.output_ids)
+
+
+async def test_seeded_responses_do_not_depend_on_the_batch(folder: Path) -> None:
+    seeded = {"sampling_seed": 11, "max_new_tokens": 40}
+    async with engine_for(folder) as engine:
+        [alone] = await generate(engine, [job("a", prompt(10), params=seeded)])
+        crowd = [job(str(i), prompt(5 + i), params={"max_new_tokens": 30 + i}) for i in range(7)]
+        together = (await generate(engine, [*crowd[:3], job("b", prompt(10), params=seeded), *crowd[3:]]))[3]
+        [other] = await generate(engine, [job("c", prompt(10), params={**seeded, "sampling_seed": 12})])
+    assert together.output_ids == alone.output_ids
+    assert other.output_ids != alone.output_ids
+
+
+async def test_two_engines_of_one_seed_agree(folder: Path) -> None:
+    jobs = [job(str(i), prompt(6 + i)) for i in range(4)]
+    outputs = []
+    for _ in range(2):
+        async with engine_for(folder, seed=5) as engine:
+            outputs.append([output.output_ids for output in await generate(engine, jobs)])
+    assert outputs[0] == outputs[1]
+
+
+async def test_stop_tokens_end_a_response_and_are_kept(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        [whole] = await generate(engine, [job("a", prompt(8), params={"sampling_seed": 1, "max_new_tokens": 60})])
+        stop = whole.output_ids[25]
+        where = whole.output_ids.index(stop)
+        params = {"sampling_seed": 1, "max_new_tokens": 60, "stop_token_ids": [stop]}
+        [cut] = await generate(engine, [job("b", prompt(8), params=params)])
+    assert cut.output_ids == whole.output_ids[: where + 1]
+    assert cut.finish_reason is not None
+    assert (cut.finish_reason.type, cut.finish_reason.matched) == ("stop", stop)
+
+
+async def test_end_of_sequence_ends_a_response_unless_ignored(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        params: dict[str, Any] = {"max_new_tokens": 300}
+        free = await generate(engine, [job(f"a{s}", prompt(8), params=params) for s in range(8)])
+        ended = await generate(
+            engine, [job(f"b{s}", prompt(8), params={**params, "ignore_eos": False}) for s in range(8)]
+        )
+    assert all(len(output.output_ids) == 300 for output in free)
+    assert any(EOS in output.output_ids for output in free)
+    for output in ended:
+        assert EOS not in output.output_ids[:-1]
+        assert output.finish_reason is not None
+        assert output.finish_reason.type == ("stop" if output.output_ids[-1] == EOS else "length")
+    assert any(output.output_ids[-1] == EOS for output in ended)
+
+
+async def test_stop_strings_across_tokens(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        params: dict[str, Any] = {"sampling_seed": 3, "max_new_tokens": 60}
+        [whole] = await generate(engine, [job("a", prompt(8), params=params)])
+        text = letters(engine, whole)
+        stop = text[30:33]
+        [cut] = await generate(engine, [job("b", prompt(8), params=params, stop=("never there", stop))])
+        assert letters(engine, cut) == text[: text.index(stop) + 3]
+    assert cut.finish_reason is not None
+    assert cut.finish_reason.matched == stop
+
+
+async def test_min_new_tokens_holds_stops_back(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        one = {"min_new_tokens": 12, "max_new_tokens": 20, "stop_token_ids": [3], "ignore_eos": False}
+        several = await generate(engine, [job(f"s{i}", prompt(4), params=one) for i in range(8)])
+    for output in several:
+        assert len(output.output_ids) >= 13
+        assert not {3, EOS} & set(output.output_ids[:12])
+
+
+async def test_no_new_tokens_scores_the_prompt_only(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        params = {"max_new_tokens": 0}
+        [output] = await generate(engine, [job("a", prompt(8), params=params, logprob_start_len=0)])
+    assert output.output_ids == []
+    assert len(output.input_logprobs) == 8
+    assert output.finish_reason is not None
+    assert output.finish_reason.type == "length"
+
+
+async def test_top_logprobs_of_the_response(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        jobs = [job("a", prompt(8), top_logprobs_num=4), job("b", prompt(9)), job("c", prompt(10), top_logprobs_num=1)]
+        outputs = await generate(engine, jobs)
+    assert [len(output.top_logprobs) for output in outputs] == [20, 0, 20]
+    for output, count in ((outputs[0], 4), (outputs[2], 1)):
+        for pairs, token, logprob in zip(output.top_logprobs, output.output_ids, output.logprobs, strict=True):
+            values = [value for value, _ in pairs]
+            assert len(pairs) == count
+            assert values == sorted(values, reverse=True)
+            assert logprob <= values[0] + 1e-6
+            assert dict((t, v) for v, t in pairs).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+
+
+async def test_more_requests_than_slots_and_growing_caches(folder: Path) -> None:
+    model = make_model()
+    async with engine_for(folder, max_running=20, max_context=700) as engine:
+        before = engine.stats()["cache_bytes"]
+        jobs = [job(str(i), prompt(3 + 11 * i), params={"max_new_tokens": 5 + 13 * (i % 7)}) for i in range(30)]
+        outputs = await generate(engine, jobs)
+        stats = engine.stats()
+    assert stats["cache_bytes"] > before
+    assert stats["running"] == stats["queued"] == 0
+    assert stats["tokens_generated_total"] == sum(one.params.max_new_tokens for one in jobs)
+    assert stats["requests_total"] == 30
+    assert stats["slot_seconds_total"] > stats["busy_seconds_total"] > 0
+    for one, output in zip(jobs, outputs, strict=True):
+        expected = response_logprobs(model, one.input_ids, output.output_ids)
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+
+
+async def test_a_full_queue_is_refused(folder: Path) -> None:
+    async with engine_for(folder, max_running=1, max_queued=2) as engine:
+        await engine.pause("in_place")
+        tickets = [engine.submit(job(str(i), prompt(5))) for i in range(3)]
+        with pytest.raises(QueueFull, match="max_queued"):
+            engine.submit(job("one more", prompt(5)))
+        await engine.resume()
+        for ticket in tickets:
+            await ticket.result()
+        engine.submit(job("again", prompt(5)))
+
+
+async def test_aborts_answer_with_what_there_is(folder: Path) -> None:
+    async with engine_for(folder, max_running=2, max_context=1024) as engine:
+        long = {"max_new_tokens": 1000}
+        running = engine.submit(job("run", prompt(5), params=long, stream=True))
+        await grown(running, 3)
+        other = engine.submit(job("other", prompt(6), params=long, stream=True))
+        waiting = engine.submit(job("wait", prompt(7), params=long))
+        await grown(other, 1)
+        assert not await engine.abort("nobody")
+        assert await engine.abort("wait")
+        assert await engine.abort("run")
+        outputs = [await running.result(), await waiting.result()]
+        assert await engine.abort_all() == 1
+        outputs.append(await other.result())
+        assert engine.stats()["running"] == 0
+        [after] = await generate(engine, [job("after", prompt(5))])
+    assert [output.finish_reason and output.finish_reason.type for output in outputs] == ["abort"] * 3
+    assert len(outputs[0].output_ids) >= 3
+    assert outputs[1].output_ids == []
+    assert len(after.output_ids) == 20
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_paused_requests_go_on_where_they_were(mode: Any, folder: Path) -> None:
+    params = {"max_new_tokens": 400, "sampling_seed": 2}
+    async with engine_for(folder, max_running=2, max_context=1024) as engine:
+        tickets = [engine.submit(job(str(i), prompt(5 + i), params=params, stream=True)) for i in range(3)]
+        await grown(tickets[1], 3)
+        await engine.pause(mode)
+        paused = engine.stats()
+        if mode == "in_place":
+            with pytest.raises(Refused, match="running"):
+                await engine.flush()
+            assert paused["running"] == 2
+        else:
+            await engine.flush()
+            assert (paused["running"], paused["queued"]) == (0, 3)
+        late = engine.submit(job("late", prompt(3)))
+        await asyncio.sleep(0.05)
+        assert engine.stats()["tokens_generated_total"] == paused["tokens_generated_total"]
+        await engine.resume()
+        outputs = [await ticket.result() for ticket in [*tickets, late]]
+        [again] = await generate(engine, [job("again", prompt(5), params=params)])
+    assert [len(output.output_ids) for output in outputs] == [400, 400, 400, 20]
+    assert outputs[0].num_retractions == (mode == "retract")
+    assert outputs[0].output_ids == again.output_ids
+    assert engine.stats()["pause_seconds_total"] > 0.04
+
+
+async def test_a_pause_that_aborts(folder: Path) -> None:
+    async with engine_for(folder, max_running=1, max_context=2048) as engine:
+        tickets = [engine.submit(job(str(i), prompt(5), params={"max_new_tokens": 400}, stream=True)) for i in range(2)]
+        await grown(tickets[0], 1)
+        await engine.pause("abort")
+        outputs = [await ticket.result() for ticket in tickets]
+        late = engine.submit(job("late", prompt(5)))
+        await asyncio.sleep(0.02)
+        assert not late.done
+        await engine.resume()
+        assert len((await late.result()).output_ids) == 20
+    assert [output.finish_reason and output.finish_reason.type for output in outputs] == ["abort", "abort"]
+
+
+async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_for(folder) as engine:
+        model = engine._scheduler._model
+        broken = {"decode": True, "extend": False}
+        for name in broken:
+            works = getattr(model, name)
+
+            def call(*args: Any, works: Any = works, name: str = name) -> Any:
+                if broken[name]:
+                    broken[name] = False
+                    raise RuntimeError("out of memory")
+                return works(*args)
+
+            monkeypatch.setattr(model, name, call)
+        failed = engine.submit(job("a", prompt(5)))
+        with pytest.raises(GenerationFailed, match=r"token could not be computed.*out of memory"):
+            await failed.result()
+        broken["extend"] = True
+        failed = engine.submit(job("b", prompt(5)))
+        with pytest.raises(GenerationFailed, match=r"prompt could not be computed.*out of memory"):
+            await failed.result()
+        [output] = await generate(engine, [job("c", prompt(5))])
+        assert engine.stats()["running"] == 0
+    assert len(output.output_ids) == 20
+
+
+async def test_broken_weights_are_named(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        live = engine._weights.served
+        good = live.named["model.norm.weight"].clone()
+        await engine._do(lambda: live.update({"model.norm.weight": torch.full_like(good, float("nan"))}))
+        ticket = engine.submit(job("a", prompt(5)))
+        with pytest.raises(GenerationFailed, match="NaN"):
+            await ticket.result()
+        await engine._do(lambda: live.update({"model.norm.weight": good}))
+        [output] = await generate(engine, [job("b", prompt(50))])
+    assert len(output.output_ids) == 20
+
+
+async def test_closing_fails_what_is_not_finished(folder: Path) -> None:
+    async with engine_for(folder, max_context=2048) as engine:
+        ticket = engine.submit(job("a", prompt(5), params={"max_new_tokens": 2000}))
+    with pytest.raises(GenerationFailed, match="stopping"):
+        await ticket.result()
+
+
+async def test_a_dead_thread_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_for(folder) as engine:
+        monkeypatch.setattr(engine._scheduler, "_next_batch", lambda: 1 / 0)
+        ticket = engine.submit(job("a", prompt(5)))
+        with pytest.raises(GenerationFailed, match="ZeroDivisionError"):
+            await ticket.result()
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            await engine.failed()
+
+
+async def test_more_slots_than_tokens_in_the_longest_context(folder: Path) -> None:
+    async with engine_for(folder, max_running=24, max_context=10) as engine:
+        jobs = [job(str(i), prompt(3, seed=i), params={"max_new_tokens": 7}) for i in range(30)]
+        outputs = await generate(engine, jobs)
+    assert [len(output.output_ids) for output in outputs] == [7] * 30
+
+
+async def test_requests_that_follow_each_other_closely_are_computed_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    prefill = Scheduler._prefill
+
+    def counting(self: Scheduler, batch: Sequence[Request]) -> None:
+        batches.append(len(batch))
+        prefill(self, batch)
+
+    monkeypatch.setattr(Scheduler, "_prefill", counting)
+    async with engine_for(folder) as engine:
+        engine._scheduler.decode_seconds = 20.0  # so requests within two seconds belong together
+        engine._commands.put(lambda: time.sleep(0.2))  # during which the first one comes
+        tickets = []
+        for name in "abc":
+            tickets.append(engine.submit(job(name, prompt(8))))
+            await asyncio.sleep(0.1)
+        async with asyncio.timeout(15):
+            for ticket in tickets:
+                await grown(ticket, 1)
+    assert batches == [3]

@@ -1,0 +1,191 @@
+"""Whatever is written and swapped, the model computes with the weights that are named."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamrl.checksum import tensor_sums, weights_checksum
+from streamrl.gserver.embedded.architecture import Architecture, Rope
+from streamrl.gserver.embedded.model import Extension, KVCache, Model
+from streamrl.gserver.embedded.products import Matrix, can_pack
+from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
+from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout, mapped
+from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
+
+CPU = torch.device("cpu")
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def architecture(*, tied: bool) -> Architecture:
+    return Architecture(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope=Rope(theta=10000.0),
+        max_position=64,
+        tied=tied,
+        qkv_bias=True,
+        o_bias=False,
+        qk_norm=True,
+        eos_token_ids=frozenset(),
+    )
+
+
+def model_of(parameters: Parameters) -> Model:
+    a = parameters.architecture
+    cache = KVCache(a, max_slots=2, max_length=32, dtype=parameters.compute_dtype, device=CPU)
+    return Model(parameters, cache, max_length=32)
+
+
+@torch.inference_mode()
+def logits(model: Model, *, count: int = len(TOKENS)) -> Tensor:
+    hidden, _ = model.extend([Extension(slot=0, cached=0, tokens=TOKENS[:count])])
+    return model.logits(hidden)
+
+
+def fresh_logits(a: Architecture, weights: dict[str, Tensor], *, compute_dtype: torch.dtype, count: int) -> Tensor:
+    parameters = Parameters(a, dtype=torch.bfloat16, device=CPU, compute_dtype=compute_dtype)
+    parameters.update(weights)
+    return logits(model_of(parameters), count=count)
+
+
+def in_a_file(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those of a file that nobody can find any more."""
+    header, begins, size = layout([(name, tuple(tensor.shape)) for name, tensor in weights.items()], dtype)
+    content = bytearray(size)
+    content[: len(header)] = header
+    for name, tensor in weights.items():
+        data = tensor.to(dtype).contiguous().view(torch.uint8).flatten().numpy().tobytes()
+        content[begins[name] : begins[name] + len(data)] = data
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return mapped(Path(file.name))
+
+
+def random_weight(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(torch.bfloat16).to(like.dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    tied=st.booleans(),
+    packs=st.booleans(),
+    count=st.sampled_from([1, 3, 4, len(TOKENS)]),
+)
+def test_any_sequence_of_updates_and_swaps(
+    data: st.DataObject, dtype: torch.dtype, tied: bool, packs: bool, count: int
+) -> None:
+    """Each set's weights are tracked by hand; the served one gives the logits of a fresh model with them.
+
+    What was shared stays as it was.
+    """
+    a = architecture(tied=tied)
+    buffers = DoubleBufferedWeights(a, dtype=dtype, compute_dtype=torch.float32, device=CPU, threads=1)
+    names = sorted(buffers.served.named)
+    copiers = Copiers()
+    if not packs:
+        buffers.served._packs = False
+    model = model_of(buffers.served)
+    shared: list[tuple[Mapping[str, Tensor], dict[str, Tensor]]] = []
+    live = {name: torch.zeros_like(tensor) for name, tensor in buffers.served.named.items()}
+    zeros = aside = dict(live)
+    for seed, step in enumerate(
+        data.draw(
+            st.lists(st.sampled_from(["store", "adopt", "ready", "swap", "share", "compute"]), min_size=1, max_size=12)
+        )
+    ):
+        changed = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)) if step == "store" else []
+        if step == "store":
+            if buffers._staged is not None and buffers._staged.read_only:  # it cannot be written to
+                aside = zeros
+            aside = aside | {name: random_weight(aside[name], seed) for name in changed}
+            sums = copiers.each(buffers.store, [(name, aside[name]) for name in changed])
+            assert sums == {name: tensor_sums(aside[name].to(dtype)) for name in changed}
+        elif step == "adopt":
+            weights = {name: random_weight(tensor, seed) for name, tensor in aside.items()}
+            if buffers.adopt(in_a_file(weights, dtype)):
+                aside = weights
+            else:
+                assert dtype != torch.float32
+        elif step == "ready":
+            buffers.make_ready()
+        elif step == "swap":
+            model.parameters = buffers.swap()
+            live, aside = aside, live
+            if buffers._staged is None:  # what was adopted is freed, and what was shared is kept by others
+                aside = zeros
+        elif step == "share":
+            weights = dict(buffers.share())
+            shared.append((weights, {name: tensor.clone() for name, tensor in weights.items()}))
+        for weights, as_they_were in shared:
+            assert all(torch.equal(weights[name], as_they_were[name]) for name in names)
+        assert torch.allclose(
+            logits(model, count=count), fresh_logits(a, live, compute_dtype=torch.float32, count=count), atol=1e-4
+        )
+        assert buffers.served.checksum() == weights_checksum({n: t.to(dtype) for n, t in live.items()})
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed products")
+def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = Parameters(architecture(tied=False), dtype=torch.float32, device=CPU)
+    save_file({name: random_weight(t, 1) for name, t in parameters.named.items()}, tmp_path / "model.safetensors")
+    packed = []
+    original = Matrix.pack
+    monkeypatch.setattr(Matrix, "pack", lambda m, library: (packed.append(m), original(m, library)))
+    parameters.load(tmp_path)
+    assert not packed
+    parameters.pack()
+    assert len(packed) == 4 * 2 + 1
+    logits(model_of(parameters))
+    parameters.pack()
+    assert len(packed) == 4 * 2 + 1
+    parameters.write("model.norm.weight", torch.ones(16))
+    assert all(matrix.packed for matrix in parameters._matrices)
+    parameters.write("model.layers.0.self_attn.k_proj.weight", torch.ones(16, 16))
+    assert [matrix.packed for matrix in parameters._matrices].count(False) == 1
+    parameters.pack()
+    assert all(matrix.packed for matrix in parameters._matrices)
+
+
+@pytest.mark.parametrize("way", ["written", "adopted"])
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must_not_depend_on_it(
+    tmp_path: Path, way: str, deterministic: bool
+) -> None:
+    old, new = make_model(seed=0), make_model(seed=1)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if way == "adopted" else tmp_path) as folder:
+        update = Path(folder)
+        save_file({n: tensor.contiguous() for n, tensor in weights_of(new).items()}, update / "model.safetensors")
+        async with engine_for(save(old, tmp_path / "old"), deterministic=deterministic) as engine:
+            await engine.begin_update()
+            await engine.load(update, "1")
+            staged = engine._weights._staged_or_new()
+            assert staged.read_only == (way == "adopted")
+            assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
+            if can_pack(torch.float32):
+                assert all(matrix.packed == deterministic for matrix in staged._matrices)
+            await engine.end_update()
+            assert engine._weights.served is staged
+            assert engine.weight_version == "1"
+            outputs = await generate(engine, [job(str(i), prompt(20 + i)) for i in range(6)])
+    for i, output in enumerate(outputs):
+        expected = response_logprobs(new, prompt(20 + i), output.output_ids)
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)

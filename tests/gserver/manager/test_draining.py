@@ -1,0 +1,118 @@
+"""Elastic pools at the manager, over real HTTP: numbers for newcomers, and the way out without loss."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import PeerError
+from streamrl.transport.control import AskPlace, Drain, GroupInFlight, InFlight, Leave, Route
+from tests.gserver.harness import Run, managed, publish, small_config, taken
+from tests.gserver.scripted import ScriptedGserver, scripted
+
+
+async def joined(run: Run, *gservers: ScriptedGserver) -> None:
+    for index, gserver in enumerate(gservers):
+        await run.register("gserver", index, address=gserver.url, pid=100 + index)
+    await run.register("rollout", pid=200)
+    await run.until_live(*range(len(gservers)))
+
+
+def members(run_status: object) -> set[str]:
+    return {f"{p.role}/{p.index}" for p in run_status.processes}  # type: ignore[attr-defined]
+
+
+async def told_to_leave(run: Run, index: int) -> None:
+    """Until a heartbeat of the gserver is answered so."""
+    async with asyncio.timeout(10):
+        while not (await run.beat("gserver", index)).leave:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_newcomers_get_numbers_beyond_the_configured_ones(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2})
+    ask = AskPlace(role="gserver", config_digest=config.digest())
+    async with managed(config) as run:
+        assert [await run.client.place(ask, patience=1.0) for _ in range(2)] == [2, 3]
+        await run.register("gserver", 2, address="http://127.0.0.1:1")
+        assert await run.client.place(ask, patience=1.0) == 4
+        with pytest.raises(PeerError, match="has another configuration"):
+            await run.client.place(AskPlace(role="rollout", config_digest="other"), patience=1.0)
+        with pytest.raises(PeerError, match="a master cannot join a running run"):
+            await run.client.place(AskPlace(role="master", config_digest=config.digest()), patience=1.0)
+
+
+async def test_a_run_starts_with_as_many_as_are_configured_whatever_their_numbers(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", 5, address=gserver.url)
+        await run.register("rollout", 7)
+        assert (await run.client.status()).message == "waits for model_worker/0, master/0 to join"
+        await run.until_live(5)
+        assert await run.admit_seqs(1, worker=7) == [0]
+
+
+async def test_a_drained_worker_is_told_and_forgotten_once_it_has_left(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await joined(run, gserver)
+        assert not (await run.beat("rollout")).leave
+        await run.client.drain(Drain(role="rollout", index=0))
+        assert (await run.process("rollout")).state == "draining"
+        assert (await run.beat("rollout")).leave
+        await run.client.leave(Leave(role="rollout", index=0, pid=999))
+        assert "rollout/0" in members(await run.client.status()), "another process took its place before"
+        await run.client.leave(Leave(role="rollout", index=0, pid=200))
+        assert "rollout/0" not in members(await run.client.status())
+
+
+async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is_under_way(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await joined(run, first, second)
+        assert [a.gserver for a in await run.admit(2)] == [first.url, second.url]
+        await run.client.drain(Drain(role="gserver", index=0))
+        assert {a.gserver for a in await run.admit(2)} == {second.url}
+        assert not (await run.beat("gserver", 0)).leave
+        assert (await publish(run, 1)).done, "it still gets weights"
+        assert first.weight_version == second.weight_version == "1"
+        assert (await run.process("gserver", 0)).state == "draining"
+        await run.client.in_flight(InFlight(worker=0, groups=[GroupInFlight(0, 0, 0)]))
+        await told_to_leave(run, 0)
+        await run.client.leave(Leave(role="gserver", index=0, pid=100))
+        assert "gserver/0" not in members(await run.client.status())
+        assert "/pause_generation" not in first.calls[first.calls.index("/continue_generation") :]
+        assert (await publish(run, 2)).done
+        assert first.weight_version == "1"
+        await run.client.settle(taken(0))
+        assert (await run.client.status()).ledger.accepted == 1
+
+
+async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2}, manager={"drain_seconds": 0.1})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await joined(run, first, second)
+        await run.admit(2)
+        await run.client.drain(Drain(role="gserver", index=0))
+        await told_to_leave(run, 0)
+        assert first.paused, "its requests are aborted, and none begins there any more"
+        await first.die()
+        assert (await run.client.route(Route(worker=0, seq=0, failed=first.url))).gserver == second.url
+
+
+async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
+    config = small_config(tmp_path, manager={"lease_seconds": 0.2})
+    async with managed(config) as run, scripted() as (gserver,):
+        await joined(run, gserver)
+        await run.until(lambda status: {p.state for p in status.processes if p.role == "gserver"} == {"silent"})
+        await run.client.drain(Drain(role="gserver", index=0))
+        assert "gserver/0" not in members(await run.client.status())
+
+
+async def test_who_cannot_be_drained(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await run.register("master")
+        with pytest.raises(PeerError, match="a master cannot be drained"):
+            await run.client.drain(Drain(role="master", index=0))
+        with pytest.raises(PeerError, match="gserver/3 is not in this run; there are: none"):
+            await run.client.drain(Drain(role="gserver", index=3))

@@ -1,0 +1,147 @@
+"""How a run ends: everyone is told, whoever ended it, and the manager leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.gserver.manager import core, process
+from streamrl.transport.control import Admit, FinishRun, Route
+from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.scripted import scripted
+
+
+@pytest.fixture(autouse=True)
+def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LINGER_SECONDS", 0.2)
+
+
+async def everyone(run: Run) -> None:
+    for role in ("gserver", "rollout", "model_worker", "master"):
+        await run.register(role)  # type: ignore[arg-type]
+
+
+async def ended(run: Run, *, within: float = 3.0) -> None:
+    await asyncio.wait_for(asyncio.shield(run.serving), within)
+
+
+async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        assert not (await run.beat("rollout")).stop
+        admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
+        rejections = asyncio.create_task(run.client.rejections(0))
+        topology = asyncio.create_task(run.client.topology("gserver", 2, patience=0.5))
+        await run.client.finish_run(FinishRun(reason="all steps are done"))
+        assert (await admission).stop
+        assert await rejections == []
+        await asyncio.wait({topology})
+        assert topology.exception() is not None
+        status = await run.client.status()
+        assert (status.state, status.message) == ("finished", "all steps are done")
+        assert (await run.beat("gserver")).stop
+        assert not run.serving.done()
+        assert (await run.beat("model_worker")).stop
+        await ended(run)
+
+
+async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        await run.until_live(0)
+        await run.client.finish_run(FinishRun(reason="done"))
+        asked = len(gserver.calls)
+        assert (await run.client.route(Route(worker=0, seq=0, failed=gserver.url))).gserver == ""
+        assert len(gserver.calls) == asked
+
+
+async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.3})) as run:
+        await everyone(run)
+        await run.client.finish_run(FinishRun(reason="done"))
+        await ended(run)
+
+
+async def test_the_manager_waits_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "TELL_SECONDS", 0.3)
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        await run.client.finish_run(FinishRun(reason="done"))
+        await ended(run)
+
+
+async def test_a_process_that_gives_up_ends_the_run_for_all(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        assert (await run.beat("model_worker", error="model_worker/0: out of memory")).stop
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "model_worker/0: out of memory")
+        for role in ("gserver", "rollout", "master"):
+            assert (await run.beat(role)).stop  # type: ignore[arg-type]
+        await ended(run)
+
+
+async def test_a_rollout_worker_that_gives_up_ends_the_run_only_if_no_other_makes_groups(tmp_path: Path) -> None:
+    config = small_config(tmp_path, rollout={"workers": 3})
+    async with managed(config) as run:
+        await everyone(run)
+        for index in (1, 2):
+            await run.register("rollout", index)
+        await run.beat("rollout", 1, stats={"groups_done_total": 1.0})
+        assert not (await run.beat("rollout", 0, error="rollout/0: OSError: no more files")).stop
+        assert (await run.process("rollout", 0)).state == "silent"
+        assert not (await run.beat("rollout", 0)).stop, "it closes what it has"
+        assert (await run.process("rollout", 0)).state == "silent"
+        assert not (await run.beat("rollout", 2, stats={"groups_done_total": 0.0})).stop
+        assert (await run.beat("rollout", 1, error="rollout/1: KeyError: 'answer'")).stop
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "rollout/1: KeyError: 'answer'")
+
+
+async def test_in_a_synchronous_graph_every_rollout_worker_is_needed(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, rollout={"workers": 2}, trainer={"graph": "synchronous"}, staleness={"max_staleness": 0}
+    )
+    async with managed(config) as run:
+        await everyone(run)
+        await run.register("rollout", 1)
+        await run.beat("rollout", 1, stats={"groups_done_total": 1.0})
+        assert (await run.beat("rollout", 0, error="rollout/0: OSError: no more files")).stop
+
+
+async def test_the_first_reason_stands(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await run.client.finish_run(FinishRun(reason="", error="the loss is not a number"))
+        await run.client.finish_run(FinishRun(reason="fine"))
+        status = await run.client.status()
+        assert (status.state, status.message) == ("failed", "the loss is not a number")
+
+
+async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        core.Manager.__init__,
+        "__kwdefaults__",
+        {
+            "long_poll_seconds": 20.0,
+            "master_patience_seconds": 0.3,
+        },
+    )
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.1})) as run:
+        await run.register("master")
+        await run.until(lambda status: status.processes[0].silent_seconds > 0.2)
+        assert (await run.client.status()).state == "joining"
+        status = await run.until(lambda status: status.state == "failed")
+        assert "master/0 has been silent" in status.message
+
+
+async def test_a_cancelled_manager_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with managed(small_config(tmp_path)) as run:
+        await everyone(run)
+        admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(admission, return_exceptions=True)
+    assert asyncio.all_tasks() == before

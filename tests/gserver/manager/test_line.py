@@ -1,0 +1,96 @@
+"""WaitingQueues: everyone in turn, only those who are served wake, and nothing that was found is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from streamrl.gserver.manager.run_state import WaitingQueue
+
+
+class Places:
+    """Something to be had, and how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.attempts = 0
+        self.given: list[int] = []
+
+    def take(self, who: int) -> int | None:
+        self.attempts += 1
+        if not self.free:
+            return None
+        self.free -= 1
+        self.given.append(who)
+        return who
+
+
+async def in_line(
+    line: WaitingQueue[int], places: Places, count: int, *, timeout: float = 30.0
+) -> list[asyncio.Task[int | None]]:
+    tasks = [asyncio.create_task(line.find(lambda who=who: places.take(who), timeout=timeout)) for who in range(count)]
+    while len(line) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_places_go_to_the_first_in_line_and_nobody_else_is_asked() -> None:
+    line: WaitingQueue[int] = WaitingQueue()
+    places = Places()
+    tasks = await in_line(line, places, 1000)
+    asked = places.attempts
+    places.free = 3
+    line.wake()
+    line.wake()
+    await asyncio.sleep(0.01)
+    assert places.given == [0, 1, 2]
+    assert places.attempts - asked == 4, "three who were served, and the first who was not"
+    assert [task.done() for task in tasks[:5]] == [True, True, True, False, False]
+    line.close()
+    assert await asyncio.gather(*tasks[3:]) == [None] * 997
+
+
+async def test_who_comes_later_does_not_overtake() -> None:
+    line: WaitingQueue[int] = WaitingQueue()
+    places = Places()
+    (first,) = await in_line(line, places, 1)
+    places.free = 1
+    late = asyncio.create_task(line.find(lambda: places.take(99), timeout=0.05))
+    await asyncio.sleep(0)
+    line.wake()
+    assert await first == 0
+    assert await late is None
+
+
+async def test_who_has_left_is_passed_over() -> None:
+    line: WaitingQueue[int] = WaitingQueue()
+    places = Places()
+    tasks = await in_line(line, places, 3)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    places.free = 1
+    line.wake()
+    assert await tasks[1] == 1
+    line.close()
+    assert await tasks[2] is None
+
+
+async def test_what_is_found_as_the_time_runs_out_is_not_lost() -> None:
+    line: WaitingQueue[int] = WaitingQueue()
+    places = Places()
+    (task,) = await in_line(line, places, 1, timeout=0.05)
+
+    def at_the_last_moment() -> None:
+        places.free = 1
+        line._serve()
+
+    asyncio.get_running_loop().call_later(0.0499, at_the_last_moment)
+    assert (await task is None) == (places.given == [])
+
+
+async def test_a_closed_line_asks_once() -> None:
+    line: WaitingQueue[int] = WaitingQueue()
+    line.close()
+    places = Places()
+    assert await line.find(lambda: places.take(1), timeout=30.0) is None
+    places.free = 1
+    assert await line.find(lambda: places.take(1), timeout=30.0) == 1

@@ -1,0 +1,520 @@
+"""The manager over real HTTP: membership, admission, routing, leases, faulty calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.gserver.manager.core import Manager
+from streamrl.ledger import Fate
+from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import Timeline
+from streamrl.transport.control import Admit, Reject, Role, Route, Settle
+from streamrl.transport.generation import GenerationClient
+from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
+from tests.gserver.scripted import ScriptedGserver, scripted
+
+QUIET = 0.1
+"""Seconds in which a call that has to wait must not return."""
+
+
+async def join(run: Run, *gservers: ScriptedGserver, workers: int = 1) -> None:
+    """Register `gservers` and rollout workers, and wait until the gservers take groups."""
+    for index, gserver in enumerate(gservers):
+        await run.register("gserver", index, address=gserver.url, pid=100 + index)
+    for index in range(workers):
+        await run.register("rollout", index, pid=200 + index)
+    await run.until_live(*range(len(gservers)))
+
+
+async def waiting(call: Any) -> asyncio.Task[Any]:
+    """`call` as a task that is seen to wait."""
+    task = asyncio.ensure_future(call)
+    done, _ = await asyncio.wait({task}, timeout=QUIET)
+    assert not done, task.result()
+    return task
+
+
+async def result_of(task: asyncio.Task[Any]) -> Any:
+    """What `task` answers now that it was woken: long before its long poll would have ended."""
+    return await asyncio.wait_for(task, 5.0)
+
+
+async def test_a_process_with_another_configuration_is_refused(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        with pytest.raises(PeerError, match=r"rollout/0 \(process 7 on here\) has another configuration") as refusal:
+            await run.register("rollout", pid=7, digest="other")
+        assert refusal.value.status == 409
+        assert (await run.client.status()).processes == []
+
+
+async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        assert not (await run.beat("rollout", 3)).known
+        with pytest.raises(PeerError, match="rollout/3 is not registered"):
+            await run.admit(worker=3)
+
+
+async def test_heartbeats_of_all_and_of_the_manager_are_in_the_timeline(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.register("model_worker", address="tcp://w")
+        await run.register("master", address="tcp://m")
+        roles: tuple[Role, ...] = ("gserver", "rollout", "model_worker", "master")
+        for role in roles:
+            await run.beat(role)
+    lines = [json.loads(line) for line in (run.config.run_dir / "timeline.jsonl").read_text().splitlines()]
+    beats = {line["role"]: line["stats"] for line in lines if line["kind"] == "heartbeat"}
+    assert set(beats) == {"gserver", "rollout", "model_worker", "master", "manager"}
+    assert beats["manager"]["processor_seconds_total"] > 0
+    assert beats["manager"]["machine_processor_seconds_total"] > 0
+
+
+async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        status = await run.client.status()
+        assert status.state == "joining"
+        assert status.message == "waits for gserver/0, rollout/0, model_worker/0, master/0 to join"
+        await join(run, gserver)
+        await run.register("model_worker", address="tcp://w")
+        assert (await run.client.status()).message == "waits for master/0 to join"
+        await run.register("master", address="tcp://m")
+        assert (await run.client.status()).state == "running"
+
+
+async def test_topology_waits_for_those_who_are_missing(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await run.register("model_worker", 1, address="tcp://b")
+        topology = await waiting(run.client.topology("model_worker", 2, patience=5.0))
+        await run.register("model_worker", 0, address="tcp://a")
+        assert [peer.address for peer in await result_of(topology)] == ["tcp://a", "tcp://b"]
+
+
+async def test_topology_names_who_is_missing_when_patience_ends(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        await run.register("model_worker", 0)
+        with pytest.raises(DeadlineExceeded, match="1 of 2 model_worker processes registered"):
+            await run.client.topology("model_worker", 2, patience=0.1)
+
+
+async def test_admission_stops_at_the_ledgers_bound(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        assert await run.admit_seqs(3) == [0, 1, 2]
+        assert await run.admit_seqs(3) == [3]
+        assert (await run.client.status()).ledger.room == 0
+        await waiting(run.admit())
+
+
+async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
+    manager = Manager(config, client=client, timeline=timeline, long_poll_seconds=0.05)
+    run = Run(config, "http://unused", asyncio.create_task(manager.watch()))
+    await manager.members.register(run.registration("rollout"))
+    reply = await manager.groups.admit(Admit(worker=0, count=1))
+    assert reply.admissions == []
+    assert not reply.stop
+    run.serving.cancel()
+    await manager.close()
+    timeline.close()
+
+
+async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit()
+        admission = await waiting(run.admit_seqs())
+        rejections = await waiting(run.client.rejections(0))
+        await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
+        assert await result_of(admission) == [4]
+        assert await result_of(rejections) == [Fate(2, 0)]
+        assert await run.client.rejections(0) == [Fate(2, 0)]
+
+
+async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit()
+        admission = await waiting(run.admit_seqs())
+        await run.client.settle(dropped(1))
+        assert await result_of(admission) == [1]
+
+
+async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit()
+        await run.client.settle(taken(0, 1, 2, 3))
+        admission = await waiting(run.client.admit(Admit(worker=0, count=9)))
+        assert (await publish(run, 1)).done
+        reply = await result_of(admission)
+        assert [a.seq for a in reply.admissions] == [4, 5]
+        assert reply.policy_version == 1
+
+
+async def test_a_waiting_admission_is_woken_by_the_first_gserver(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("rollout")
+        admission = await waiting(run.admit())
+        await run.register("gserver", address=gserver.url)
+        assert {a.gserver for a in await result_of(admission)} == {gserver.url}
+
+
+async def test_nothing_is_admitted_before_all_gservers_have_joined(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await join(run, first)
+        admission = await waiting(run.admit(2))
+        await run.register("gserver", 1, address=second.url)
+        assert {a.gserver for a in await result_of(admission)} == {first.url, second.url}
+
+
+async def test_a_gserver_that_never_joins_does_not_hold_the_others_up_for_ever(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2}, manager={"join_timeout_seconds": 0.3})
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        assert await result_of(asyncio.ensure_future(run.admit_seqs(2))) == [0, 1]
+
+
+async def test_groups_go_to_the_gserver_with_the_fewest_in_flight(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await join(run, first, second)
+        assert [a.gserver for a in await run.admit()] == [first.url, second.url] * 2
+        await run.client.settle(taken(1, 3))
+        await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
+        assert (await run.process("gserver", 0)).stats["groups_in_flight"] == 1
+        assert [a.gserver for a in await run.admit()] == [second.url]
+
+
+async def test_workers_share_the_room(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver, workers=2)
+        assert await run.admit_seqs(worker=0) == [0, 1]
+        assert await run.admit_seqs(worker=1) == [2]
+        assert await run.admit_seqs(worker=0) == [3]
+
+
+async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_same_groups(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        body = msgspec.json.encode(Admit(worker=0, count=2, ticket="t"))
+        answers = []
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):
+                async with session.post(f"{run.url}/admit", data=body) as response:
+                    answers.append(await response.json())
+        assert answers[0] == answers[1]
+        assert (await run.client.status()).ledger.running == 2
+
+
+async def test_a_caller_that_hung_up_is_admitted_nothing(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit()
+        gone = await waiting(run.client.admit(Admit(worker=0, count=9)))
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.sleep(QUIET)  # the hang-up has to reach the manager
+        await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
+        status = await run.client.status()
+        assert (status.ledger.running, status.ledger.room) == (3, 1)
+
+
+async def test_a_failed_gserver_is_replaced_for_its_group(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await join(run, first, second)
+        await run.admit(1)
+        await first.die()
+        reply = await run.client.route(Route(worker=0, seq=0, failed=first.url))
+        assert reply.gserver == second.url
+        status = await run.until(lambda s: live_gservers(s) == {1})
+        assert {p.index: p.stats["groups_in_flight"] for p in status.processes if p.role == "gserver"} == {0: 0, 1: 1}
+        assert {a.gserver for a in await run.admit()} == {second.url}
+
+
+async def test_the_only_gserver_is_named_again_if_it_answers(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit(1)
+        assert (await run.client.route(Route(worker=0, seq=0, failed=gserver.url))).gserver == gserver.url
+
+
+async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted(2) as (dead, reborn):
+        await join(run, dead)
+        await run.admit(1)
+        await dead.die()
+        route = await waiting(run.client.route(Route(worker=0, seq=0, failed=dead.url)))
+        await run.register("gserver", 0, address=reborn.url, pid=999)
+        assert (await result_of(route)).gserver == reborn.url
+
+
+async def test_a_restarted_worker_gives_its_prompts_back(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver, workers=2)
+        assert await run.admit_seqs(worker=0) == [0, 1]
+        await run.register("rollout", 0, pid=200)
+        assert (await run.client.status()).ledger.running == 2, "the same process only asked again"
+        await run.register("rollout", 0, pid=999)
+        assert (await run.client.status()).ledger.returned == 2
+        assert await run.admit_seqs(worker=1) == [0, 1]
+
+
+async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.8})) as run, scripted() as (gserver,):
+        await join(run, gserver, workers=2)
+        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
+        assert await run.admit_seqs(worker=1) == [0, 1]
+        assert await run.admit_seqs(worker=0) == [2]
+        assert await run.admit_seqs(worker=0) == [3]
+        admission = asyncio.create_task(run.admit_seqs(worker=0))
+        assert await result_of(admission) == [0, 1]
+        assert (await run.process("rollout", 1)).state == "silent"
+        assert (await run.client.status()).ledger.expired >= 2
+        beating.cancel()
+
+
+async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.8})) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit()
+        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
+        await asyncio.sleep(1.2)
+        assert (await run.client.status()).ledger.expired == 0
+        beating.cancel()
+
+
+async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2}, manager={"lease_seconds": 0.8})
+    async with managed(config) as run, scripted(2) as (first, second):
+        await join(run, first, second)
+        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
+        await run.until(lambda s: live_gservers(s) == {0})
+        assert (await run.process("gserver", 1)).state == "silent"
+        assert {a.gserver for a in await run.admit(2)} == {first.url}
+        assert (await run.beat("rollout")).unanswering == [second.url], "what it was asked for goes on elsewhere"
+        silence = await run.client.silence(0)
+        assert [(p.role, p.index) for p in silence.processes] == [("gserver", 1)], "the launcher replaces it"
+        heard = asyncio.create_task(run.client.silence(silence.changes))
+        await run.beat("gserver", 1)
+        assert (await asyncio.wait_for(heard, 5)).processes == []
+        assert (await run.beat("rollout")).unanswering == []
+        await run.until_live(0, 1)
+        assert {a.gserver for a in await run.admit(2)} == {second.url}
+        beating.cancel()
+
+
+async def test_a_prompt_that_kills_its_workers_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = small_config(tmp_path, trainer={"batch_groups": 1}, staleness={"max_staleness": 0})
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        for pid in range(1000, 1003):
+            assert await run.admit_seqs() == [0]
+            await run.register("rollout", 0, pid=pid)
+        assert await run.admit_seqs() == [1]
+        assert await run.client.rejections(0) == [Fate(0, 0)]
+    assert "seq 0 is given up: 3 of the last 3 workers that died had it" in caplog.text
+
+
+async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver, workers=2)
+        assert await run.admit_seqs(worker=0) == [0, 1]
+        await run.client.reject(Reject(worker=1, seq=0, reason="late"))
+        assert (await run.client.status()).ledger.rejected == 0
+
+
+async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.admit(2)
+        for _ in range(2):
+            await run.client.settle(taken(0, 1))
+        assert (await run.client.status()).ledger.accepted == 2
+        await run.client.settle(dropped(1))
+        await run.admit(1)
+        await run.client.settle(dropped(1))
+        ledger = (await run.client.status()).ledger
+        assert (ledger.accepted, ledger.running, ledger.dropped) == (1, 1, 1)
+
+
+async def test_a_gserver_with_other_weights_waits_for_the_next_update(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    async with managed(config) as run, scripted(2) as (first, late):
+        await join(run, first)
+        assert (await publish(run, 1)).done
+        await run.register("gserver", 1, address=late.url, pid=55)
+        status = await run.until(lambda s: "/model_info" in late.calls)
+        assert live_gservers(status) == {0}
+        assert {a.gserver for a in await run.admit()} == {first.url}
+        assert (await publish(run, 2)).done
+        assert late.weight_version == "2"
+        assert live_gservers(await run.client.status()) == {0, 1}
+
+
+async def test_a_gserver_that_does_not_answer_is_checked_again_at_its_heartbeat(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        gserver.faults["/server_info"] = ["error"]
+        gserver.faults["/model_info"] = ["nonsense"]
+        await run.register("gserver", address=gserver.url)
+        await run.until(lambda s: gserver.counts["/server_info"] == 1)
+        await run.beat("gserver")
+        await run.until(lambda s: gserver.counts["/model_info"] == 1)
+        assert live_gservers(await run.client.status()) == set()
+        await run.beat("gserver")
+        await run.until_live(0)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b"[]", b'{"role": "king"}', b'{"a":' * 5000, b'{"index": "x"}']
+)
+@pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/settle", "/publish/begin", "/report"])
+async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: bytes) -> None:
+    async with managed(small_config(tmp_path)) as run, aiohttp.ClientSession() as session:
+        async with session.post(run.url + path, data=body) as response:
+            assert response.status == 400
+            assert f"POST {path} takes a " in (await response.json())["error"]["message"]
+        assert (await run.client.status()).state == "joining"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/admit", 405),
+        ("POST", "/status", 405),
+        ("GET", "/topology?role=king&count=1", 400),
+        ("GET", "/topology?role=gserver&count=many", 400),
+        ("GET", "/topology?role=gserver&count=nan", 400),
+        ("GET", "/rejections?after=-1", 400),
+    ],
+)
+async def test_calls_that_do_not_exist_or_make_no_sense(tmp_path: Path, method: str, path: str, status: int) -> None:
+    async with (
+        managed(small_config(tmp_path)) as run,
+        aiohttp.ClientSession() as session,
+        session.request(method, run.url + path) as response,
+    ):
+        assert response.status == status
+        assert (await response.json())["error"]["message"]
+
+
+async def test_a_fault_of_the_manager_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(self: Manager) -> None:
+        raise RuntimeError("a bug")
+
+    async with managed(small_config(tmp_path)) as run, aiohttp.ClientSession() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(Manager, "status", fault)
+            async with session.get(run.url + "/status") as response:
+                assert response.status == 500
+                assert "RuntimeError: a bug" in (await response.json())["error"]["message"]
+        assert (await run.client.status()).state == "joining"
+
+
+async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), aiohttp.ClientSession() as session:
+        await join(run, gserver)
+        await run.admit()
+        await run.client.settle(Settle([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))
+        await run.beat("gserver", stats={"running": 3.0, "tokens_total": 70.0}, waiting_for="requests")
+        assert (await publish(run, 1)).done
+        await run.client.report(
+            StepReport(step=1, time=1.0, metrics={"loss": 0.25, "odd": math.nan}, token_ages={0: 5, 1: 2}, seqs=[0, 1])
+        )
+        status = await run.client.status()
+        assert status.last_step is not None
+        assert status.last_step.metrics == {"loss": 0.25}
+        assert status.last_step.token_ages == {0: 5, 1: 2}
+        assert (await run.process("gserver")).waiting_for == "requests"
+        async with session.get(run.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for line in (
+            "streamrl_ledger_policy_version 1.0",
+            "streamrl_ledger_accepted 2.0",
+            "streamrl_ledger_dropped_total 1.0",
+            "streamrl_admissions_total 4.0",
+            "streamrl_publications_total 1.0",
+            'streamrl_process_live{index="0",role="gserver"} 1.0',
+            'streamrl_process_stat{index="0",role="gserver",stat="tokens_total"} 70.0',
+            'streamrl_step_metric{metric="loss"} 0.25',
+        ):
+            assert line in lines
+
+
+async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.beat("rollout", stats={"groups": 2.0}, waiting_for="room")
+        await run.beat("master")
+        await publish(run, 1)
+    lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
+    beat, publication = lines
+    assert (beat["kind"], beat["role"], beat["stats"], beat["waiting_for"]) == (
+        "heartbeat",
+        "rollout",
+        {"groups": 2.0},
+        "room",
+    )
+    assert (publication["kind"], publication["version"], publication["done"]) == ("publication", 1, True)
+    assert publication["begin"] <= publication["end"] == publication["time"]
+    assert 0 < publication["pause"] < 1
+
+
+async def test_a_full_disk_does_not_stop_the_manager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = small_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "timeline.jsonl").symlink_to("/dev/full")
+    async with managed(config) as run:
+        await run.register("rollout")
+        for _ in range(3):
+            assert (await run.beat("rollout")).known
+    assert caplog.text.count("timeline.jsonl cannot be written") == 1
+
+
+async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
+    from streamrl.gserver.manager.process import serve
+
+    async with managed(small_config(tmp_path)) as run:
+        port = int(run.url.rpartition(":")[2])
+        with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):
+            await serve(run.config, host="127.0.0.1", port=port)
+
+
+async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        asked = await waiting(run.client.data_rows())
+        admit = Admit(worker=0, count=100, data_rows=5)
+        seqs = [admission.seq for admission in (await run.client.admit(admit)).admissions]
+        assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
+        assert await result_of(asked) == 5
+        assert (await run.client.status()).data_rows == 5
+        await run.client.settle(taken(0, 1, 2, 3))
+        await waiting(run.admit())
+        await run.client.reject(Reject(worker=0, seq=4, reason="no"))
+        assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch
+
+
+async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.register("rollout", 1)
+        await run.client.admit(Admit(worker=0, count=1, data_rows=5))
+        assert (await run.client.admit(Admit(worker=1, count=1, data_rows=6))).stop
+        status = await run.client.status()
+        assert status.state == "failed"
+        assert "rollout/1 has 6 rows of training data, the run has 5" in status.message

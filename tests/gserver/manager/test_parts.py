@@ -1,0 +1,214 @@
+"""The manager's pure parts: blame, routing, admissions."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.updates.states import Health, culprits
+from streamrl.ledger import Fate, Ledger
+
+FINE, LATE, REFUSED, LOST = Health.FINE, Health.SLOW, Health.REFUSED, Health.LOST
+
+seen_by_index = st.dictionaries(st.integers(0, 5), st.sampled_from(Health), min_size=1)
+
+
+@given(seen=seen_by_index, publisher_failed=st.booleans())
+def test_nobody_fine_is_blamed_and_everyone_lost_is(seen: dict[int, Health], publisher_failed: bool) -> None:
+    blamed = culprits(seen, publisher_failed=publisher_failed)
+    assert {who for who, what in seen.items() if what is LOST} <= blamed
+    assert not any(seen[who] is FINE for who in blamed)
+
+
+@given(seen=seen_by_index, publisher_failed=st.booleans())
+def test_someone_who_answers_is_always_left(seen: dict[int, Health], publisher_failed: bool) -> None:
+    blamed = culprits(seen, publisher_failed=publisher_failed)
+    assert any(what is not LOST for what in seen.values()) <= (len(blamed) < len(seen))
+
+
+def test_a_failure_that_follows_from_a_loss_is_forgiven() -> None:
+    assert culprits({0: REFUSED, 1: LOST, 2: LATE}, publisher_failed=False) == {1}
+    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=False) == {0}
+    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=True) == set()
+    assert culprits({0: LATE, 1: FINE}, publisher_failed=False) == {0}
+    assert culprits({0: LATE, 1: LATE}, publisher_failed=False) == set()
+
+
+SERVING = GserverState.SERVING
+HAPPENED: dict[GserverState, list[GserverEvent]] = {
+    GserverState.UNCHECKED: [],
+    GserverState.SERVING: [GserverEvent.FOUND_CURRENT],
+    GserverState.EVICTED: [GserverEvent.FOUND_OUTDATED],
+    GserverState.SILENT: [GserverEvent.FELL_SILENT],
+}
+"""How a gserver that has joined comes into each state."""
+
+
+def fleet_of(*states: GserverState) -> Fleet:
+    fleet = Fleet()
+    for index, state in enumerate(states):
+        gserver = Gserver(index, f"http://g{index}")
+        fleet.join(gserver)
+        for event in HAPPENED[state]:
+            gserver.handle(event)
+        assert gserver.state is state
+    return fleet
+
+
+@given(st.lists(st.sampled_from(sorted(HAPPENED, key=str)), max_size=5), st.integers(0, 40))
+def test_load_is_even_and_only_on_those_that_serve(states: list[GserverState], groups: int) -> None:
+    fleet = fleet_of(*states)
+    for seq in range(groups):
+        fleet.assign(seq, now=0.0)
+    loads = [len(g.groups) for g in fleet.serving()]
+    assert sum(loads) == (groups if loads else 0)
+    assert not loads or max(loads) - min(loads) <= 1
+    assert not any(g.groups for g in fleet.all() if g.state is not SERVING)
+
+
+def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() -> None:
+    fleet = fleet_of(SERVING, GserverState.EVICTED, GserverState.UNCHECKED, GserverState.SILENT)
+    assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
+    fleet.all()[1].failed_version = 5
+    assert [g.index for g in fleet.candidates(5)] == [0, 2]
+    assert [g.index for g in fleet.candidates(6)] == [0, 1, 2]
+    for gserver in fleet.all():
+        gserver.failed_version = 5
+    assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
+
+
+FINAL = (GserverEvent.EMPTIED, GserverEvent.REMOVED)
+
+
+class AdmissionsMachine(RuleBasedStateMachine):
+    """Workers take, lose, reject and finish groups while gservers come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ledger = Ledger(groups_per_batch=3, max_staleness=1, lease_seconds=10.0)
+        self.fleet = fleet_of(SERVING, SERVING)
+        self.admissions = Admissions(ledger=self.ledger, fleet=self.fleet, group_size=4)
+        self.deaths: dict[int, list[int]] = {}
+        self.all_deaths = 0
+        self.last_with: dict[int, str] = {}
+
+    @property
+    def leased(self) -> dict[int, str]:
+        ledger = self.ledger
+        return {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
+
+    @rule(worker=st.integers(0, 2), count=st.integers(1, 9), ticket=st.sampled_from(["", "a", "b"]))
+    def take(self, worker: int, count: int, ticket: str) -> None:
+        name = f"rollout/{worker}"
+        before = self.admissions.given(name, ticket)
+        room = self.ledger.room
+        taken = self.admissions.take(name, count, workers=3, ticket=ticket, now=self.now)
+        if before is not None:
+            assert taken == before
+        else:
+            assert len(taken) <= min(room, count)
+            self.last_with |= {admission.seq: name for admission in taken}
+            assert bool(taken) == (room > 0 and bool(self.fleet.serving()))
+
+    @rule(worker=st.integers(0, 2))
+    def replace(self, worker: int) -> None:
+        had = [seq for seq, holder in self.last_with.items() if holder == f"rollout/{worker}"]
+        self.admissions.worker_replaced(f"rollout/{worker}")
+        self.all_deaths += bool(had)
+        for seq in had:
+            del self.last_with[seq]
+            self.deaths.setdefault(seq, []).append(self.all_deaths)
+            count, since = len(self.deaths[seq]), self.all_deaths - self.deaths[seq][0] + 1
+            assert (seq in self.ledger.rejected) == (count >= MAX_DEATHS and 2 * count > since)
+
+    @rule(seconds=st.sampled_from([1.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        rejected = set(self.ledger.rejected)
+        self.admissions.expire(now=self.now)
+        assert self.ledger.rejected == rejected, "silence is no prompt's fault"
+
+    @precondition(lambda self: self.ledger.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.leased)))
+        changes = self.ledger.changes(seq) + data.draw(st.integers(1, 2))
+        self.admissions.settle([Fate(seq, changes)])
+        self.deaths.pop(seq, None)
+        self.last_with.pop(seq, None)
+        assert self.ledger.holder(seq) is None
+
+    @precondition(lambda self: self.ledger.running)
+    @rule(data=st.data(), worker=st.integers(0, 2))
+    def reject(self, data: st.DataObject, worker: int) -> None:
+        seq, holder = data.draw(st.sampled_from(sorted(self.leased.items())))
+        self.admissions.reject(f"rollout/{worker}", seq, "filtered")
+        assert (seq in self.ledger.rejected) == (holder == f"rollout/{worker}")
+        if seq in self.ledger.rejected:
+            del self.last_with[seq]
+
+    @precondition(lambda self: self.ledger.running)
+    @rule(data=st.data())
+    def reroute(self, data: st.DataObject) -> None:
+        seq, holder = data.draw(st.sampled_from(sorted(self.leased.items())))
+        choice = self.admissions.reroute(holder, seq, avoid="http://g0", now=self.now)
+        assert choice is None or (choice.address != "http://g0" and seq in choice.groups)
+
+    @rule()
+    def advance(self) -> None:
+        self.ledger.advance(self.ledger.policy_version + 1)
+
+    @rule(index=st.integers(0, 1), event=st.sampled_from([e for e in GserverEvent if e not in FINAL]))
+    def happen(self, index: int, event: GserverEvent) -> None:
+        self.fleet.all()[index].handle(event)
+
+    @invariant()
+    def a_group_is_on_one_gserver_while_its_lease_lasts(self) -> None:
+        placed = sorted(seq for g in self.fleet.all() for seq in g.groups)
+        assert placed == sorted(self.leased)
+
+
+AdmissionsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAdmissions = AdmissionsMachine.TestCase
+
+
+def lone_worker() -> tuple[Ledger, Admissions]:
+    ledger = Ledger(groups_per_batch=1, max_staleness=1, lease_seconds=10.0)
+    return ledger, Admissions(ledger=ledger, fleet=fleet_of(SERVING), group_size=1)
+
+
+def test_partitions_discard_no_prompt() -> None:
+    ledger, admissions = lone_worker()
+    for outage in range(20):
+        assert admissions.take("rollout/0", 2, workers=1, ticket=str(outage), now=20.0 * outage)
+        assert admissions.expire(now=20.0 * outage + 15)
+    assert (ledger.rejected, admissions.given_up) == (set(), 0)
+
+
+def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_killer() -> None:
+    """It is at three of the many ends of workers; one that is at all of them is given up."""
+    ledger, admissions = lone_worker()
+    for end in range(4):
+        (long,) = admissions.take("rollout/0", 1, workers=1, ticket=f"long {end}", now=0.0)
+        for other in range(3):
+            (short,) = admissions.take("rollout/1", 1, workers=1, ticket=f"{end} {other}", now=0.0)
+            admissions.worker_replaced("rollout/1")
+            ledger.settle(Fate(short.seq, 1))
+            admissions.settle([Fate(short.seq, 1)])
+            ledger.advance(ledger.policy_version + 1)
+        admissions.worker_replaced("rollout/0")
+    assert long.seq not in ledger.rejected
+
+
+def test_a_killer_is_given_up_also_if_its_lease_ran_out_before_its_worker_was_replaced() -> None:
+    ledger, admissions = lone_worker()
+    for death in range(MAX_DEATHS):
+        admissions.take("rollout/0", 1, workers=1, ticket=str(death), now=100.0 * death)
+        admissions.expire(now=100.0 * death + 50)
+        admissions.worker_replaced("rollout/0")
+    assert (ledger.rejected, admissions.given_up) == ({0}, 1)

@@ -1,0 +1,145 @@
+"""A gserver as a member of a run, against a manager that only answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from streamrl.errors import ModelError, PeerError
+from streamrl.gserver.embedded.scheduler import Scheduler
+from streamrl.gserver.server.process import serve
+from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
+from streamrl.transport.generation import GenerateRequest, GenerationClient
+from tests.gserver.serving import config_of
+from tests.gserver.tiny import make_model, save
+
+
+class Manager:
+    """Takes registrations and heartbeats."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.registered: asyncio.Queue[Register] = asyncio.Queue()
+        self.heartbeats: asyncio.Queue[Heartbeat] = asyncio.Queue()
+        self.url = ""
+
+    async def register(self, request: web.Request) -> web.Response:
+        await self.registered.put(msgspec.json.decode(await request.read(), type=Register))
+        return self._answer(RegisterReply(policy_version=0, heartbeat_seconds=0.02))
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        await self.heartbeats.put(msgspec.json.decode(await request.read(), type=Heartbeat))
+        return self._answer(HeartbeatReply(stop=self.stop, policy_version=0, known=True))
+
+    def _answer(self, content: Any) -> web.Response:
+        return web.Response(body=msgspec.json.encode(content), content_type="application/json")
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[Manager]:
+    manager = Manager()
+    app = web.Application()
+    app.add_routes([web.post("/register", manager.register), web.post("/heartbeat", manager.heartbeat)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    manager.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield manager
+    await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("engine", ["embedded", "simulated"])
+async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, folder: Path) -> None:
+    config = config_of(engine=engine)
+    serving = asyncio.create_task(serve(config, manager_url=manager.url, index=3, model_dir=folder))
+    member = await asyncio.wait_for(manager.registered.get(), 20)
+    assert (member.role, member.index, member.config_digest) == ("gserver", 3, config.digest())
+    client = GenerationClient(timeout=20)
+    try:
+        await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        while (beat := await asyncio.wait_for(manager.heartbeats.get(), 20)).stats["requests_total"] != 1:
+            pass
+        assert set(beat.stats) >= {
+            "running",
+            "queued",
+            "tokens_generated_total",
+            "prompt_tokens_total",
+            "busy_seconds_total",
+            "slot_seconds_total",
+            "requests_total",
+            "pause_seconds_total",
+            "weight_updates_total",
+        }
+        manager.stop = True
+        await asyncio.wait_for(serving, 20)
+    finally:
+        await client.close()
+
+
+async def test_cancellation_leaves_nothing_behind(manager: Manager, folder: Path) -> None:
+    before = asyncio.all_tasks()
+    serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
+    await asyncio.wait_for(manager.heartbeats.get(), 20)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    for task in asyncio.all_tasks() - before:  # the test manager's own connections
+        assert "membership" not in repr(task), task
+        assert "gserver" not in repr(task), task
+
+
+async def test_a_hung_engine_is_told_and_ends_the_gserver(
+    manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go = threading.Event()
+    serving = asyncio.create_task(serve(config_of(stuck_seconds=0.5), manager_url=manager.url, model_dir=folder))
+    member = await asyncio.wait_for(manager.registered.get(), 20)
+    client = GenerationClient(timeout=20)
+    try:
+        await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        await asyncio.sleep(1.0)
+        assert not serving.done(), "one that waits for work does not hang"
+        monkeypatch.setattr(Scheduler, "step", lambda self: let_go.wait())
+        with pytest.raises(PeerError, match=r"no step for 0\.5 s"):
+            await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        with pytest.raises(ModelError, match=r"no step for 0.5 s \(gserver.stuck_seconds\)"):
+            await asyncio.wait_for(serving, 20)
+    finally:
+        let_go.set()
+        await client.close()
+    assert "let_go.wait()" in caplog.text
+    beats = [manager.heartbeats.get_nowait() for _ in range(manager.heartbeats.qsize())]
+    assert any("no step for 0.5 s" in beat.error for beat in beats)
+    assert max(beat.stats.get("step_seconds", 0.0) for beat in beats) > 0.25
+
+
+async def test_a_dead_engine_is_told_and_ends_the_gserver(
+    manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
+    member = await asyncio.wait_for(manager.registered.get(), 20)
+    monkeypatch.setattr(Scheduler, "_next_batch", lambda self: 1 / 0)
+    client = GenerationClient(timeout=20)
+    try:
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
+        with pytest.raises(ModelError, match="ZeroDivisionError"):
+            await asyncio.wait_for(serving, 20)
+    finally:
+        await client.close()
+    errors = []
+    while not manager.heartbeats.empty():
+        errors.append(manager.heartbeats.get_nowait().error)
+    assert any("ZeroDivisionError" in error for error in errors)

@@ -1,0 +1,444 @@
+"""Weight updates as transactions, with scripted gservers that fail at every step of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.errors import PeerError
+from streamrl.transport.control import PublishReply, Status
+from streamrl.transport.generation import MIXED_WEIGHTS
+from tests.gserver.harness import (
+    Run,
+    begin_publication,
+    commit_publication,
+    live_gservers,
+    managed,
+    publish,
+    small_config,
+)
+from tests.gserver.scripted import Fault, ScriptedGserver, scripted
+
+INIT = "/init_weights_update_group"
+BEGIN = "/begin_weight_update"
+NAME = "/update_weight_version"
+BUCKET = "/update_weights_from_distributed"
+PAUSE = "/pause_generation"
+END = "/end_weight_update"
+CONTINUE = "/continue_generation"
+DESTROY = "/destroy_weights_update_group"
+
+COLLECTIVE = [INIT, BEGIN, BUCKET]
+"""Steps that fail for all when they fail for one."""
+FAULTS: list[Fault] = ["refuse", "nonsense", "error", "stall", "die"]
+
+TIMEOUT = 1.5
+
+
+@asynccontextmanager
+async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
+    config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": TIMEOUT} | weights)
+    async with managed(config) as run, scripted(count, staged=staged) as gservers:
+        for index, gserver in enumerate(gservers):
+            await run.register("gserver", index, address=gserver.url, pid=100 + index)
+        await run.register("rollout")
+        await run.until_live(*range(count))
+        for gserver in gservers:
+            gserver.calls.clear()
+        yield run, gservers
+
+
+def calls_of_an_update(gserver: ScriptedGserver) -> list[str]:
+    return [path for path in gserver.calls if path not in ("/server_info", "/model_info")]
+
+
+def last(status: Status) -> dict[str, Any]:
+    return dict(status.publication["last"])
+
+
+async def attempt(run: Run, version: int, *, group: str = "") -> tuple[PublishReply, str]:
+    begin = await begin_publication(run, version, group=group)
+    return await commit_publication(run, version, begin.group_name), begin.group_name
+
+
+async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        reply, group = await attempt(run, 1)
+        assert reply.done
+        assert reply.error == ""
+        assert reply.evicted == []
+        assert 0 < reply.pause_seconds < TIMEOUT
+        for rank, gserver in enumerate(gservers, start=1):
+            assert calls_of_an_update(gserver) == [INIT, BEGIN, BUCKET, BUCKET, PAUSE, END, CONTINUE]
+            assert gserver.bodies[INIT][0] == {
+                "master_address": "127.0.0.1",
+                "master_port": 29500,
+                "rank_offset": rank,
+                "world_size": 3,
+                "group_name": group,
+                "backend": "gloo",
+            }
+            assert [body["names"] for body in gserver.bodies[BUCKET]] == [["layer.0.weight"], ["layer.1.weight"]]
+            assert gserver.bodies[BUCKET][0] == {
+                "names": ["layer.0.weight"],
+                "dtypes": ["float32"],
+                "shapes": [[2, 3]],
+                "group_name": group,
+                "flush_cache": False,
+                "abort_all_requests": False,
+                "weight_version": "1",
+                "load_format": None,
+            }
+            assert gserver.bodies[PAUSE][0] == {"mode": "in_place"}
+            assert gserver.weight_version == "1"
+        status = await run.client.status()
+        assert status.ledger.policy_version == 1
+        assert status.publication["state"] == "done"
+        stages = ["transferring", "waiting_commit"]
+        assert [stage for stage in last(status)["reached"] if stage in stages] == stages
+
+
+async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 4) as (run, gservers):
+        for gserver, ranks in zip(gservers, [1, 4, 2, 1], strict=True):
+            gserver.ranks = ranks
+        reply, group = await attempt(run, 1)
+        assert reply.done
+        joined = [gserver.bodies[INIT][0] for gserver in gservers]
+        assert [body["rank_offset"] for body in joined] == [1, 2, 6, 8]
+        assert {body["world_size"] for body in joined} == {9}
+        await gservers[1].die()
+        begin = await begin_publication(run, 2, group=group)
+        assert begin.world_size == 5
+        assert (await commit_publication(run, 2, begin.group_name)).done
+        assert gservers[3].bodies[INIT][-1]["rank_offset"] == 4
+
+
+async def test_a_server_that_says_it_has_no_ranks_is_left_out(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        gservers[0].ranks = 0
+        reply, _ = await attempt(run, 1)
+        assert reply.done
+        assert [gserver.counts[INIT] for gserver in gservers] == [0, 1]
+
+
+async def test_a_group_is_formed_once_for_the_same_members(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        _, group = await attempt(run, 1)
+        reply, again = await attempt(run, 2, group=group)
+        assert reply.done
+        assert again == group
+        assert [gserver.counts[INIT] for gserver in gservers] == [1, 1]
+        assert [gserver.counts[DESTROY] for gserver in gservers] == [0, 0]
+
+
+async def test_a_publisher_without_the_group_gets_a_new_one(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        _, group = await attempt(run, 1)
+        reply, other = await attempt(run, 2)
+        assert reply.done
+        assert other != group
+        assert [gserver.bodies[DESTROY] for gserver in gservers] == [[{"group_name": group}]] * 2
+
+
+async def test_a_new_gserver_makes_a_new_group(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, _), scripted() as (late,):
+        _, group = await attempt(run, 1)
+        await run.register("gserver", 2, address=late.url)
+        begin = await begin_publication(run, 2, group=group)
+        assert begin.group_name != group
+        assert begin.world_size == 4
+        assert (await commit_publication(run, 2, begin.group_name)).done
+        assert live_gservers(await run.client.status()) == {0, 1, 2}
+        assert late.weight_version == "2"
+
+
+async def test_a_restarted_gserver_makes_a_new_group(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, _), scripted() as (restarted,):
+        _, group = await attempt(run, 1)
+        await run.register("gserver", 1, address=restarted.url, pid=777)
+        reply, other = await attempt(run, 2, group=group)
+        assert reply.done
+        assert other != group
+        assert restarted.weight_version == "2"
+
+
+async def test_generation_goes_on_until_the_commit(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        begin = await begin_publication(run, 1)
+        status = await run.until(lambda s: s.publication["state"] == "waiting_commit")
+        assert status.publication["gservers"] == {"gserver/0": "waiting_commit", "gserver/1": "waiting_commit"}
+        assert status.ledger.policy_version == 0
+        assert [gserver.counts[PAUSE] for gserver in gservers] == [0, 0]
+        assert (await commit_publication(run, 1, begin.group_name)).done
+
+
+async def test_a_commit_that_is_sent_twice_gets_the_same_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        begin = await begin_publication(run, 1)
+        first = await commit_publication(run, 1, begin.group_name)
+        assert await commit_publication(run, 1, begin.group_name) == first
+        assert [gserver.counts[END] for gserver in gservers] == [1, 1]
+
+
+async def test_a_commit_without_its_begin_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, _):
+        with pytest.raises(PeerError, match=r"there is no update to version 1 in group 'weights-9'; begin it first"):
+            await commit_publication(run, 1, "weights-9")
+
+
+async def test_a_version_is_not_published_twice(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, _):
+        assert (await publish(run, 1)).done
+        with pytest.raises(PeerError, match="version 1 cannot be published: the gservers are at 1"):
+            await begin_publication(run, 1)
+
+
+@pytest.mark.parametrize("path", COLLECTIVE)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_gserver_that_fails_before_the_swap_rolls_the_update_back(
+    tmp_path: Path, path: str, fault: Fault
+) -> None:
+    async with fleet(tmp_path) as (run, (good, bad)):
+        bad.faults[path] = [fault]
+        reply, group = await attempt(run, 1)
+        assert not reply.done
+        assert "gserver/1" in reply.error
+        assert reply.evicted == [1]
+        status = await run.client.status()
+        assert status.ledger.policy_version == 0
+        assert status.publication["state"] == "rolled_back"
+        assert live_gservers(status) == {0}
+        assert not good.paused
+        assert (good.weight_version, bad.weight_version) == ("default", "default")
+
+        again, other = await attempt(run, 1)
+        assert again.done
+        assert other != group
+        assert good.weight_version == "1"
+        assert live_gservers(await run.client.status()) == {0}
+        assert good.counts[DESTROY] == 1
+
+
+@pytest.mark.parametrize("path", [PAUSE, END])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_gserver_that_fails_in_the_swap_is_evicted_and_the_update_stands(
+    tmp_path: Path, path: str, fault: Fault
+) -> None:
+    async with fleet(tmp_path) as (run, (good, bad)):
+        bad.faults[path] = [fault]
+        reply, group = await attempt(run, 1)
+        assert reply.done
+        assert reply.evicted == [1]
+        status = await run.client.status()
+        assert status.ledger.policy_version == 1
+        assert live_gservers(status) == {0}
+        assert not good.paused
+        assert fault == "die" or not bad.paused
+        if fault != "die":
+            assert (await attempt(run, 2, group=group))[0].done
+            assert live_gservers(await run.client.status()) == {0, 1}
+            assert bad.weight_version == "2"
+
+
+@pytest.mark.parametrize("fault", ["stall", "die"])
+async def test_a_swap_does_not_wait_for_a_gserver_that_hangs(tmp_path: Path, fault: Fault) -> None:
+    async with fleet(tmp_path, timeout_seconds=5.0) as (run, (good, bad)):
+        bad.faults[END] = [fault]
+        begin = await begin_publication(run, 1)
+        commit = asyncio.create_task(commit_publication(run, 1, begin.group_name))
+        await run.until(lambda s: s.ledger.policy_version == 1 and CONTINUE in good.calls, timeout=2.0)
+        assert not good.paused
+        commit.cancel()
+        await asyncio.gather(commit, return_exceptions=True)
+
+
+@pytest.mark.parametrize("fault", ["stall_after", "nonsense_after"])
+async def test_a_swap_whose_answer_was_lost_counts(tmp_path: Path, fault: Fault) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.faults[END] = [fault]
+        reply, _ = await attempt(run, 1)
+        assert reply.done
+        assert reply.evicted == []
+        assert live_gservers(await run.client.status()) == {0, 1}
+
+
+@pytest.mark.parametrize("path", [PAUSE, END])
+@pytest.mark.parametrize("fault", ["refuse", "nonsense", "error", "stall"])
+async def test_a_swap_that_fails_everywhere_is_rolled_back(tmp_path: Path, path: str, fault: Fault) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.faults[path] = [fault]
+        reply, _ = await attempt(run, 1)
+        assert not reply.done
+        status = await run.client.status()
+        assert status.ledger.policy_version == 0
+        assert live_gservers(status) == {0, 1}, "they serve what they served"
+        assert not any(gserver.paused for gserver in gservers)
+        assert (await attempt(run, 1))[0].done
+        assert [gserver.weight_version for gserver in gservers] == ["1", "1"]
+
+
+@pytest.mark.parametrize("fault", ["refuse", "nonsense", "error", "stall"])
+async def test_a_gserver_that_cannot_be_resumed_is_resumed_at_its_next_heartbeat(tmp_path: Path, fault: Fault) -> None:
+    async with fleet(tmp_path) as (run, (_, bad)):
+        bad.faults[CONTINUE] = [fault]
+        reply, _ = await attempt(run, 1)
+        assert reply.done
+        assert bad.paused
+        assert live_gservers(await run.client.status()) == {0}
+        await run.beat("gserver", 1)
+        await run.until_live(0, 1)
+        assert not bad.paused
+
+
+async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.faults[BUCKET] = ["refuse"]
+        reply, _ = await attempt(run, 1)
+        assert not reply.done
+        assert reply.evicted == []
+        assert live_gservers(await run.client.status()) == {0, 1}
+        assert (await attempt(run, 1))[0].done
+
+
+async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
+        for gserver in gservers:
+            gserver.faults[BUCKET] = ["stall"]
+        begin = await begin_publication(run, 1)
+        await run.until(lambda s: all(BUCKET in gserver.calls for gserver in gservers))
+        began = time.monotonic()
+        reply = await commit_publication(run, 1, begin.group_name, error="broadcast failed")
+        assert time.monotonic() - began < 2.0
+        assert not reply.done
+        assert reply.error == "the publisher failed: broadcast failed"
+        assert reply.evicted == []
+        assert [gserver.counts[PAUSE] for gserver in gservers] == [0, 0]
+        assert (await publish(run, 1)).done
+
+
+async def test_a_gserver_that_died_is_found_when_the_publisher_fails(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, (good, bad)):
+        for gserver in (good, bad):
+            gserver.faults[BUCKET] = ["stall"]
+        begin = await begin_publication(run, 1)
+        await run.until(lambda s: BUCKET in bad.calls)
+        await bad.die()
+        reply = await commit_publication(run, 1, begin.group_name, error="connection reset by peer")
+        assert reply.evicted == [1]
+
+
+async def test_a_publisher_that_never_commits_is_not_waited_for(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        begin = await begin_publication(run, 1)
+        status = await run.until(lambda s: s.publication["state"] == "rolled_back")
+        assert f"the publisher did not commit within {TIMEOUT} s" in last(status)["error"]
+        late = await commit_publication(run, 1, begin.group_name)
+        assert not late.done
+        assert [gserver.weight_version for gserver in gservers] == ["default", "default"]
+
+
+async def test_a_publisher_that_begins_again_rolls_its_own_update_back(tmp_path: Path) -> None:
+    async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
+        gservers[0].faults[BUCKET] = ["stall"]
+        await begin_publication(run, 1)
+        await run.until(lambda s: BUCKET in gservers[0].calls)
+        reply, _ = await attempt(run, 1)
+        assert reply.done
+        assert (await run.client.status()).publication["failed"] == 1
+
+
+async def test_a_dead_gserver_is_left_out_from_the_start(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, (_, dead)):
+        await dead.die()
+        begin = await begin_publication(run, 1)
+        assert begin.world_size == 2
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        assert live_gservers(await run.client.status()) == {0}
+
+
+async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, timeout_seconds=5.0) as (run, (dead,)), scripted() as (fresh,):
+        await dead.die()
+        publication = asyncio.create_task(publish(run, 1))
+        done, _ = await asyncio.wait({publication}, timeout=0.1)
+        assert not done
+        await run.register("gserver", 0, address=fresh.url, pid=888)
+        assert (await asyncio.wait_for(publication, 2.0)).done
+        assert fresh.weight_version == "1"
+
+
+async def test_an_update_without_any_gserver_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (dead,)):
+        await dead.die()
+        with pytest.raises(PeerError, match="weights v1 have nowhere to go: no gserver answered within"):
+            await begin_publication(run, 1)
+
+
+async def test_a_cancelled_manager_resumes_whom_it_paused(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, timeout_seconds=30.0) as (run, (gserver,)):
+        gserver.faults[END] = ["stall"]
+        begin = await begin_publication(run, 1)
+        commit = asyncio.create_task(commit_publication(run, 1, begin.group_name))
+        await run.until(lambda s: gserver.paused)
+        run.serving.cancel()
+        await asyncio.wait({run.serving}, timeout=5.0)
+        assert not gserver.paused
+        commit.cancel()
+        await asyncio.gather(commit, return_exceptions=True)
+
+
+class TestWithoutStaging:
+    """Real SGLang writes each bucket straight into its weights."""
+
+    async def test_gservers_are_paused_before_the_first_bucket(self, tmp_path: Path) -> None:
+        async with fleet(tmp_path, staged=False) as (run, gservers):
+            reply, _ = await attempt(run, 1)
+            assert reply.done
+            for gserver in gservers:
+                assert calls_of_an_update(gserver) == [INIT, PAUSE, BEGIN, NAME, BUCKET, BUCKET, END, NAME, CONTINUE]
+                assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
+                assert [body["weight_version"] for body in gserver.bodies[BUCKET]] == [None, None]
+                assert gserver.weight_version == "1"
+
+    @pytest.mark.parametrize(("mode", "flushes"), [("in_place", [False, False]), ("retract", [False, True])])
+    async def test_the_cache_is_flushed_with_the_last_bucket(
+        self, tmp_path: Path, mode: str, flushes: list[bool]
+    ) -> None:
+        async with fleet(tmp_path, 1, staged=False, pause_mode=mode) as (run, (gserver,)):
+            await attempt(run, 1)
+            assert [body["flush_cache"] for body in gserver.bodies[BUCKET]] == flushes
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    async def test_mixed_weights_are_never_served(self, tmp_path: Path, fault: Fault) -> None:
+        async with fleet(tmp_path, staged=False) as (run, (good, bad)):
+            bad.faults[BUCKET] = [fault]
+            reply, _ = await attempt(run, 1)
+            assert not reply.done
+            assert reply.evicted == [0, 1]
+            assert live_gservers(await run.client.status()) == set()
+            assert good.calls.index("/abort_request") < good.calls.index(CONTINUE)
+            assert not good.paused
+            again, _ = await attempt(run, 1)
+            assert again.done
+            assert 0 in live_gservers(await run.client.status())
+
+    async def test_a_failure_before_the_first_bucket_leaves_them_serving(self, tmp_path: Path) -> None:
+        async with fleet(tmp_path, staged=False) as (run, (good, bad)):
+            for gserver in (good, bad):
+                gserver.faults[BEGIN] = ["refuse"]
+            reply, _ = await attempt(run, 1)
+            assert not reply.done
+            assert live_gservers(await run.client.status()) == {0, 1}
+            assert not good.paused
+            assert not bad.paused
+            assert "/abort_request" not in good.calls

@@ -1,0 +1,144 @@
+"""A weight update for real: the publisher, the manager, and embedded gservers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.models import ensure_checkpoint
+from streamrl.trainer.worker.publisher import Publisher, carrier_for
+from streamrl.transport.control import PublishBegin, PublishBeginReply
+from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.manager_client import ControlClient
+from tests.gserver.harness import Run, live_gservers, managed, small_config
+from tests.weights import FixedWeights
+
+TIMEOUT = 5.0
+
+
+def start_gserver(config: Path, manager: str, *, index: int, model_dir: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "streamrl", "gserver", str(config)]
+    options = ["--manager", manager, "--index", str(index), "--model-dir", str(model_dir)]
+    return subprocess.Popen([*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@asynccontextmanager
+async def gserver_processes(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[list[subprocess.Popen[bytes]]]:
+    file = folder / "config.toml"
+    file.write_text(configuration.to_toml(run.config))
+    indices = range(run.config.gserver.count)
+    processes = [start_gserver(file, run.url, index=index, model_dir=model_dir) for index in indices]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+
+class KillingClient(ControlClient):
+    """Kills a gserver in the moment in which an update begins."""
+
+    victim: subprocess.Popen[bytes] | None = None
+
+    async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
+        reply = await super().publish_begin(message, timeout=timeout)
+        if self.victim is not None:
+            self.victim.send_signal(signal.SIGKILL)
+            self.victim = None
+        return reply
+
+
+def tiny_config(folder: Path) -> Config:
+    return small_config(
+        folder,
+        model={
+            "path": "scratch",
+            "scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16},
+        },
+        data={"max_prompt_tokens": 64},
+        rollout={"sampling": {"max_new_tokens": 128}},
+        run={"dir": str(folder), "device": "cpu"},
+        gserver={"count": 2, "max_context": 256, "dtype": "float32"},
+        weights={"mode": "collective", "timeout_seconds": TIMEOUT, "bucket_mb": 0.01},
+        manager={"heartbeat_seconds": 0.2},
+    )
+
+
+@pytest.mark.timeout(120)
+async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    initial = load_file(model_dir / "model.safetensors")
+    client = GenerationClient(timeout=30.0)
+    async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
+        control = KillingClient(run.url)
+        publisher = Publisher(
+            client=control,
+            config=config.weights,
+            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
+            in_thread=asyncio.to_thread,
+        )
+        status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
+        urls = [p.address for p in status.processes if p.role == "gserver"]
+        before = [await client.checksum(url) for url in urls]
+        assert before[0] == before[1]
+
+        generating = asyncio.create_task(client.generate(urls[0], long_request()))
+        published = await publisher.publish(1, FixedWeights(scaled(initial, 2.0)))
+        assert published.attempts == 1
+        assert 0 < published.pause_seconds < 1
+        after = [await client.checksum(url) for url in urls]
+        assert after[0] == after[1] != before[0]
+        reply = await generating
+        spans = reply.meta_info.weight_versions
+        assert spans is not None
+        assert {span.version for span in spans} <= {"default", "0", "1"}
+        assert (spans[0].start, spans[-1].end) == (0, reply.meta_info.completion_tokens)
+
+        control.victim = processes[1]
+        published = await publisher.publish(2, FixedWeights(scaled(initial, 3.0)))
+        assert published.attempts == 2
+        status = await run.client.status()
+        assert status.ledger.policy_version == 2
+        assert live_gservers(status) == {0}
+        assert (await client.model_info(urls[0])).weight_version == "2"
+        third = await client.checksum(urls[0])
+
+        await publisher.publish(3, FixedWeights(initial))
+        assert await client.checksum(urls[0]) == before[0]
+        assert third not in (before[0], after[0])
+        publisher.close()
+        await control.close()
+        await client.close()
+
+
+def scaled(weights: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {name: tensor * factor for name, tensor in weights.items()}
+
+
+def long_request() -> GenerateRequest:
+    return GenerateRequest(
+        input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=200, ignore_eos=True), return_logprob=True
+    )
+
+
+def test_the_configuration_survives_its_file(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text(configuration.to_toml(config))
+    assert msgspec.to_builtins(configuration.load(file)) == msgspec.to_builtins(config)

@@ -1,0 +1,217 @@
+"""The states of a weight update: whatever happens in whatever order, nothing serves a mixture, all are resumed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.gserver.updates.states import Action, Health, Phase, Plan, Serves, Stage, Step, UpdateStates, plan_for
+
+MOST_EVENTS = 500
+Way = Literal["broadcast", "snapshot"]
+WAYS: list[Way] = ["broadcast", "snapshot"]
+
+plans = st.builds(
+    plan_for, way=st.sampled_from(WAYS), staged=st.booleans(), joined=st.booleans(), verified=st.booleans()
+)
+Outcome = Literal["taken", "refused", "answer lost", "silent"]
+OUTCOMES: list[Outcome] = ["taken", "refused", "answer lost", "silent"]
+
+
+class Pretended:
+    """A gserver as the protocol sees it: weights `old`, `new` or `mixed`, and a stage beside them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.weights = "old"
+        self.label: Serves = "old"
+        self.staged = False
+        self.paused = False
+        self.let_go = False
+        """Whoever asked it to pause leaves, and does not wait for what is under way: to be resumed may come first. An
+        engine that stages pauses itself for a swap; what another one samples is not called that of a version."""
+        self.requests_ended = False
+        self.dead = False
+        self.served_mixed = False
+
+    def take(self, step: Step) -> None:
+        match step:
+            case Step.MARK:
+                self.label = "other"
+            case Step.RECEIVE if self.plan.mixes:
+                self.write()
+            case Step.RECEIVE:
+                self.staged = True
+            case Step.PAUSE:
+                self.paused, self.requests_ended = True, False
+            case Step.SWAP:
+                assert self.paused or self.let_go
+                assert self.weights == "new" if self.plan.mixes else self.staged
+                self.weights, self.label = "new", "new"
+            case Step.RESUME:
+                self.served_mixed |= self.weights == "mixed" and not self.requests_ended
+                self.paused = False
+
+    def fail(self, step: Step) -> None:
+        """The step broke off on the way."""
+        if self.plan.mixes and step in (Step.RECEIVE, Step.SWAP):
+            self.write()
+            self.weights = "mixed"
+
+    def write(self) -> None:
+        """Over the weights that it serves."""
+        assert self.paused or self.let_go
+        assert self.label == "other", "what it samples from now on would pass for that of a version"
+        self.weights = "new"
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data(), st.lists(plans, min_size=1, max_size=4))
+def test_events_in_any_order(data: st.DataObject, chosen: list[Plan]) -> None:
+    gservers = {who: Pretended(plan) for who, plan in enumerate(chosen)}
+    states: UpdateStates[int] = UpdateStates(dict(enumerate(chosen)))
+    waiting: list[Action[int]] = []
+    answered: set[Action[int]] = set()
+    resumed_last: dict[int, bool] = {}
+    committed = left = False
+
+    def hand_out(steps: list[Action[int]]) -> None:
+        for do in steps:
+            assert not states.ended
+            assert do in states.outstanding
+            assert not (do.step in (Step.VERIFY, Step.SWAP) and not committed)
+            if do.step in (Step.PAUSE, Step.RESUME):
+                resumed_last[do.who] = do.step is Step.RESUME
+                gservers[do.who].let_go |= left
+            gservers[do.who].requests_ended |= do.step is Step.CLEAR
+            waiting.append(do)
+
+    hand_out(states.start())
+    for _ in range(MOST_EVENTS):
+        if states.ended:
+            break
+        possible = [*(do for do in waiting if do not in answered)]
+        moves = ["answer"] * bool(possible) + ["overdue"] * bool(states.awaits)
+        moves += ["commit", "abort"] * (not committed and not states.ended) + ["leave"]
+        match data.draw(st.sampled_from(moves)):
+            case "commit":
+                committed = True
+                hand_out(states.commit())
+            case "abort":
+                hand_out(states.abort("no"))
+            case "overdue":
+                hand_out(states.overdue("late"))
+            case "leave" if data.draw(st.integers(0, 9)) == 0:
+                left = True
+                hand_out(states.leave("bye"))
+            case "answer":
+                do = data.draw(st.sampled_from(possible))
+                answered.add(do)
+                gserver = gservers[do.who]
+                outcome = data.draw(st.sampled_from(OUTCOMES)) if data.draw(st.booleans()) else "taken"
+                gserver.dead |= outcome == "silent"
+                if gserver.dead:
+                    gserver.fail(do.step)
+                    hand_out(states.failed(do, Health.LOST, f"{do.who} is gone"))
+                elif do.step is Step.ASK and outcome == "taken":
+                    hand_out(states.serves(do, gserver.label))
+                elif outcome == "refused":
+                    gserver.fail(do.step)
+                    hand_out(states.failed(do, Health.REFUSED, f"{do.who} says no"))
+                else:
+                    gserver.take(do.step)
+                    lost = outcome == "answer lost"
+                    hand_out(states.failed(do, Health.SLOW, "late") if lost else states.succeeded(do))
+    else:
+        # nobody answers any more: only deadlines pass
+        for _ in range(MOST_EVENTS):
+            if states.ended:
+                break
+            for do in states.outstanding:
+                hand_out(states.failed(do, Health.SLOW, "late"))
+            if states.awaits:
+                hand_out(states.overdue("late"))
+
+    assert states.ended
+    assert states.phase is Phase.ENDED
+    assert states.outstanding == []
+    assert states.stage in (Stage.DONE, Stage.ROLLED_BACK)
+    assert all(resumed_last.values()), "whoever was asked to pause was asked to resume"
+    assert states.done == bool(states.swapped)
+    assert states.done or states.reason
+    stands = "new" if states.done else "old"
+    for who, gserver in gservers.items():
+        assert not gserver.served_mixed, "requests of mixed weights were ended before they could go on"
+        if who not in states.evicted:
+            assert gserver.weights != "mixed"
+            assert gserver.label != "other"
+            assert gserver.weights == stands or left  # who leaves does not ask whether a swap took place
+        if who in states.swapped:
+            assert gserver.weights == "new"
+            assert who not in states.evicted
+
+
+def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: Step) -> list[tuple[str, Step]]:
+    """Answer everything; `wrong` names the step that each of some gservers refuses."""
+    taken = []
+    while steps:
+        do = steps.pop(0)
+        taken.append((do.who, do.step))
+        if do.step is Step.ASK:
+            steps += states.serves(do, "old")
+        elif wrong.get(do.who) is do.step:
+            steps += states.failed(do, Health.REFUSED, f"{do.who} refuses")
+        else:
+            steps += states.succeeded(do)
+    return taken
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("staged", [True, False])
+def test_nobody_is_paused_before_the_commit_unless_it_must(way: Way, staged: bool) -> None:
+    states = UpdateStates({"a": plan_for(way=way, staged=staged, joined=False, verified=True)})
+    before = [step for _, step in drive(states, states.start())]
+    assert states.awaits == "commit"
+    assert states.stage is Stage.WAITING_COMMIT
+    assert (Step.PAUSE in before) == (way == "broadcast" and not staged)
+    after = [step for _, step in drive(states, states.commit())]
+    assert after[-2:] == [Step.SWAP, Step.RESUME]
+    assert after.index(Step.VERIFY) < after.index(Step.SWAP)
+    assert states.done
+    assert states.stage is Stage.DONE
+
+
+def test_one_whose_weights_differ_stops_the_others_before_they_pause() -> None:
+    plan = plan_for(way="snapshot", staged=True, joined=False, verified=True)
+    states = UpdateStates({"good": plan, "bad": plan})
+    drive(states, states.start())
+    taken = drive(states, states.commit(), bad=Step.VERIFY)
+    assert Step.PAUSE not in [step for _, step in taken]
+    assert not states.done
+    assert states.reason == "bad refuses"
+    assert states.evicted == states.blamed == {"bad"}
+
+
+def test_a_commit_before_all_are_ready_is_kept() -> None:
+    states = UpdateStates({"a": plan_for(way="broadcast", staged=True, joined=True, verified=False)})
+    steps = states.start()
+    assert states.commit() == []
+    drive(states, steps)
+    assert states.done
+
+
+def test_a_lost_answer_to_the_swap_is_asked_about() -> None:
+    states = UpdateStates({"a": plan_for(way="snapshot", staged=True, joined=False, verified=False)})
+    drive(states, states.start())
+    (pause,) = states.commit()
+    (swap,) = states.succeeded(pause)
+    (ask,) = states.failed(swap, Health.SLOW, "no answer")
+    assert ask.step is Step.ASK
+    (resume,) = states.serves(ask, "new")
+    assert resume.step is Step.RESUME
+    assert states.succeeded(resume) == []
+    assert states.done
+    assert not states.evicted

@@ -1,0 +1,124 @@
+"""What `streamrl check` tries: each thing that would end a run is found, named, and does not hide the others."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.launch import check
+from streamrl.launch.check import Rehearsal, rehearse
+
+SCRATCH: dict[str, Any] = {
+    "model": {"path": "scratch", "scratch": {"alphabet": "0123456789= ", "hidden_size": 32, "layers": 1}},
+    "data": {"source": "python", "path": "streamrl.rollout.tasks:copy_digits", "size": 50, "max_prompt_tokens": 16},
+    "rollout": {"sampling": {"max_new_tokens": 6}, "reward": {"function": "streamrl.rollout.tasks:copy_reward"}},
+    "gserver": {"max_context": 32},
+}
+
+
+def rehearsed(folder: Path, *, gpus: int = 0, **changes: dict[str, Any]) -> Rehearsal:
+    """Of the scratch model that copies digits, with `changes` to its sections."""
+    sections = {name: {**SCRATCH.get(name, {}), **changes.get(name, {})} for name in {*SCRATCH, *changes}}
+    sections["run"] = {"dir": str(folder / "runs"), **changes.get("run", {})}
+    return rehearse(from_dict(sections), gpus=[str(index) for index in range(gpus)])
+
+
+def rows(folder: Path, *given: dict[str, Any]) -> dict[str, Any]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in given))
+    return {"source": "jsonl", "path": str(file)}
+
+
+def test_what_works_is_told_with_what_was_seen(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, evaluation={"at_end": True})
+    assert found.wrong == []
+    said = "\n".join(found.tried)
+    for name in ("", "evaluation: "):
+        assert f"\n{name}the first 16 of 50 prompts have 5 to 5 tokens" in said
+        assert f"\n{name}rows read: 50 of 50" in said
+        assert f"\n{name}reward of a made-up response '" in said
+    assert "the workflow was loaded and not run" in found.untried[-2]
+    assert not (tmp_path / "runs").exists()
+
+
+def hang(response: Any, prompt: Any) -> float:
+    while True:
+        pass
+
+
+def fail(response: Any, prompt: Any) -> float:
+    raise KeyError("solution")
+
+
+HERE = "tests.launch.test_check"
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "said"),
+    [
+        ("rollout", {"reward": {"function": "streamrl.rollout.tasks:nope"}}, "streamrl.rollout.tasks has no nope"),
+        ("rollout", {"reward": {"function": "absent:nope"}}, "there is no module absent"),
+        (
+            "rollout",
+            {"reward": {"function": f"{HERE}:hang", "timeout_seconds": 0.3}},
+            "cannot be scored: .*no answer within rollout.reward.timeout_seconds = 0.3",
+        ),
+        ("rollout", {"reward": {"function": f"{HERE}:fail"}}, "(?s)cannot be scored: .*KeyError: 'solution'"),
+        ("rollout", {"workflow": {"name": f"{HERE}:Absent"}}, "has no Absent"),
+        ("data", {"path": f"{HERE}:absent"}, "data: data.path = .* has no absent"),
+        ("data", {"path": f"{HERE}:rows"}, "data: TypeError: "),
+        ("data", {"max_prompt_tokens": 4}, r"each of the first 16 prompts is longer than .* \(5 to 5 tokens\)"),
+        ("trainer", {"graph": f"{HERE}:absent"}, "trainer.graph = .* has no absent"),
+        ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_check.py is a file"),
+        ("run", {"device": "cuda"}, 'run.device = "cuda", and this machine has no GPU'),
+        ("manager", {"host": "203.0.113.7"}, 'manager.host = "203.0.113.7": nothing can listen there'),
+        ("manager", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
+        ("critic", {"path": "nowhere"}, "critic.path: .*nowhere.* is no folder"),
+        ("gserver", {"engine": "sglang", "sglang": {"python": "nopython"}}, "there is no such program"),
+    ],
+)
+def test_what_would_end_a_run_is_found(tmp_path: Path, section: str, settings: dict[str, Any], said: str) -> None:
+    found = rehearsed(tmp_path, **{section: settings})
+    (wrong,) = found.wrong
+    with pytest.raises(ValueError, match=said):
+        raise ValueError(wrong)
+
+
+def test_rows_without_a_prompt_are_found_wherever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = {"prompt": "1=", "answer": "1"}, {"question": "1="}
+    found = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40, bad, *[good] * 3))
+    (wrong,) = found.wrong
+    assert "rows.jsonl, row 40: no column 'prompt' for data.prompt_key; there is question" in wrong
+    assert "rows read: 44 of 44" in found.tried
+    found = rehearsed(tmp_path, data=rows(tmp_path, good, *[bad] * 7) | {"shuffle": False})
+    assert sum("row 1: no column" in line for line in found.wrong) == 2  # the prompts end there, too
+    assert found.wrong[-1] == "data: so have 4 more of 8 rows"
+    monkeypatch.setattr(check, "ROWS", 30)
+    found = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40))
+    assert "rows 30 to 39 were not read" in found.untried
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (wrong,) = rehearsed(tmp_path, manager={"port": port}).wrong
+    assert f"manager.port = {port} at 127.0.0.1: nothing can listen there (Address already in use)" in wrong
+
+
+def test_too_few_gpus(tmp_path: Path) -> None:
+    settings = {"engine": "sglang", "sglang": {"tensor_parallel": 2}}
+    wrong = rehearsed(tmp_path, gpus=1, gserver=settings).wrong
+    assert any("tensor_parallel = 2 needs as many GPUs; this machine has 1" in line for line in wrong)
+
+
+def test_one_fault_does_not_hide_the_others(tmp_path: Path) -> None:
+    reward = {"reward": {"function": "streamrl.rollout.tasks:nope"}}
+    found = rehearsed(tmp_path, model={"path": "nowhere", "scratch": None}, rollout=reward, critic={"path": "none"})
+    assert ["nowhere" in found.wrong[0], "critic.path" in found.wrong[1]] == [True, True]
+    assert any("prompts, without the model's tokenizer" in line for line in found.untried)
+    assert any("the reward function, without a prompt" in line for line in found.untried)

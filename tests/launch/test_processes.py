@@ -1,0 +1,179 @@
+"""What a configuration starts, and how."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, from_dict
+from streamrl.errors import ConfigError
+from streamrl.launch.local import claim_run_dir
+from streamrl.launch.processes import (
+    COMPONENTS,
+    GLOO_INTERFACE,
+    STOP_ORDER,
+    command,
+    fitted,
+    gloo_environment,
+    plan,
+    visible_gpus,
+)
+
+
+def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
+    return from_dict(
+        {
+            "run": run,
+            "gserver": {"count": gservers, "threads": 3},
+            "trainer": {"data_parallel": model_workers, "batch_groups": 16, "threads": 2},
+            "rollout": {"workers": workers},
+        }
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 4))
+def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, workers: int, gpus: int) -> None:
+    names = [str(i) for i in range(gpus)]
+    processes = plan(config(gservers, model_workers, workers), gpus=names)
+    assert [p.role for p in processes] == (
+        ["manager"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["master"] + ["rollout"] * workers
+    )
+    assert len({p.name for p in processes}) == len(processes)
+    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER) - {"evaluator"}
+    used = [gpu for p in processes for gpu in p.gpus]
+    if gpus > 1:
+        assert len(used) == gservers + model_workers
+        counts = [used.count(name) for name in names]
+        assert max(counts) - min(counts) <= 1
+    else:
+        assert used == []
+
+
+def test_an_evaluator_is_started_if_there_is_something_to_evaluate() -> None:
+    (evaluator,) = [p for p in plan(from_dict({"evaluation": {"at_end": True}})) if p.role == "evaluator"]
+    words = command(evaluator, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
+    assert words[1:] == ["-m", "streamrl", "evaluator", "c.toml", "--manager", "http://m:1", "--model-dir", "d"]
+    assert evaluator.role in frozenset().union(*STOP_ORDER)
+
+
+def test_threads_reach_the_environment() -> None:
+    threads = {p.role: p.environment["OMP_NUM_THREADS"] for p in plan(config())}
+    assert threads == {"manager": "1", "gserver": "3", "model_worker": "2", "master": "1", "rollout": "1"}
+
+
+def test_cpu_runs_get_no_gpu() -> None:
+    assert not any(p.gpus for p in plan(config(device="cpu"), gpus=["0", "1"]))
+
+
+def sglang(count: int = 1, **settings: object) -> Config:
+    return from_dict({"run": {"device": "cuda"}, "gserver": {"engine": "sglang", "count": count, "sglang": settings}})
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
+def test_a_server_of_several_ranks_gets_a_gpu_for_each(count: int, ranks: int, gpus: int) -> None:
+    names = [str(i) for i in range(gpus)]
+    chosen = sglang(count, tensor_parallel=ranks)
+    if gpus < ranks:
+        with pytest.raises(ConfigError, match=f"tensor_parallel = {ranks} needs as many GPUs; this machine has {gpus}"):
+            fitted(chosen, gpus=names)
+        trainer = next(p for p in plan(chosen, gpus=names) if p.role == "model_worker")  # its servers may be elsewhere
+        assert len(trainer.gpus) == (gpus > 1)
+        return
+    used = [p.gpus for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
+    if gpus == 1:
+        assert not any(used)
+        return
+    assert [len(set(own)) for own in used] == [ranks] * count + [1]
+    in_turn = [gpu for own in used for gpu in own]
+    assert in_turn == [names[i % gpus] for i in range(len(in_turn))]
+
+
+@pytest.mark.parametrize(
+    ("gservers", "ranks", "gpus", "backend"),
+    [(1, 1, 1, "gloo"), (1, 1, 2, "auto"), (2, 2, 4, "gloo"), (2, 2, 5, "auto")],
+)
+def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int, backend: str) -> None:
+    names = [str(i) for i in range(gpus)]
+    chosen = fitted(sglang(gservers, tensor_parallel=ranks), gpus=names)
+    assert chosen.weights.backend == backend
+    assert chosen.digest() == sglang(gservers, tensor_parallel=ranks).digest(), "others may join with the user's file"
+    members = [p for p in plan(chosen, gpus=names) if p.role in ("gserver", "model_worker")]
+    used = [gpu for member in members for gpu in member.gpus]
+    assert (backend == "auto") == (len(used) == len(set(used)) > 0)
+
+
+def test_nccl_is_left_for_nothing_else() -> None:
+    def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
+        sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}
+        return fitted(from_dict(sections), gpus=["0"]).weights.backend
+
+    assert backend(device="auto") == "gloo"
+    assert backend(device="cpu") == "auto"
+    assert backend(backend="nccl") == "nccl"
+    assert backend(mode="disk") == "auto"
+    assert backend({"engine": "sglang", "sglang": {"addresses": ["http://a"]}}) == "auto"
+    assert backend({"engine": "simulated"}) == "gloo"
+
+
+def test_servers_elsewhere_take_no_gpu_here() -> None:
+    processes = plan(sglang(2, addresses=["http://a:1", "http://b:1"]), gpus=["0", "1"])
+    used = {p.role: (p.device, list(p.gpus)) for p in processes if p.role in ("gserver", "model_worker")}
+    assert used == {"gserver": ("-", []), "model_worker": ("cuda (GPU 0)", ["0"])}
+
+
+def test_command_is_the_one_to_type() -> None:
+    (worker,) = [p for p in plan(config()) if p.role == "model_worker"]
+    words = command(worker, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
+    assert words[1:] == [
+        "-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0", "--model-dir", "d",
+    ]  # fmt: skip
+    assert words[0] == sys.executable
+    own = command(worker, config_file=Path("c.toml"), components={**COMPONENTS, "model_worker": "a:b"})
+    assert own[-2:] == ["--component", "a:b"]
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc")
+    assert visible_gpus() == ["2", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
+    first = config(name="a", dir=str(tmp_path))
+    names = [claim_run_dir(first).run.name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+
+
+def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        claim_run_dir(config(dir=str(tmp_path / "file")))
+
+
+def test_gloo_listens_at_the_interface_of_the_run_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                assert gloo_environment(address.address) == {GLOO_INTERFACE: name}
+    loopback = gloo_environment("localhost")[GLOO_INTERFACE]
+    assert any(address.address == "127.0.0.1" for address in interfaces[loopback])
+    assert gloo_environment("127.0.0.7") == {GLOO_INTERFACE: loopback}
+    assert gloo_environment("192.0.2.254") == {}, "of another machine"
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    assert gloo_environment("127.0.0.1") == {}
+
+
+def test_the_environment_is_set_before_torch_is_loaded() -> None:
+    """torch reads the number of threads once, when it loads: what runs before a component must not load it."""
+    loaded = "import sys, streamrl.launch.role; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], timeout=60, check=False).returncode == 0

@@ -1,0 +1,102 @@
+"""Step reports on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.metrics import METRICS_FILE, MetricsWriter, StepReport
+from streamrl.report.reading import read_run
+from tests.evaluations import make_report
+
+
+def report(step: int, **metrics: float) -> StepReport:
+    return StepReport(
+        step=step,
+        time=1000.0 + step,
+        metrics=metrics or {"reward/mean": 0.5},
+        token_ages={0: 3, 2: 1},
+        spans=[("actor_train", 1.0, 2.0)],
+        seqs=[step, step + 1],
+    )
+
+
+def write(folder: Path, *reports: StepReport, tensorboard: bool = False) -> Path:
+    writer = MetricsWriter(folder, tensorboard=tensorboard)
+    for each in reports:
+        writer.write(each)
+    writer.close()
+    return folder / METRICS_FILE
+
+
+def test_reports_come_back_as_they_went(tmp_path: Path) -> None:
+    write(tmp_path / "new", report(1), report(2))
+    assert read_run(tmp_path / "new").steps == [report(1), report(2)]
+
+
+def test_each_report_is_there_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(report(1))
+    assert read_run(tmp_path).steps == [report(1)]
+    writer.close()
+
+
+def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, report(1, loss=math.nan, ratio=math.inf, reward=1.0))
+    assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0}
+
+
+def test_a_torn_line_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path, report(1), report(2))
+    file.write_bytes(file.read_bytes()[:-20])
+    assert read_run(tmp_path).steps == [report(1)]
+    assert "1 lines cannot be read" in caplog.text
+    write(tmp_path, report(3))
+    assert read_run(tmp_path).steps == [report(1), report(3)]
+
+
+def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, report(1), report(2, reward=0.1), report(2, reward=0.9), report(3))
+    assert [r.metrics.get("reward") for r in read_run(tmp_path).steps] == [None, 0.9, None]
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    write(tmp_path, report(1), report(2), report(3))
+    assert caplog.text.count("metrics.jsonl cannot be written ([Errno 28] No space left on device)") == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "file" / "run", report(1))
+    assert "metrics.jsonl cannot be written" in caplog.text
+
+
+def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(report(1))
+    assert not (tmp_path / EVALUATIONS_FILE).exists()
+    writer.write_evaluation(make_report(4, pass_at={1: 0.25, 2: 0.5}))
+    lines = (tmp_path / EVALUATIONS_FILE).read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=EvaluationReport) for line in lines] == [
+        make_report(4, pass_at={1: 0.25, 2: 0.5})
+    ]
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/pass@1")] == [(4, 0.25)]
+    assert events.Scalars("evaluation/reward_mean")[0].value == 0.5
+
+
+def test_tensorboard_shows_scalars_and_ages(tmp_path: Path) -> None:
+    write(tmp_path, report(1, reward=0.25), report(2, reward=0.5), tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+    assert events.Scalars("token_age/2")[0].value == 0.25

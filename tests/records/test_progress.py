@@ -1,0 +1,223 @@
+"""Checkpoints that a run can go on from, and the ledger that is restored from them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import from_dict
+from streamrl.errors import ConfigError
+from streamrl.gserver.manager.core import Manager
+from streamrl.ledger import Fate, Ledger
+from streamrl.records import progress
+from streamrl.records.collapse import CollapseWatch, Health
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.metrics import StepReport
+from streamrl.records.progress import Progress
+from streamrl.records.timeline import Timeline
+from streamrl.report.reading import read_run
+from streamrl.seqs import SeqSet
+from streamrl.transport.generation import GenerationClient
+from tests.evaluations import make_report
+
+
+def make_progress(version: int = 3, **more: object) -> Progress:
+    settings: dict[str, object] = {"trained": [(0, 8)], "rejected": [], "prompts": "x"}
+    return Progress(policy_version=version, **(settings | more))  # type: ignore[arg-type]
+
+
+def save(run_dir: Path, name: str, made: Progress) -> Path:
+    folder = run_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    progress.write(folder, made)
+    return folder
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_hold_just_their_members(seqs: set[int]) -> None:
+    members = SeqSet()
+    for seq in seqs:
+        members.add(seq)
+    made = make_progress(trained=members.ranges())
+    assert list(made.trained_seqs()) == sorted(seqs)
+    assert made.groups_trained == len(seqs)
+    assert made.trained == progress.ranges(seqs)
+    given_up = make_progress(trained=[], rejected=progress.ranges(seqs))
+    assert list(given_up.rejected_seqs()) == sorted(seqs)
+    assert given_up.groups_consumed == len(seqs)
+    assert all(a_end < b for (_, a_end), (b, _) in zip(made.trained, made.trained[1:], strict=False))
+
+
+def test_the_latest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    assert progress.checkpoints(tmp_path) == []
+    older = save(tmp_path, "step-000010", make_progress(10))
+    os.utime(older, (1, 1))
+    last = save(tmp_path, "final", make_progress(11))
+    save(tmp_path, "step-000012.unfinished", make_progress(12))
+    (tmp_path / "checkpoints" / "step-000013").mkdir()  # weights without the state of a run
+    assert progress.checkpoints(tmp_path)[-1] == last
+    assert progress.read(last) == make_progress(11)
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    for version in (5, 10, 15, 20):
+        save(tmp_path, f"step-{version:06d}", make_progress(version))
+    save(tmp_path, "final", make_progress(20))
+    spare = str(tmp_path / "checkpoints" / "step-000005")
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=spare)
+    assert (tmp_path / "checkpoints" / "step-000005").exists()
+    (tmp_path / "checkpoints" / "step-000025.unfinished").mkdir()
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
+
+
+def test_the_last_checkpoint_of_when_the_run_was_healthy_is_kept(tmp_path: Path) -> None:
+    in_trouble = CollapseWatch(health=Health("warning", since=12, signs=["x"], turn=["y"]))
+    for version, watch in ((5, CollapseWatch()), (10, CollapseWatch()), (15, in_trouble), (20, in_trouble)):
+        os.utime(save(tmp_path, f"step-{version:06d}", make_progress(version, watch=watch)), (version, version))
+    healthy = tmp_path / "checkpoints" / "step-000010"
+    assert progress.last_healthy(tmp_path) == healthy
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000010", "step-000020"]
+    assert progress.read(tmp_path / "checkpoints" / "step-000020").watch == in_trouble
+    (healthy / "state" / "progress.json").write_text("{")
+    assert progress.last_healthy(tmp_path) is None
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000020"]
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
+    for written, version in enumerate((20, 30, 40, 24)):  # the last one after going back to 20
+        folder = save(tmp_path, f"step-{version:06d}", make_progress(version))
+        os.utime(folder, (written, written))
+    assert progress.read(progress.checkpoints(tmp_path)[-1]).policy_version == 24
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=str(tmp_path / "checkpoints" / "step-000020"))
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step-000020", "step-000040", "step-000024"}
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
+    config = from_dict({})
+    good = save(tmp_path, "good", make_progress(prompts=progress.prompts_digest(config)))
+    bad = save(tmp_path, "bad", make_progress(prompts="other"))
+
+    def begin(folder: Path) -> Progress | None:
+        run = msgspec.structs.replace(config.run, resume_from=str(folder))
+        return progress.of_run(msgspec.structs.replace(config, run=run))
+
+    assert progress.of_run(config) is None
+    assert begin(good) == progress.read(good)
+    with pytest.raises(ConfigError, match="sequence numbers mean other prompts"):
+        begin(bad)
+    with pytest.raises(ConfigError, match="no checkpoint that a run can go on from"):
+        begin(tmp_path)
+    (bad / "state" / "progress.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        begin(bad)
+
+
+def test_records_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+    reports = [StepReport(step=n, time=float(n), metrics={}, token_ages={}) for n in range(1, 6)]
+    lines = [msgspec.json.encode(report) + b"\n" for report in reports]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "ti')
+    (tmp_path / "final.json").write_text("{}")
+    progress.rewind(tmp_path, policy_version=3)
+    assert read_run(tmp_path).steps == reports[:3]
+    assert not (tmp_path / "final.json").exists()
+    progress.rewind(tmp_path / "nowhere", policy_version=3)
+
+
+def test_evaluations_go_back_to_the_checkpoint_too(tmp_path: Path) -> None:
+    """But for those in which a policy answered that will be another one."""
+    reports = [make_report(1), make_report(2, newest_version=3), make_report(3, newest_version=4), make_report(5)]
+    lines = b"".join(msgspec.json.encode(report) + b"\n" for report in reports)
+    (tmp_path / EVALUATIONS_FILE).write_bytes(lines + b'{"policy_version": 1, "ti')
+    progress.rewind(tmp_path, policy_version=3)
+    left = (tmp_path / EVALUATIONS_FILE).read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=EvaluationReport) for line in left] == reports[:2]
+    assert progress.evaluated(tmp_path, policy_version=2)
+    assert not progress.evaluated(tmp_path, policy_version=3)
+    assert not progress.evaluated(tmp_path / "nowhere", policy_version=3)
+
+
+@given(st.data())
+def test_a_restored_ledger_gives_out_what_was_not_settled(data: st.DataObject) -> None:
+    trained = data.draw(st.sets(st.integers(0, 40)))
+    rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
+    ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
+    ledger.restore(policy_version=100, trained=trained, rejected=rejected)
+    assert ledger.accepted == len(trained)
+    admitted = ledger.admit("w", 60, now=0.0)
+    unsettled = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
+    assert admitted == unsettled[:60]
+    assert not any(ledger.settle(Fate(seq, 1)) for seq in trained)
+    assert not any(ledger.reject(seq) for seq in rejected)
+    with pytest.raises(ValueError, match="cannot be restored"):
+        ledger.restore(policy_version=1, trained=[], rejected=[])
+
+
+def test_admission_goes_on_as_if_never_interrupted() -> None:
+    ledger = Ledger(groups_per_batch=8, max_staleness=1, lease_seconds=1)
+    ledger.restore(policy_version=3, trained=range(24), rejected=[])
+    assert ledger.room == 16
+
+
+@pytest.mark.parametrize("groups", [6, 8, 16])
+async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, groups: int) -> None:
+    """At version 100, after batches of 8; there is room for what five batches need, and for no more."""
+    sections = {"run": {"dir": str(tmp_path)}, "trainer": {"batch_groups": groups}, "staleness": {"max_staleness": 4}}
+    config = from_dict(sections)  # type: ignore[arg-type]
+    made = make_progress(100, trained=[(0, 800)], prompts=progress.prompts_digest(config))
+    checkpoint = save(tmp_path, "step-000100", made)
+    config = from_dict({**sections, "run": {"dir": str(tmp_path), "resume_from": str(checkpoint)}})  # type: ignore[arg-type]
+    client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
+    manager = Manager(config, client=client, timeline=timeline)
+    ledger = manager.status().ledger
+    assert (ledger.accepted, ledger.trained, ledger.room) == (800, 800, 5 * groups)
+    await manager.close()
+    await client.close()
+    timeline.close()
+
+
+@given(
+    before=st.integers(1, 5),
+    batches=st.integers(0, 8),
+    now=st.integers(1, 7),
+    staleness=st.integers(0, 3),
+    more=st.integers(0, 40),
+    data=st.data(),
+)
+def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_staleness_allows(
+    before: int, batches: int, now: int, staleness: int, more: int, data: st.DataObject
+) -> None:
+    """A run of batches of `before` groups is resumed with batches of `now`, and ends after so many `more` groups."""
+    had = before * batches
+    rejected = sorted(data.draw(st.sets(st.integers(0, had + 5), max_size=4)))
+    trained = [seq for seq in range(had + 20) if seq not in rejected][:had]
+    ledger = Ledger(groups_per_batch=now, max_staleness=staleness, lease_seconds=1)
+    ledger.restore(policy_version=batches, trained=trained, rejected=rejected)
+    ledger.ends_after = had + len(rejected) + more
+    settled, steps = had + len(rejected), 0
+    held: list[int] = []
+    while settled < ledger.ends_after:
+        held += ledger.admit("w", 1000, now=0.0)
+        assert len(held) <= (staleness + 1) * now
+        if held and data.draw(st.booleans(), label="reject"):
+            assert ledger.reject(held.pop())
+            settled += 1
+            continue
+        assert len(held) >= now, "the next batch can never be full"
+        for seq in held[:now]:
+            ledger.settle(Fate(seq, 1))
+        del held[:now]
+        settled += now
+        steps += 1
+        ledger.advance(batches + steps)
+        assert ledger.trained == had + steps * now
+    assert len(held) <= (staleness + 1) * now
+    assert ledger.room == 0, "nothing starts that no batch needs"

@@ -1,0 +1,38 @@
+"""The timeline covers a run of any length in a file of limited length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, Timeline
+
+BEATS = 3000
+MOST = 20_000
+
+
+def test_a_long_run_is_thinned_out_and_never_too_long(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, max_bytes=MOST)
+    for beat in range(BEATS):
+        for index in range(2):
+            stats = {"running": 1.0}
+            timeline.add(HeartbeatEntry(time=float(beat), role="gserver", index=index, stats=stats))
+        if beat % 300 == 0:
+            begin, end = float(beat), beat + 1.0
+            timeline.add(PublicationEntry(time=end, begin=begin, end=end, pause=0.1, version=beat, done=True, error=""))
+    timeline.close()
+    file = tmp_path / TIMELINE_FILE
+    assert 0 < file.stat().st_size <= MOST + 200
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert Counter(entry["kind"] for entry in entries)["publication"] == 10, "these are few, and all stay"
+    for index in range(2):
+        times = [entry["time"] for entry in entries if entry["kind"] == "heartbeat" and entry["index"] == index]
+        assert len(times) >= 20
+        assert times == sorted(times)
+        assert times[0] < 0.1 * BEATS
+        assert times[-1] > 0.9 * BEATS
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps) < 0.1 * BEATS, "the whole run is covered"
+    assert [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE]

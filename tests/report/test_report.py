@@ -1,0 +1,184 @@
+"""The report of a run: figures, plots, and what it makes of broken folders."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from streamrl.records.collapse import HEALTHY, Health
+from streamrl.records.timeline import HeartbeatEntry
+from streamrl.report.reading import growth, read_run
+from streamrl.report.summary import evaluation_table, summary_table, write_report
+from tests.evaluations import make_report
+from tests.runs import read_steps, write_lines, write_run
+
+PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
+
+
+def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for step in lines[30:]:
+        step["time"] += 1000
+    lines[-1]["metrics"]["run_seconds"] = 121.5
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert write_report(folder).train_seconds == 121.5
+
+
+def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    summary = write_report(folder)
+    steps = read_steps(folder)
+    assert summary.state == "finished"
+    assert summary.steps == 60
+    assert summary.reward_first == pytest.approx(sum(s.metrics["reward_mean"] for s in steps[:6]) / 6)
+    assert summary.reward_final == pytest.approx(sum(s.metrics["reward_mean"] for s in steps[-6:]) / 6)
+    assert summary.train_seconds == pytest.approx(120.0)
+    assert summary.groups_trained == 480
+    assert summary.groups_lost == 0  # 510 given out = 2 rejected + 12 running + 3 returned + 480 + 13
+    assert summary.groups_duplicated == 5
+    assert summary.groups_rejected == 2
+    assert summary.groups_given_up == 1
+    assert summary.oldest_token_age == 3  # no token of age 4 in the made-up steps
+    assert summary.max_staleness == 4
+    assert summary.over_age == "mask"
+    assert summary.masked_share == pytest.approx(40 / 840)
+    assert summary.tokens_trained == 48_000
+    assert 2 * 420 * 120 * 0.6 < summary.tokens_generated <= 2 * 420 * 120
+    assert summary.trainer_wait_share == pytest.approx(0.2)
+    assert summary.overhead_share == pytest.approx(0.01)
+    assert summary.generation_busy_share is not None
+    assert 0.58 < summary.generation_busy_share < 0.97
+    assert json.loads((folder / "summary.json").read_text())["groups_lost"] == 0
+    assert {file.name for file in (folder / "plots").iterdir()} == PLOTS
+
+
+@pytest.mark.parametrize(("held", "lost"), [(13, 0), (10, 3), (14, -1)])
+def test_lost_and_doubled_groups_are_seen(tmp_path: Path, held: int, lost: int) -> None:
+    assert write_report(write_run(tmp_path / "run", steps=3, groups_held=held)).groups_lost == lost
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "timeline.jsonl", "final.json"])
+def test_missing_files(tmp_path: Path, missing: str) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    (folder / missing).unlink()
+    summary = write_report(folder)
+    assert summary.steps == (0 if missing == "metrics.jsonl" else 4)
+    assert (summary.groups_lost is None) == (missing == "final.json")
+    assert (summary.max_staleness is None) == (missing == "config.toml")
+    assert (summary.tokens_generated == 0) == (missing == "timeline.jsonl")
+
+
+def test_torn_files(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=10)
+    for name in ("metrics.jsonl", "timeline.jsonl", "final.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-20])
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b"\n\xff\xfe\x00 no\n")
+    (folder / "config.toml").write_text("run = [")
+    summary = write_report(folder)
+    assert summary.steps == 9
+    assert summary.state == "unknown"
+    assert summary.groups_trained == 72
+    assert {file.name for file in (folder / "plots").iterdir()} == PLOTS
+
+
+def test_run_without_a_step(tmp_path: Path) -> None:
+    summary = write_report(tmp_path)
+    assert summary.steps == 0
+    assert summary.reward_final is None
+    assert not (tmp_path / "plots").exists()
+    Console(file=io.StringIO()).print(summary_table(summary))
+
+
+def test_stopped_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1, status=None)
+    assert write_report(folder).state == "unknown"
+    assert write_report(folder).steps == 1
+
+
+def test_a_step_reported_again_counts_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[-1] + "\n")
+    assert [step.step for step in read_run(folder).steps] == [1, 2, 3, 4, 5]
+
+
+def test_table_shows_the_figures(tmp_path: Path) -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(summary_table(write_report(write_run(tmp_path / "run"))))
+    text = console.export_text()
+    for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
+        assert part in text, part
+
+
+def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=9)
+    trouble = {step: Health("warning", 4, ["gradient norm 7.0 times the usual"], ["trainer.lr=1"]) for step in (4, 5)}
+    trouble |= {6: Health("collapsing", 6, ["reward fallen from 0.9 to 0.1"], ["trainer.lr=1"]), 9: Health(since=9)}
+    trouble |= {step: trouble[6] for step in (7, 8)}
+    steps = [msgspec.structs.replace(s, health=trouble.get(s.step, HEALTHY)) for s in read_steps(folder)]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step) for step in steps])
+    summary = write_report(folder)
+    assert [(change.step, change.state) for change in summary.health] == [
+        (4, "warning"),
+        (6, "collapsing"),
+        (9, "healthy"),
+    ]
+    assert json.loads((folder / "summary.json").read_text())["health"][1]["turn"] == ["trainer.lr=1"]
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(summary_table(summary))
+    text = console.export_text()
+    for part in ("policy warning", "step 4", "gradient norm 7.0 times", "policy collapsing", "policy healthy"):
+        assert part in text
+    assert write_report(write_run(tmp_path / "calm", steps=3)).health == []
+
+
+def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=40)
+    plain = write_report(folder)
+    assert plain.evaluations == []
+    without = (folder / "plots" / "reward.png").read_bytes()
+    reports = [make_report(v, newest_version=v + 1, reward_mean=v / 40, rejected=v % 3) for v in range(0, 41, 2)]
+    reports[3] = make_report(6, prompts=0, reward_mean=None, pass_at={}, response_length_mean=None, cut_share=None)
+    lines = [msgspec.to_builtins(report, str_keys=True) for report in (*reports, reports[-1])]
+    write_lines(folder / "evaluations.jsonl", lines)
+    summary = write_report(folder)
+    assert summary.evaluations == reports
+    assert (folder / "plots" / "reward.png").read_bytes() != without
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(summary_table(summary))
+    console.print(evaluation_table(summary.evaluations))
+    text = console.export_text()
+    assert "0.000 → 1.000" in text
+    assert "version 0 → 40, pass@1 0.250, pass@4 0.600" in text
+    table = text[text.index("held-out prompts") :]
+    assert "40–41" in table
+    assert "64 (-1)" in table
+    assert table.count("(k=4)") == 12  # of 21, with the first and the last
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_few_evaluations_are_all_in_the_table(count: int) -> None:
+    assert evaluation_table([make_report(version) for version in range(count)]).row_count == count
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_growth_survives_restarts(lives: list[list[int]]) -> None:
+    """A counter that restarts at 0 counts everything it ever counted."""
+    entries, expected = [], 0
+    for increments in lives:
+        count = 0
+        for increment in [0, *increments]:
+            count += increment
+            entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
+        expected += count
+    assert growth(entries, "n") == expected

@@ -1,0 +1,545 @@
+"""A response through updates, aborts and failures of gservers; where it ends; what the manager hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from streamrl.config import SamplingConfig
+from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.rollout import generation
+from streamrl.rollout.generation import Endings, Generation, Generator, GroupRoute, InFlightReports, RequestCount
+from streamrl.stop_strings import StopStrings
+from streamrl.transport.control import InFlight
+from streamrl.transport.generation import MIXED_WEIGHTS, GenerateReply, GenerateRequest, GenerationClient
+from tests.rollout.engine import Engine, Script, answer, failure, serving
+
+PROMPT = [5, 6, 7]
+
+
+class FixedRoutes:
+    """Names gservers in turn, and none when they are used up; remembers which failed."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
+        self.failed: list[str] = []
+
+    async def find_another(self, failed: str) -> str:
+        self.failed.append(failed)
+        return self.urls.pop(0) if self.urls else ""
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[GenerationClient]:
+    made = GenerationClient(timeout=1.5)
+    yield made
+    await made.close()
+
+
+def make_generator(
+    client: GenerationClient,
+    *,
+    patience: float,
+    part: int,
+    policy_version: Callable[[], int] = lambda: 0,
+    **sampling: Any,
+) -> Generator:
+    """For a model whose tokens are characters, and whose token 0 ends a response."""
+    return Generator(
+        client,
+        sampling=SamplingConfig(**sampling),
+        seed=1,
+        patience=patience,
+        tokens_per_request=part,
+        decode=lambda tokens: "".join(map(chr, tokens)),
+        eos_token_ids={0},
+        policy_version=policy_version,
+    )
+
+
+async def generate(
+    client: GenerationClient,
+    gserver: str,
+    *,
+    budget: int = 8,
+    routes: Any = None,
+    patience: float = 20.0,
+    part: int = 4096,
+    **sampling: Any,
+) -> Generation:
+    generator = make_generator(client, patience=patience, part=part, **sampling)
+    route = GroupRoute(gserver, find_another=(routes or FixedRoutes()).find_another)
+    return await generator.generate(PROMPT, max_new_tokens=budget, rid="3.0.0", route=route)
+
+
+def script(*answers: Any) -> Script:
+    return lambda request, number: answers[number]
+
+
+def prompts(engine: Engine) -> list[tuple[Any, int]]:
+    return [(request.input_ids, request.sampling_params.max_new_tokens) for request in engine.requests]  # type: ignore[union-attr]
+
+
+async def test_one_answer(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11, 2], version="4", matched=2))) as engine:
+        generation = await generate(client, engine.url, top_p=0.9, stop=["x"], temperature=0.5)
+    assert generation == Generation(
+        output_ids=[10, 11, 2],
+        logprobs=[-0.10, -0.11, -0.02],
+        versions=[4, 4, 4],
+        finish_reason="stop",
+        matched=2,
+        interruptions=0,
+    )
+    params = engine.requests[0].sampling_params
+    assert (params.top_p, params.stop, params.temperature, params.stop_token_ids) == (0.9, ["x"], 0.5, None)  # type: ignore[union-attr]
+    assert engine.requests[0].return_logprob
+
+
+async def test_versions_come_from_the_spans(client: GenerationClient) -> None:
+    spans = [("3", 0, 2), ("4", 2, 2), ("5", 2, 3)]
+    async with serving(script(answer([10, 11, 12], version="9", spans=spans, finish="length"))) as engine:
+        generation = await generate(client, engine.url)
+    assert generation.versions == [3, 3, 5]
+    assert generation.finish_reason == "length"
+
+
+async def test_a_cut_response_is_continued_from_its_own_tokens(client: GenerationClient) -> None:
+    answers = [
+        answer([10, 11], finish="abort", version="0"),
+        answer([], finish="abort", version="1"),
+        answer([12], finish="abort", version="1"),
+        answer([13, 2], version="2"),
+    ]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=6)
+    assert prompts(engine) == [
+        (PROMPT, 6),
+        ([*PROMPT, 10, 11], 4),
+        ([*PROMPT, 10, 11], 4),
+        ([*PROMPT, 10, 11, 12], 3),
+    ]
+    assert generation.output_ids == [10, 11, 12, 13, 2]
+    assert generation.versions == [0, 0, 1, 2, 2]
+    assert generation.logprobs == [-0.10, -0.11, -0.12, -0.13, -0.02]
+    assert generation.interruptions == 3
+    assert len({request.rid for request in engine.requests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spans", "kept"),
+    [
+        ([10, 11, 12], [("3", 0, 2), (MIXED_WEIGHTS, 2, 3)], [10, 11]),
+        ([10, 11, 12], [("3", 0, 1), (MIXED_WEIGHTS, 1, 2), ("4", 2, 3)], [10]),
+        ([10, 2], [(MIXED_WEIGHTS, 0, 2)], []),
+        ([10, 2], [], []),
+        ([], [], []),
+    ],
+)
+async def test_no_token_of_mixed_weights_is_taken_and_another_gserver_goes_on(
+    client: GenerationClient, tokens: list[int], spans: Any, kept: list[int]
+) -> None:
+    mixed = answer(tokens, version=MIXED_WEIGHTS, spans=spans, finish="stop" if tokens else "abort")
+    async with serving(script(mixed)) as engine, serving(script(answer([13, 2], version="4"))) as other:
+        routes = FixedRoutes(other.url)
+        generation = await generate(client, engine.url, routes=routes)
+    assert routes.failed == [engine.url]
+    assert prompts(other) == [([*PROMPT, *kept], 8 - len(kept))]
+    assert generation.output_ids == [*kept, 13, 2]
+    assert generation.versions == [*[3] * len(kept), 4, 4]
+    assert generation.interruptions == 1
+
+
+async def test_what_ended_before_weights_were_mixed_is_taken(client: GenerationClient) -> None:
+    spans = [("3", 0, 2), (MIXED_WEIGHTS, 2, 2)]
+    async with serving(script(answer([10, 2], version=MIXED_WEIGHTS, spans=spans))) as engine:
+        generation = await generate(client, engine.url)
+    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 3], 0)
+
+
+async def test_a_response_goes_through_an_update_during_which_weights_were_mixed(client: GenerationClient) -> None:
+    spans = [("3", 0, 1), (MIXED_WEIGHTS, 1, 1), ("4", 1, 2)]
+    async with serving(script(answer([10, 2], version="4", spans=spans))) as engine:
+        generation = await generate(client, engine.url)
+    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 4], 0)
+
+
+@pytest.mark.parametrize(
+    ("at_the_beginning", "at_the_end", "version"),
+    [(3, "5", 3), (5, "5", 5), (6, "5", 5), (0, "default", 0)],
+    ids=["updated meanwhile", "not updated", "a gserver that is behind", "before the first update"],
+)
+async def test_tokens_of_a_server_that_tells_no_spans_are_never_said_to_be_younger_than_they_are(
+    client: GenerationClient, at_the_beginning: int, at_the_end: str, version: int
+) -> None:
+    now = at_the_beginning
+
+    async def update_meanwhile(request: GenerateRequest, number: int) -> GenerateReply:
+        nonlocal now
+        now += 2
+        return answer([10, 11, 2], version=at_the_end, spans=[])
+
+    async with serving(update_meanwhile) as engine:
+        generation = await generate(client, engine.url, policy_version=lambda: now)
+    assert generation.versions == [version] * 3
+
+
+async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11], finish="abort"))) as engine:
+        generation = await generate(client, engine.url, budget=2)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
+
+
+@pytest.mark.parametrize("bad", [failure(503), failure(500), None], ids=["503", "500", "connection lost"])
+async def test_another_gserver_continues(client: GenerationClient, bad: Any) -> None:
+    async with (
+        serving(script(answer([10], finish="abort", version="1"), bad)) as first,
+        serving(script(answer([11, 2], version="2"))) as second,
+    ):
+        routes = FixedRoutes(second.url)
+        generation = await generate(client, first.url, routes=routes)
+    assert routes.failed == [first.url]
+    assert prompts(second) == [([*PROMPT, 10], 7)]
+    assert (generation.output_ids, generation.versions) == ([10, 11, 2], [1, 2, 2])
+
+
+async def test_a_gserver_that_is_gone(client: GenerationClient) -> None:
+    async with serving(script()) as gone:
+        pass
+    async with serving(script(answer([2]))) as second:
+        assert (await generate(client, gone.url, routes=FixedRoutes("", "", second.url))).output_ids == [2]
+
+
+async def test_a_gserver_that_does_not_answer_in_time(client: GenerationClient) -> None:
+    async def hang(request: GenerateRequest, number: int) -> GenerateReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(hang) as first, serving(script(answer([2]))) as second:
+        assert (await generate(client, first.url, routes=FixedRoutes(second.url))).output_ids == [2]
+        assert first.cancelled == 1
+
+
+async def test_siblings_ask_for_another_gserver_once() -> None:
+    routes = FixedRoutes("b", "c")
+    route = GroupRoute("a", find_another=routes.find_another)
+    await asyncio.gather(*(route.replace("a") for _ in range(5)))
+    assert (route.gserver, routes.failed) == ("b", ["a"])
+
+
+async def test_no_progress_ends(client: GenerationClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "FIRST_PAUSE_SECONDS", 0.001)
+    async with serving(lambda request, number: failure(503, "queue is full")) as engine:
+        with pytest.raises(DeadlineExceeded, match=r"3\.0\.0: no token for .*queue is full"):
+            await generate(client, engine.url, patience=0.3)
+    assert len(engine.requests) > 3
+
+
+async def test_pauses_between_fruitless_attempts_grow(
+    client: GenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    really_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await really_sleep(0)
+
+    monkeypatch.setattr(generation.asyncio, "sleep", sleep)
+    answers = [*(failure(503) for _ in range(8)), answer([10], finish="abort"), failure(503), answer([2])]
+    async with serving(script(*answers)) as engine:
+        await generate(client, engine.url)
+    assert [p for p in pauses if p] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (failure(400, "input is too long"), PeerError, "answered 400.*input is too long"),
+        (answer([], finish="abort", status_code=400), PeerError, "refused the request: scripted"),
+        (answer([10, 11], logprobs=[(-0.1, 10, None)]), WireError, "1 log-probabilities for 2 tokens"),
+        (answer([10], logprobs=[(-0.1, 11, None)]), WireError, "token 0 is 10, its log-probability is that of 11"),
+        (answer([10], logprobs=[(None, 10, None)]), WireError, "log-probability None"),
+        (answer([10], logprobs=[(0.5, 10, None)]), WireError, "log-probability 0.5"),
+        (answer([]), WireError, "without a single token"),
+        (answer([10] * 9), WireError, "9 tokens where at most 8"),
+        (answer([10], version="main"), WireError, "'main' is not a policy version"),
+        (answer([10], version="main", spans=[]), WireError, "'main' is not a policy version"),
+        (answer([10], version="-1"), WireError, "not a policy version"),
+        (answer([10, 11], spans=[("1", 0, 1)]), WireError, "cover 1 of 2 tokens"),
+        (answer([10, 11], spans=[("1", 1, 2)]), WireError, "do not cover"),
+        (answer([10], spans=[("1", 0, 2)]), WireError, "do not cover"),
+    ],
+)
+async def test_nonsense_is_refused(
+    client: GenerationClient, reply: Any, error: type[StreamRLError], message: str
+) -> None:
+    async with serving(script(reply)) as engine:
+        with pytest.raises(error, match=message):
+            await generate(client, engine.url)
+    assert len(engine.requests) == 1
+
+
+async def test_an_answer_of_another_shape_is_refused(client: GenerationClient) -> None:
+    async with serving(script(failure(200))) as engine:
+        with pytest.raises(WireError, match="something else than a GenerateReply"):
+            await generate(client, engine.url)
+
+
+async def test_a_long_response_is_asked_for_in_parts(client: GenerationClient) -> None:
+    answers = [
+        answer([10, 11, 12], version="4", finish="length"),
+        answer([13, 14, 15], version="5", finish="length"),
+        answer([16, 17], version="5", finish="length"),
+    ]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert prompts(engine) == [
+        (PROMPT, 3),
+        ([*PROMPT, 10, 11, 12], 3),
+        ([*PROMPT, 10, 11, 12, 13, 14, 15], 2),
+    ]
+    assert generation.output_ids == list(range(10, 18))
+    assert generation.versions == [4, 4, 4, 5, 5, 5, 5, 5]
+    assert (generation.finish_reason, generation.interruptions) == ("length", 0)
+    seeds = {request.sampling_params.sampling_seed for request in engine.requests}  # type: ignore[union-attr]
+    assert len(seeds) == 3
+
+
+async def test_one_that_stops_at_the_end_of_a_part_is_done(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11, 2], matched=2))) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11, 2], "stop")
+
+
+async def test_a_gserver_that_has_no_room_for_a_whole_part_ends_the_response(client: GenerationClient) -> None:
+    async with serving(script(answer([10, 11], finish="length"))) as engine:
+        generation = await generate(client, engine.url, budget=8, part=3)
+    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
+
+
+@pytest.mark.parametrize("finish", ["length", "abort"])
+async def test_a_stop_string_that_lies_across_two_parts_ends_the_response(
+    client: GenerationClient, finish: str
+) -> None:
+    answers = [answer([*b"one"], finish=finish), answer([*b"  #"], finish=finish), answer([*b"##."], version="1")]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, budget=12, part=3 if finish == "length" else 12, stop=["###"])
+    assert bytes(generation.output_ids) == b"one  ###"
+    assert (generation.finish_reason, generation.matched) == ("stop", "###")
+    assert (generation.versions, len(generation.logprobs)) == ([0] * 6 + [1] * 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "matched"),
+    [([50, 51, 0], {}, 0), ([50, 51], {"stop_token_ids": [51]}, 51), ([50, 51], {"stop": ["23"]}, "23")],
+)
+async def test_one_that_was_aborted_with_its_last_token_is_done(
+    client: GenerationClient, tokens: list[int], sampling: dict[str, Any], matched: int | str
+) -> None:
+    async with serving(script(answer(tokens, finish="abort"))) as engine:
+        generation = await generate(client, engine.url, **sampling)
+    assert generation.output_ids == tokens
+    assert (generation.finish_reason, generation.matched, generation.interruptions) == ("stop", matched, 0)
+
+
+async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> None:
+    first = [answer([10, 11, 12], version="4", finish="length"), failure(500)]
+    second = [answer([13, 14], version="5", finish="stop")]
+    async with serving(script(*first)) as failing, serving(script(*second)) as other:
+        generation = await generate(client, failing.url, budget=8, part=3, routes=FixedRoutes(other.url))
+    assert prompts(other) == [([*PROMPT, 10, 11, 12], 3)]
+    assert generation.output_ids == [10, 11, 12, 13, 14]
+    assert (generation.versions, generation.interruptions) == ([4, 4, 4, 5, 5], 1)
+
+
+async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_it_had(
+    client: GenerationClient,
+) -> None:
+    async def then_hang(request: GenerateRequest, number: int) -> GenerateReply:
+        if number == 0:
+            return answer([10, 11, 12], finish="length")
+        client.give_up([hanging.url])  # as the manager tells the worker with a heartbeat
+        client.give_up([hanging.url])
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(then_hang) as hanging, serving(script(answer([13, 14]), answer([2]))) as other:
+        routes = FixedRoutes(hanging.url, other.url)  # the manager may not know better yet
+        began = time.monotonic()
+        generation = await generate(client, hanging.url, budget=8, part=3, routes=routes)
+        assert time.monotonic() - began < 1.0, "it did not wait for the time limit of the request"
+        assert generation.output_ids == [10, 11, 12, 13, 14]
+        assert len(hanging.requests) == 2, "nothing is asked of one that is known to be silent"
+        client.give_up([])
+        await generate(client, other.url)
+
+
+async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
+    async with serving(script(answer([10], logprobs=[(1e-6, 10, None)]))) as engine:
+        assert (await generate(client, engine.url)).logprobs == [0.0]
+
+
+async def test_sampling_seeds_are_fixed_for_each_request_and_differ(client: GenerationClient) -> None:
+    async with serving(lambda request, number: answer([2])) as engine:
+        generator = make_generator(client, patience=1, part=4096)
+        route = GroupRoute(engine.url, find_another=FixedRoutes().find_another)
+        for rid in ("3.0.0", "3.1.0", "3.0.0"):
+            await generator.generate(PROMPT, max_new_tokens=4, rid=rid, route=route)
+    first, sibling, again = (request.sampling_params.sampling_seed for request in engine.requests)  # type: ignore[union-attr]
+    assert first == again != sibling
+
+
+async def test_cancellation_disconnects(client: GenerationClient) -> None:
+    ended = asyncio.Event()
+
+    async def hang(request: GenerateRequest, number: int) -> GenerateReply:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    async with serving(hang) as engine:
+        task = asyncio.create_task(generate(client, engine.url))
+        await engine.arrived.wait()
+        task.cancel()
+        await asyncio.wait_for(ended.wait(), 5)
+        assert engine.cancelled == 1
+
+
+# --- what ends a response ---
+
+VOCABULARY = ("a", "b", "ab", "ba", "aab", "<eos>")
+EOS = len(VOCABULARY) - 1
+
+sampled_tokens = st.lists(st.integers(0, EOS), min_size=1, max_size=30)
+stop_strings = st.lists(st.text("ab", min_size=1, max_size=6), max_size=2)
+
+
+def decode_word(token_ids: Sequence[int]) -> str:
+    return "".join(VOCABULARY[token] for token in token_ids)
+
+
+def in_one_request(sampled: list[int], stop: list[str]) -> list[int]:
+    """Return `sampled` up to the first token that ends it or completes a stop string: the definition."""
+    for end in range(1, len(sampled) + 1):
+        if sampled[end - 1] == EOS or any(string in decode_word(sampled[:end]) for string in stop):
+            return sampled[:end]
+    return sampled
+
+
+def in_parts(sampled: list[int], cuts: set[int], stop: list[str], *, aborts_say_so: bool) -> list[int]:
+    """Return the response as a rollout worker gets it.
+
+    Each request sees only its own tokens, and one that is cut may not say that it had come to its end.
+    """
+    endings = Endings(tokens={EOS}, strings=StopStrings(stop, decode_word))
+    output: list[int] = []
+    while len(output) < len(sampled):
+        since = len(output)
+        cut = min({cut for cut in cuts if cut > since} | {len(sampled)})
+        part = in_one_request(sampled[since:cut], stop)
+        said = in_one_request([*part, 0], stop) == part and (since + len(part) < cut or aborts_say_so)
+        output += part
+        if found := endings.overlooked(output, earlier=since, reported=said):
+            return output[: found[0]]
+        if said:
+            return output
+    return output
+
+
+@given(sampled=sampled_tokens, cuts=st.sets(st.integers(1, 29)), stop=stop_strings, aborts_say_so=st.booleans())
+@example(sampled=[0, 0, 0, 1], cuts={1, 2, 3}, stop=["aaab"], aborts_say_so=True)
+@example(sampled=[0, EOS, 1], cuts={2}, stop=[], aborts_say_so=False)
+def test_a_response_ends_where_it_would_have_ended_in_one_request(
+    sampled: list[int], cuts: set[int], stop: list[str], aborts_say_so: bool
+) -> None:
+    assert in_parts(sampled, cuts, stop, aborts_say_so=aborts_say_so) == in_one_request(sampled, stop)
+
+
+def test_what_ended_a_response_is_returned() -> None:
+    endings = Endings(tokens={EOS}, strings=StopStrings(["bb"], decode_word))
+    assert endings.overlooked([0, 1, 1, 0], earlier=2, reported=False) == (3, "bb")
+    assert endings.overlooked([0, 1, 1, 0], earlier=2, reported=True) == (3, "bb")
+    assert endings.overlooked([0, EOS], earlier=0, reported=False) == (2, EOS)
+    assert endings.overlooked([0, EOS], earlier=0, reported=True) is None
+    assert endings.overlooked([], earlier=0, reported=False) is None
+
+
+def test_strings_are_looked_for_in_few_tokens() -> None:
+    asked: list[int] = []
+
+    def count(token_ids: list[int]) -> str:
+        asked.append(len(token_ids))
+        return decode_word(token_ids)
+
+    strings = StopStrings(["ab"], count)
+    assert strings.at_the_end([0] * 1000) is None
+    assert asked == [strings.reach]
+    assert StopStrings([], count).at_the_end([0]) is None
+    assert asked == [strings.reach]
+
+
+# --- what the manager is told ---
+
+
+class ListeningManager:
+    """Hears what is in flight, and replies while `replies` is set."""
+
+    def __init__(self) -> None:
+        self.heard: list[InFlight] = []
+        self.more = asyncio.Event()
+        self.replies = asyncio.Event()
+        self.replies.set()
+
+    async def in_flight(self, message: InFlight) -> None:
+        self.heard.append(message)
+        self.more.set()
+        await self.replies.wait()
+
+    async def next(self) -> dict[int, tuple[int, int]]:
+        await asyncio.wait_for(self.more.wait(), 10)
+        self.more.clear()
+        return {group.seq: (group.requests, group.tokens) for group in self.heard[-1].groups}
+
+
+async def test_the_manager_hears_how_many_requests_of_a_group_are_in_flight() -> None:
+    manager = ListeningManager()
+    reports = InFlightReports(manager, worker=3)  # type: ignore[arg-type]
+    running = asyncio.create_task(reports.run())
+    count = RequestCount(7, siblings=3, reports=reports)
+    with ExitStack() as both:
+        both.enter_context(count.request(10))
+        both.enter_context(count.request(20))
+        assert await manager.next() == {7: (3, 30)}, "one of three has not begun"
+    assert await manager.next() == {7: (1, 0)}
+    with count.request(10):
+        assert await manager.next() == {7: (1, 10)}
+    assert await manager.next() == {7: (0, 0)}
+    with count.request(40):
+        assert await manager.next() == {7: (1, 40)}, "another turn"
+    assert {message.worker for message in manager.heard} == {3}
+    running.cancel()
+
+
+async def test_changes_while_a_report_is_on_its_way_go_into_the_next_one_and_ended_groups_into_none() -> None:
+    manager = ListeningManager()
+    manager.replies.clear()
+    reports = InFlightReports(manager, worker=0)  # type: ignore[arg-type]
+    running = asyncio.create_task(reports.run())
+    counts = [RequestCount(seq, siblings=2, reports=reports) for seq in range(3)]
+    with counts[0].request(5), counts[1].request(6):
+        assert await manager.next() == {0: (2, 5), 1: (2, 6)}
+        with counts[0].request(5), counts[1].request(6):
+            reports.forget(1)
+            manager.replies.set()
+            assert await manager.next() == {0: (2, 10)}
+    running.cancel()

@@ -1,0 +1,158 @@
+"""A rollout worker in a synchronous graph: groups wait to be scored, and the master's calls are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
+from streamrl.transport.control import Admission
+from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.synchronous import (
+    FIRST_ROLLOUT_WORKER,
+    GenerateGroups,
+    GroupsGenerated,
+    GroupsScored,
+    ScoreGroups,
+    name_on_channel,
+)
+
+SIBLINGS = 2
+ME = FIRST_ROLLOUT_WORKER + 3
+
+
+class Worker:
+    """Starts groups that nobody scores; those in `fails` are given up before they are scored, those in `lost` while."""
+
+    def __init__(self, *, fails=(), lost=(), over_after=1_000):
+        self.fails, self.lost = set(fails), set(lost)
+        self.scored: list[int] = []
+        self._next = 0
+        self._over_after = over_after
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def admit(self, count):
+        if self._next >= self._over_after:
+            return None
+        # never more than two at once, as a ledger with little room would do it
+        seqs = range(self._next, self._next + min(count, 2))
+        self._next = seqs.stop
+        return [Admission(seq=seq, gserver="http://x") for seq in seqs]
+
+    def start(self, admission, gate):
+        task = asyncio.create_task(self._make(admission.seq, gate))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, seq, gate):
+        if seq not in self.fails:
+            await asyncio.gather(*(gate.before_scoring(i) for i in range(SIBLINGS)))
+            self.scored.append(seq)
+        gate.end(stored=seq not in self.fails | self.lost)
+
+
+@contextlib.asynccontextmanager
+async def synchronous(worker):
+    channel = RequestChannel(
+        host="127.0.0.1", notice_type=GroupsScored, on_notice=lambda *_: None, name_of=name_on_channel
+    )
+    config = from_dict({"rollout": {"group_size": SIBLINGS}})
+    rollout = SynchronousRollout(config, index=3, master=channel.endpoint, admit=worker.admit, start=worker.start)
+    running = asyncio.create_task(rollout.run())
+    try:
+        await channel.wait_for({ME}, patience=10)
+        yield channel, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await rollout.close()
+        await channel.close()
+
+
+async def test_nothing_is_scored_before_the_master_says_so():
+    worker = Worker()
+    async with synchronous(worker) as (channel, _):
+        generated = await channel.call(ME, GenerateGroups(5), GroupsGenerated, timeout=10)
+        assert generated.seqs == [0, 1, 2, 3, 4]
+        assert worker.scored == []
+        scored = await channel.call(ME, ScoreGroups(generated.seqs[:3]), GroupsScored, timeout=10)
+        assert scored.seqs == sorted(worker.scored) == [0, 1, 2]
+        # those that wait already count towards what the master wants next
+        assert (await channel.call(ME, GenerateGroups(3), GroupsGenerated, timeout=10)).seqs == [3, 4, 5]
+
+
+async def test_others_are_generated_instead_of_groups_that_fail():
+    worker = Worker(fails=[1, 4], lost=[2])
+    async with synchronous(worker) as (channel, _):
+        generated = await channel.call(ME, GenerateGroups(4), GroupsGenerated, timeout=10)
+        assert generated.seqs == [0, 2, 3, 5]
+        assert (await channel.call(ME, ScoreGroups([0, 2, 3]), GroupsScored, timeout=10)).seqs == [0, 3]
+        assert (await channel.call(ME, GenerateGroups(1), GroupsGenerated, timeout=10)).seqs == [5]
+
+
+async def test_as_many_as_are_admitted_for_now():
+    worker = Worker()
+    most = asyncio.Queue()
+    admit = worker.admit
+
+    async def scarce(count):
+        return await admit(min(count, await most.get())) if count else []
+
+    worker.admit = scarce
+    async with synchronous(worker) as (channel, _):
+        most.put_nowait(2)
+        most.put_nowait(0)
+        assert (await channel.call(ME, GenerateGroups(5), GroupsGenerated, timeout=10)).seqs == [0, 1]
+        most.put_nowait(1)
+        assert (await channel.call(ME, GenerateGroups(3), GroupsGenerated, timeout=10)).seqs == [0, 1, 2]
+
+
+async def test_an_admission_that_was_asked_for_is_not_lost_when_the_master_goes_on():
+    worker = Worker()
+    asked, granted = asyncio.Event(), asyncio.Event()
+    admit = worker.admit
+
+    async def slow(count):
+        if count:
+            asked.set()
+            await granted.wait()
+        return await admit(count)
+
+    worker.admit = slow
+    async with synchronous(worker) as (channel, _):
+        given_up = asyncio.create_task(channel.call(ME, GenerateGroups(9), GroupsGenerated, timeout=30))
+        await asked.wait()
+        asking = asyncio.create_task(channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10))
+        await asyncio.sleep(0.2)
+        granted.set()
+        assert (await asking).seqs == [0, 1]
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+
+
+async def test_groups_of_a_predecessor_are_not_scored():
+    async with synchronous(Worker()) as (channel, _):
+        generated = await channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10)
+        assert generated.seqs == [0, 1]
+        assert (await channel.call(ME, ScoreGroups([0, 7]), GroupsScored, timeout=10)).seqs == [0]
+
+
+async def test_it_ends_when_the_run_is_over():
+    async with synchronous(Worker(over_after=2)) as (channel, running):
+        assert (await channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10)).seqs == [0, 1]
+        asking = asyncio.create_task(channel.call(ME, GenerateGroups(4), GroupsGenerated, timeout=30))
+        await asyncio.wait_for(running, 10)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_gate_of_a_group_that_needs_no_score_opens_when_it_ends():
+    gate = ScoringGate(SIBLINGS)
+    waiting = asyncio.create_task(gate.generated())
+    gate.end(stored=True)
+    assert await waiting
+    assert await gate.ended()

@@ -1,0 +1,41 @@
+"""Training batches: whose turn it is, and how a batch is shared out."""
+
+from __future__ import annotations
+
+from streamrl.config import from_dict
+from streamrl.ledger import HeldGroups
+from streamrl.trainer.master.groups import BatchFormer
+from tests.trainer.master.test_groups import make_meta
+
+
+def make_former(over_age="mask", *, minibatches=1, batch=4):
+    return BatchFormer(
+        from_dict(
+            {
+                "staleness": {"max_staleness": 2, "over_age": over_age},
+                "trainer": {"batch_groups": batch},
+                "algorithm": {"minibatches": minibatches},
+            }
+        )
+    )
+
+
+def test_wait_takes_admission_order_and_skips_what_was_rejected():
+    former = make_former("wait", batch=2)
+    held = HeldGroups({seq: make_meta(seq) for seq in (1, 2, 3)})
+    selection = former.select(held, policy_version=0)
+    assert (selection.batch, selection.missing) == ([], [0])
+    assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
+    former.reject([0, 2])
+    assert former.select(held, policy_version=0).batch == [1, 3]
+    former.trained([1, 3])
+    assert former.select(HeldGroups(), policy_version=1).missing == [4, 5]
+
+
+def test_minibatches_share_every_group_once_in_order():
+    former = make_former(minibatches=3, batch=8)
+    batch = [make_meta(seq, versions={0: 3, 5: 4}) for seq in range(8)]
+    parts = former.minibatches(batch)
+    assert [meta.seq for part in parts for meta in part] == list(range(8))
+    assert [len(part) for part in parts] == [3, 2, 3]
+    assert former.young_tokens(batch[0], policy_version=5) == 4  # version 0 is too old at 5

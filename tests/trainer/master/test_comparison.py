@@ -1,0 +1,178 @@
+"""The comparison of gservers and trainer: on which response, what is found, when it is told, when the run stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import from_dict
+from streamrl.errors import ConfigError, PeerLost, TrainingError
+from streamrl.trainer.calls import Sibling, Trained
+from streamrl.trainer.master.comparison import (
+    ENOUGH_TOKENS,
+    Comparison,
+    MismatchWatch,
+    compared_figures,
+    response_to_compare,
+)
+from streamrl.transport.control import Compared, Scores
+from streamrl.types import SampleMeta
+
+
+def meta(seq, lengths, *, prompt=10, rewards=None):
+    return SampleMeta(
+        seq=seq,
+        head=seq % 2,
+        worker="rollout/0",
+        size=len(lengths),
+        tokens=prompt * len(lengths) + sum(lengths),
+        rewards=rewards or [float(i) for i in range(len(lengths))],
+        response_lengths=lengths,
+        version_counts={0: sum(lengths)},
+        generation_seconds=1.0,
+    )
+
+
+def test_the_shortest_response_that_makes_a_fair_mean_is_compared():
+    assert response_to_compare([meta(0, [3, 40]), meta(1, [20, 9])]) == Sibling(1, 1)
+    assert response_to_compare([meta(0, [40, 9], prompt=50), meta(1, [20, 30])]) == Sibling(1, 0)
+    assert response_to_compare([meta(0, [1, 3]), meta(1, [2, 1])]) == Sibling(0, 1)
+    assert response_to_compare([meta(0, [9, 9], rewards=[1.0, 1.0]), meta(1, [20, 30])]) == Sibling(1, 0)
+    assert response_to_compare([]) is None
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=5), min_size=1, max_size=6))
+def test_no_other_response_is_a_better_choice(lengths):
+    chosen = response_to_compare([meta(seq, own) for seq, own in enumerate(lengths)])
+    length = lengths[chosen.seq][chosen.index]
+    fair = [n for own in lengths for n in own if n >= ENOUGH_TOKENS]
+    assert length == (min(fair) if fair else max(n for own in lengths for n in own))
+
+
+def test_figures_are_of_each_gserver_and_of_all():
+    scores = [
+        Scores("gserver/0", [-1.0, -9.0, -2.0], seconds=0.5, computed=12),
+        Scores("gserver/1", [-1.1, -9.0, -2.3], seconds=0.25, computed=5),
+        Scores("gserver/2", problem="it is gone"),
+    ]
+    figures = compared_figures(scores, [-1.0, -2.0], sampled=[0, 2])  # the token between them is feedback
+    assert figures == pytest.approx(
+        {
+            "logprob_diff_mean/gserver_0": 0.0,
+            "logprob_diff_max/gserver_0": 0.0,
+            "logprob_diff_mean/gserver_1": 0.2,
+            "logprob_diff_max/gserver_1": 0.3,
+            "logprob_diff_mean": 0.1,
+            "logprob_diff_max": 0.3,
+            "gservers_compared": 2,
+            "gservers_not_compared": 1,
+            "compare_seconds": 0.5,
+            "compare_tokens": 12,
+        }
+    )
+
+
+def test_without_the_trainers_own_nobody_is_compared():
+    figures = compared_figures([Scores("gserver/0", [-1.0])], [], sampled=[0])
+    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, 1)
+    assert "logprob_diff_mean" not in figures
+
+
+class Manager:
+    """As much of a client as a comparison needs; `scores` are what its gservers say, None: it is gone."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    async def compared(self, version):
+        if self.scores is None:
+            raise PeerLost("the manager is gone")
+        return Compared(self.scores)
+
+
+def trained(*logprobs):
+    return Trained(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
+
+
+async def found(scores, sampled, *logprobs, chosen=True):
+    async def have_scored(which):
+        assert which == Sibling(7, 1)
+        return sampled
+
+    comparison = Comparison(4, Sibling(7, 1) if chosen else None, client=Manager(scores), have_scored=have_scored)
+    await asyncio.sleep(0.01)  # until they are asked
+    return await comparison.figures([trained(), trained(*logprobs)])
+
+
+async def test_what_gservers_scored_is_compared_with_what_a_rank_computed():
+    figures = await found([Scores("gserver/0", [-1.0, -5.0, -2.5])], [0, 2], -1.0, -2.0)
+    assert figures["logprob_diff_mean/gserver_0"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("scores", "sampled", "logprobs", "chosen", "missing", "why"),
+    [
+        (None, [0], [-1.0], True, 0, "v4 was not compared: the manager is gone"),
+        ([], [], [], False, 0, "v4 was not compared: no group of its batch is young enough"),
+        ([Scores("gserver/0", [-1.0])], [0], [], True, 1, "the step did not compute Sibling(seq=7"),
+        ([Scores("gserver/0", problem="gone")], [0], [-1.0], True, 1, "gserver/0 was not compared"),
+    ],
+)
+async def test_a_comparison_that_fails_costs_its_figures_alone(scores, sampled, logprobs, chosen, missing, why, caplog):
+    with caplog.at_level(logging.INFO):
+        figures = await found(scores, sampled, *logprobs, chosen=chosen)
+    assert why in caplog.text
+    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, missing)
+    assert "logprob_diff_mean" not in figures
+
+
+def watch(**trainer):
+    return MismatchWatch(from_dict({"trainer": trainer}).trainer)
+
+
+SMALL = [{}, {"logprob_diff_mean/gserver_0": 0.05}, {"sampling_diff_mean": 1e-6}, {"logprob_diff_max/gserver_0": 0.4}]
+
+
+@pytest.mark.parametrize("figures", SMALL)
+def test_small_differences_and_versions_without_any_are_passed_over(figures, caplog):
+    watch(logprob_diff_warning=0.05, logprob_diff_limit=0.2).look({"groups": 8} | figures, policy_version=3)
+    assert not caplog.records
+
+
+def test_a_large_one_is_told_with_its_gserver_and_version(caplog):
+    figures = {"logprob_diff_mean/gserver_0": 1e-6, "logprob_diff_mean/gserver_11": 0.31}
+    with caplog.at_level(logging.WARNING):
+        watch(logprob_diff_warning=0.05).look(figures, policy_version=7)
+    (record,) = caplog.records
+    assert "gserver/11 and the trainer differ by 0.31 nats" in record.getMessage()
+    assert "under version 7, more than trainer.logprob_diff_warning = 0.05" in record.getMessage()
+    assert "gserver/0" not in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["logprob_diff_mean/gserver_2", "sampling_diff_mean"])
+def test_beyond_the_limit_the_run_stops(name):
+    with pytest.raises(
+        TrainingError, match=r"differ by 0\.31 nats .* more than trainer\.logprob_diff_limit = 0\.3: a gs"
+    ):
+        watch(logprob_diff_limit=0.3).look({name: 0.31}, policy_version=7)
+
+
+def test_that_a_gserver_is_not_compared_is_told_when_it_begins(caplog):
+    looking = watch()
+    for version, (compared, missing) in enumerate([(2, 0), (1, 1), (1, 1), (2, 0), (0, 0), (0, 2)]):
+        looking.look({"gservers_compared": compared, "gservers_not_compared": missing}, policy_version=version)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "version 1 was compared on 1 gservers, and not on 1",
+        "version 4 was compared on 0 gservers, and not on 0",
+    ]
+
+
+def test_a_limit_below_the_warning_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"trainer\.logprob_diff_limit = 0\.01 is below trainer\.logprob_diff_warning"
+    ):
+        watch(logprob_diff_warning=0.05, logprob_diff_limit=0.01)

@@ -1,0 +1,118 @@
+"""The trainer's side of evaluations, against a real manager and an evaluator played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config import Config
+from streamrl.errors import StreamRLError
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.trainer.master.evaluations import EvaluationRequests
+from streamrl.transport.control import EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
+from tests.evaluations import make_report
+from tests.gserver.harness import Run, managed, small_config
+
+
+@asynccontextmanager
+async def desk(config: Config) -> AsyncIterator[tuple[EvaluationRequests, Run, list[EvaluationReport]]]:
+    written: list[EvaluationReport] = []
+    async with managed(config) as run:
+        await run.register("evaluator")
+        yield EvaluationRequests(config, client=run.client, write=written.append), run, written
+
+
+async def take(run: Run) -> EvaluationTask | None:
+    """What waits for the evaluator now."""
+    status = (await run.client.status()).evaluation
+    if status is None or (status.running is None and status.waiting is None):
+        return None
+    return (await run.client.next_evaluation(NextEvaluation(evaluator=0))).task
+
+
+async def tell(run: Run, task: EvaluationTask) -> None:
+    report = make_report(task.policy_version)
+    await run.client.evaluation_result(EvaluationResult(evaluator=0, number=task.number, report=report))
+
+
+def evaluating(folder: Path, *, run: dict[str, Any] | None = None, **evaluation: Any) -> Config:
+    return small_config(folder, evaluation=evaluation, run=run or {})
+
+
+async def test_reports_are_kept_in_order_while_the_run_goes_on(tmp_path: Path) -> None:
+    async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
+        following = asyncio.create_task(evaluations.follow())
+        for version in (1, 2):
+            await evaluations.ask(version)
+            task = await take(run)
+            assert task is not None
+            assert task.policy_version == version
+            await tell(run, task)
+        await evaluations.ask(2)
+        assert await take(run) is None  # the same version is not evaluated twice
+        await run.client.finish_run(FinishRun(reason="done"))
+        await asyncio.wait_for(following, 5.0)
+    assert written == [make_report(1), make_report(2)]
+
+
+async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
+    async with desk(evaluating(tmp_path, at_end=True)) as (evaluations, run, written):
+        await evaluations.ask(9)
+        waiting = asyncio.create_task(evaluations.wait_for(9))
+        task = await take(run)
+        assert task is not None
+        assert not waiting.done()
+        await tell(run, task)
+        assert await asyncio.wait_for(waiting, 5.0) == ""
+        assert written == [make_report(9)]
+        assert await evaluations.wait_for(9) == ""
+
+
+async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.2)) as (evaluations, _, _):
+        await evaluations.ask(9)
+        said = await asyncio.wait_for(evaluations.wait_for(9), 5.0)
+    assert "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 0.2" in said
+    assert "is there an evaluator" in caplog.text
+
+
+async def test_a_run_that_is_ended_meanwhile_is_an_error(tmp_path: Path) -> None:
+    async with desk(evaluating(tmp_path, at_end=True)) as (evaluations, run, _):
+        await evaluations.ask(9)
+        waiting = asyncio.create_task(evaluations.wait_for(9))
+        await asyncio.sleep(0.05)
+        await run.client.finish_run(FinishRun(reason="", error="evaluator/0: no data"))
+        with pytest.raises(StreamRLError, match="ended the run in the evaluation of version 9"):
+            await asyncio.wait_for(waiting, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "resumed", "recorded", "due"),
+    [
+        ({"at_start": True}, False, [], True),
+        ({"every_steps": 5}, False, [], False),
+        ({"at_start": True}, True, [], False),
+        ({"every_steps": 5}, True, [], True),  # it was asked for at the checkpoint, and was lost
+        ({"every_steps": 5}, True, [10], False),
+        ({"every_steps": 4}, True, [], False),
+    ],
+)
+async def test_what_is_due_at_the_beginning(
+    tmp_path: Path, evaluation: dict[str, Any], resumed: bool, recorded: list[int], due: bool
+) -> None:
+    config = evaluating(tmp_path, **evaluation)
+    if resumed:
+        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from="somewhere"))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [msgspec.json.encode(make_report(version)) + b"\n" for version in recorded]
+    (config.run_dir / EVALUATIONS_FILE).write_bytes(b"".join(lines))
+    async with desk(evaluating(tmp_path, **evaluation)) as (_, run, _):
+        evaluations = EvaluationRequests(config, client=run.client, write=lambda report: None)
+        await evaluations.begin(10 if resumed else 0)
+        assert (await take(run) is not None) == due

@@ -1,0 +1,327 @@
+"""The master's side of generation in a synchronous graph: what becomes of groups whose worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.errors import DeadlineExceeded
+from streamrl.ledger import Fate, Ledger
+from streamrl.rollout.synchronous import SynchronousRollout
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.groups import AsyncIOSequenceBuffer
+from streamrl.trainer.master.synchronous import SynchronousGeneration
+from streamrl.transport import request_reply
+from streamrl.transport.control import Admission
+from streamrl.transport.request_reply import ReplyChannel, RequestChannel
+from streamrl.transport.synchronous import (
+    FIRST_ROLLOUT_WORKER,
+    GenerateGroups,
+    GroupsGenerated,
+    GroupsScored,
+    RolloutCall,
+    ScoreGroups,
+    name_on_channel,
+)
+from streamrl.types import SampleMeta
+from tests.groups import make_group
+
+
+class Rollout:
+    """A rollout worker over a real socket; `mute` calls of it, by type, are never answered.
+
+    It stores what it scores, but for those that `scores` is false of; `stores_unheard` of those that it is asked to
+    score first are stored before it falls mute.
+    """
+
+    def __init__(self, endpoint, index, ledger, buffer, *, mute=(), scores=lambda seq: True, stores_unheard=0):
+        self.asked: list[RolloutCall] = []
+        self.silent = asyncio.Event()
+        self._ledger, self._buffer, self._waiting = ledger, buffer, []
+        self._mute, self._scores, self._unheard = mute, scores, stores_unheard
+        self._channel = ReplyChannel(
+            endpoint=endpoint, worker=FIRST_ROLLOUT_WORKER + index, call_type=GenerateGroups | ScoreGroups
+        )
+        self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self):
+        while True:
+            call_id, call = await self._channel.receive()
+            self.asked.append(call)
+            if type(call) in self._mute:
+                if isinstance(call, ScoreGroups):
+                    await self._store(call.seqs[: self._unheard])
+                self.silent.set()
+            elif isinstance(call, GenerateGroups):
+                self._waiting += [next(self._ledger) for _ in range(call.groups - len(self._waiting))]
+                await self._channel.reply(call_id, GroupsGenerated(list(self._waiting)))
+            else:
+                stored = [seq for seq in call.seqs if self._scores(seq)]
+                self._waiting = [seq for seq in self._waiting if seq not in call.seqs]
+                await self._store(stored)
+                await self._channel.reply(call_id, GroupsScored(stored))
+
+    async def _store(self, seqs):
+        await self._buffer.put_batch([meta(seq) for seq in seqs])
+
+    async def die(self):
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        await self._channel.close()
+
+
+def meta(seq):
+    return SampleMeta.of(make_group(seq), head=0)
+
+
+class Batches:
+    """The master: it trains on a batch as soon as the buffer holds one."""
+
+    def __init__(self, generation, buffer):
+        self.generation, self.buffer = generation, buffer
+        self.trained: list[list[int]] = []
+
+    async def make(self, groups):
+        formed = asyncio.Event()
+        making = asyncio.create_task(self.generation.make(groups, formed=formed))
+        forming = asyncio.create_task(self.buffer.until(lambda: len(self.buffer) >= groups))
+        await asyncio.wait({making, forming}, return_when=asyncio.FIRST_COMPLETED)
+        if making.done():
+            forming.cancel()
+            making.result()
+        formed.set()
+        spans = await making
+        self.trained.append(sorted(seq for seq in range(1_000) if seq in self.buffer))
+        await self.buffer.discard(self.trained[-1])
+        return spans
+
+
+def synchronous(workers, timeout=60.0):
+    return from_dict(
+        {
+            "trainer": {"graph": "synchronous", "step_timeout_seconds": timeout},
+            "staleness": {"max_staleness": 0},
+            "rollout": {"workers": workers, "group_size": SIBLINGS},
+        }
+    )
+
+
+SIBLINGS = 2
+
+
+@contextlib.asynccontextmanager
+async def master_of(config):
+    buffer = AsyncIOSequenceBuffer(graph_of(config), wait_warning_seconds=30)
+    channel = RequestChannel(
+        host="127.0.0.1", notice_type=GroupsScored, on_notice=lambda *_: None, name_of=name_on_channel
+    )
+    try:
+        generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
+        yield Batches(generation, buffer), channel.endpoint
+    finally:
+        await channel.close()
+
+
+@contextlib.asynccontextmanager
+async def rollout_pool(*kinds, timeout=60.0):
+    """The master's end, one worker for each of `kinds` (arguments of `Rollout`), and what starts another."""
+    async with master_of(synchronous(len(kinds), timeout)) as (batches, endpoint):
+        ledger = iter(range(1_000))
+
+        def start(index, **kind):
+            workers.append(Rollout(endpoint, index, ledger, batches.buffer, **kind))
+            return workers[-1]
+
+        workers: list[Rollout] = []
+        for index, kind in enumerate(kinds):
+            start(index, **kind)
+        try:
+            yield batches, list(workers), start
+        finally:
+            for worker in workers:
+                await worker.die()
+
+
+def scored(worker):
+    return [seq for call in worker.asked if isinstance(call, ScoreGroups) for seq in call.seqs]
+
+
+async def test_a_batch_is_dealt_to_all_workers_and_scored_after_all_of_it_is_generated():
+    async with rollout_pool({}, {}) as (batches, workers, _):
+        spans = await batches.make(7)
+        assert [worker.asked[0] for worker in workers] == [GenerateGroups(3), GenerateGroups(4)]
+        assert [len(worker.asked) for worker in workers] == [2, 2]
+        assert sorted(scored(workers[0]) + scored(workers[1])) == batches.trained[0] == list(range(7))
+        assert [span.name for span in spans] == ["actor_gen", "rew_inf"]
+        assert spans[0].end <= spans[1].begin
+
+
+async def test_groups_that_are_given_up_are_made_up_for():
+    async with rollout_pool({"scores": lambda seq: seq % 2}) as (batches, (worker,), _):
+        await batches.make(4)
+        assert [call for call in worker.asked if isinstance(call, GenerateGroups)] == [
+            GenerateGroups(4),
+            GenerateGroups(2),
+            GenerateGroups(1),
+            GenerateGroups(1),
+        ]
+
+
+@pytest.mark.parametrize("dies_in", [GenerateGroups, ScoreGroups])
+async def test_the_groups_of_a_worker_that_falls_silent_are_made_by_the_others(monkeypatch, dies_in):
+    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    async with rollout_pool({}, {"mute": [dies_in]}) as (batches, (lasting, dying), _):
+        making = asyncio.create_task(batches.make(6))
+        await dying.silent.wait()
+        await dying.die()
+        await asyncio.wait_for(making, 30)
+        assert len(scored(lasting)) == 6
+        lasting.asked.clear()
+        await batches.make(2)  # the dead one is asked for nothing
+        assert lasting.asked[0] == GenerateGroups(2)
+
+
+@pytest.mark.parametrize("dies_in", [GenerateGroups, ScoreGroups])
+async def test_a_worker_started_anew_makes_the_groups_of_its_predecessor(dies_in):
+    async with rollout_pool({"mute": [dies_in]}) as (batches, (dying,), start):
+        making = asyncio.create_task(batches.make(3))
+        await dying.silent.wait()
+        await dying.die()
+        successor = start(0)
+        await asyncio.wait_for(making, 15)  # well before the silence of 20 s would have been noticed
+        assert successor.asked[0] == GenerateGroups(3)
+        assert len(scored(successor)) == 3
+
+
+async def test_what_a_worker_stored_before_it_died_is_not_made_again():
+    async with rollout_pool({"mute": [ScoreGroups], "stores_unheard": 2}) as (batches, (dying,), start):
+        making = asyncio.create_task(batches.make(3))
+        await dying.silent.wait()
+        await dying.die()
+        successor = start(0)
+        await asyncio.wait_for(making, 15)
+        assert successor.asked == [GenerateGroups(1), ScoreGroups([3])]
+        assert batches.trained == [[0, 1, 3]]
+
+
+async def test_workers_are_asked_for_less_when_groups_arrive_that_were_taken_for_lost():
+    async with rollout_pool({}, {"mute": [ScoreGroups]}) as (batches, (_, dying), start):
+        making = asyncio.create_task(batches.make(6))
+        await dying.silent.wait()
+        await dying.die()
+        successor = start(1, mute=[GenerateGroups])  # would wait for groups that the ledger does not give out any more
+        await successor.silent.wait()
+        await batches.buffer.put_batch([meta(seq) for seq in scored(dying)])
+        await asyncio.wait_for(making, 15)
+        assert len(batches.trained[0]) == 6
+
+
+async def test_a_group_that_was_stored_before_is_made_up_for(monkeypatch):
+    """By a predecessor of the worker, whom nobody waited for any more: the trainer has had it."""
+    monkeypatch.setattr("streamrl.trainer.master.synchronous.NEWS_SECONDS", 0.1)
+    async with rollout_pool({}) as (batches, (worker,), _):
+        store = worker._store
+        worker._store = lambda seqs: store([seq for seq in seqs if seq != 1])
+        await asyncio.wait_for(batches.make(3), 15)
+        assert batches.trained == [[0, 2, 3]]
+
+
+async def test_that_nobody_is_left_is_told(monkeypatch):
+    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    async with rollout_pool({"mute": [GenerateGroups]}, timeout=2.0) as (batches, (dying,), _):
+        making = asyncio.create_task(batches.make(3))
+        await dying.silent.wait()
+        await dying.die()
+        with pytest.raises(DeadlineExceeded, match="no word from rollout/0, nor within another 2 s"):
+            await asyncio.wait_for(making, 30)
+
+
+class Station:
+    """A rollout worker that dies now and then, in the middle of whatever it does, and starts anew."""
+
+    def __init__(self, config, index, *, endpoint, ledger, buffer, chance):
+        self._config, self._index, self._endpoint = config, index, endpoint
+        self._ledger, self._buffer, self._chance = ledger, buffer, chance
+        self._name = f"rollout/{index}"
+        self._groups: set[asyncio.Task[None]] = set()
+
+    async def live(self):
+        while True:
+            rollout = SynchronousRollout(
+                self._config, index=self._index, master=self._endpoint, admit=self.admit, start=self.start
+            )
+            running = asyncio.create_task(rollout.run())
+            try:
+                await asyncio.wait({running}, timeout=self._chance.uniform(0.05, 1.0))
+                if running.done():
+                    running.result()
+            finally:
+                for task in (running, *self._groups):
+                    task.cancel()
+                await asyncio.gather(running, *self._groups, return_exceptions=True)
+                await rollout.close()
+            await asyncio.sleep(self._chance.uniform(0, 0.2))
+            self._ledger.release(self._name)
+
+    async def admit(self, count):
+        for _ in range(4000):  # 20 s, as long as the manager lets a worker wait
+            if self._ledger.room or not count:
+                break
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(self._chance.choice([0, 0.01]))
+        granted = self._chance.randint(1, count) if count else 0
+        return [Admission(seq, "http://x") for seq in self._ledger.admit(self._name, granted, now=0.0)]
+
+    def start(self, admission, gate):
+        task = asyncio.create_task(self._make(admission.seq, gate))
+        self._groups.add(task)
+        task.add_done_callback(self._groups.discard)
+
+    async def _make(self, seq, gate):
+        await asyncio.sleep(self._chance.uniform(0, 0.1))
+        if self._chance.random() < 0.1:
+            self._ledger.reject(seq)
+            gate.end(stored=False)
+            return
+        await asyncio.gather(*(gate.before_scoring(i) for i in range(SIBLINGS)))
+        await asyncio.sleep(self._chance.uniform(0, 0.05))
+        if self._ledger.settle(Fate(seq, 1)):
+            telling = asyncio.create_task(self._tell(seq))  # the trainer lives on, whatever becomes of this worker
+            await asyncio.sleep(self._chance.choice([0, 0.02]))
+            await asyncio.shield(telling)
+        gate.end(stored=True)
+
+    async def _tell(self, seq):
+        await asyncio.sleep(self._chance.choice([0, 0.02]))
+        await self._buffer.put_batch([meta(seq)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_batches_form_while_workers_die(monkeypatch, seed):
+    """With a ledger that has room for no group more than a batch needs."""
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
+    config = synchronous(workers=3)
+    ledger = Ledger(groups_per_batch=8, max_staleness=0, lease_seconds=1e6)
+    async with master_of(config) as (batches, endpoint):
+        chance = random.Random(seed)
+        stations = [
+            Station(config, i, endpoint=endpoint, ledger=ledger, buffer=batches.buffer, chance=chance) for i in range(3)
+        ]
+        living = [asyncio.create_task(station.live()) for station in stations]
+        try:
+            for version in range(1, 9):
+                await asyncio.wait_for(batches.make(8), 15)
+                ledger.policy_version = version
+        finally:
+            for task in living:
+                task.cancel()
+            await asyncio.gather(*living, return_exceptions=True)
+    trained = [seq for batch in batches.trained for seq in batch]
+    assert [len(batch) for batch in batches.trained] == [8] * 8
+    assert sorted([*trained, *ledger.rejected]) == list(range(ledger.next_seq))

@@ -1,0 +1,454 @@
+"""Replays: of what models compute, in this process; and what is planned, refused and said."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, from_dict, overridden
+from streamrl.errors import ConfigError, DataError, ModelError
+from streamrl.launch.replay import comparison_table, outcome_of, prepare, verdict
+from streamrl.records import progress
+from streamrl.records.metrics import StepReport
+from streamrl.report.reading import read_run
+from streamrl.stream_dataset import StreamDataset
+from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.calls import Function, Inference, MinibatchShare, Save, Sibling, Trained, TrainStep
+from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.executor import hooks_of
+from streamrl.trainer.master.groups import BatchFormer
+from streamrl.trainer.redistributor import deal
+from streamrl.trainer.replay import process as replaying
+from streamrl.trainer.replay.plan import Batch, Difference, Outcome, ReplayPlan, changes, computed, stretch
+from streamrl.trainer.replay.recording import RecordedStep, read_recording
+from streamrl.trainer.roles.advantages import assign_credit
+from streamrl.trainer.roles.items import TrainItem
+from streamrl.trainer.worker.assembly import Assembly, resume
+from streamrl.trainer.worker.computation import Computation
+from streamrl.trainer.worker.data import WorkerData
+from streamrl.types import SampleMeta
+from tests.trainer.models import random_group, save_model
+from tests.trainer.replay.test_recording import write_part
+
+GROUPS = 4
+
+
+def configured(folder: Path, **sections: dict[str, Any]) -> Config:
+    model = folder / "model"
+    if not model.exists():
+        save_model(model)
+    tree: dict[str, Any] = {
+        "run": {"dir": str(folder), "name": "run", "record": True, "device": "cpu", "seed": 3},
+        "model": {"path": str(model)},
+        "trainer": {"batch_groups": GROUPS, "lr": 1e-2, "dtype": "float32"},
+        "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
+        "metrics": {"tensorboard": False, "plots": False},
+        "staleness": {"max_staleness": 2},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return from_dict(tree)
+
+
+def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]:
+    """Train in this process as one model worker does, on stale groups, with `run.record`; what `actor_train` found."""
+    graph = graph_of(config)
+    device = torch.device("cpu")
+    folder = Path(config.run.resume_from or config.model.path)
+    assembly = Assembly(config, roles=graph.roles, model_dir=folder, rank=0, device=device)
+    if config.run.resume_from:
+        resume(assembly, folder)
+    dataset, free = StreamDataset(rank=0, capacity_groups=64), threading.Event()
+    free.set()
+    data = WorkerData(dataset, rank=0)
+    computation = Computation(config, rank=0, graph=graph, assembly=assembly, data=data, weights_free=free)
+    hooks = {mfc.name: hooks_of(mfc, policy_version=steps.start - 1) for mfc in graph.mfcs}
+    former = BatchFormer(config)
+    found = []
+    for step in steps:
+        version = step - 1
+        random = np.random.default_rng(step)
+        seqs = list(range(step * GROUPS, (step + 1) * GROUPS))
+        made = [random_group(seq, random, versions=(max(0, version - 3), version + 1)) for seq in seqs]
+        for group in made:
+            dataset.offer(group)
+        metas = [SampleMeta.of(group, head=0) for group in made]
+        for mfc in graph.mfcs:
+            pre, post = hooks[mfc.name]
+            if mfc.interface != "train_step":
+                kind = Function if mfc.interface == "function" else Inference
+                for part in (seqs[:1], seqs[1:]) if mfc.reads == "arrivals" else (seqs,):
+                    computation.carry_out(kind(mfc.name, part, pre.due(version), post.due(version)))
+                continue
+            minibatches = [
+                MinibatchShare(
+                    [meta.seq for meta in part],
+                    sum(former.young_tokens(meta, policy_version=version) for meta in part),
+                    sum(meta.size for meta in part),
+                )
+                for part in former.minibatches(metas)
+            ]
+            answer = computation.carry_out(
+                TrainStep(
+                    *(mfc.name, version, version - former.max_staleness, minibatches, Sibling(seqs[0], 1)),
+                    pre_hooks=pre.due(version),
+                    post_hooks=post.due(version + 1),
+                    lr_scale=0.5 if step == 2 else 1.0,  # as a run does that notices that it is about to collapse
+                )
+            )
+            assert isinstance(answer, Trained)
+            if mfc.name == "actor_train":
+                found.append(answer)
+        data.discard(seqs, come_again=False)
+    if save:
+        reached = progress.Progress(steps[-1], [(0, (steps[-1] + 1) * GROUPS)], [], progress.prompts_digest(config))
+        computation.carry_out(Save(str(config.run_dir / "checkpoints" / "mid"), reached, final=True))
+    computation.close()
+    return found
+
+
+def test_what_a_users_function_gave_is_recorded_and_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, trainer={"graph": "tests.trainer.test_graph:users_graph"})
+    record(config, range(1, 4))
+    (step,) = read_recording(config.run_dir).load(2)
+    assert [array.shape for array in step.given["advantages"]] == [(group.tokens,) for group in step.groups]
+    monkeypatch.setattr("tests.trainer.worker.test_computation.penalise_length", lambda groups, inputs: 1 / 0)
+    assert replay(config, tmp_path).difference is None
+
+
+def replay(config: Config, folder: Path, *overrides: str, to: str = "again", steps: int | None = None) -> Outcome:
+    """In this process."""
+    prepared = prepare(config.run_dir, to=folder / to, steps=steps, overrides=overrides)
+    asyncio.run(
+        replaying.serve(
+            prepared.config,
+            run_dir=prepared.run_dir,
+            index=0,
+            last_step=prepared.steps.last,
+            meeting_place=folder / "ranks",
+        )
+    )
+    return outcome_of(prepared.config.run_dir)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"minibatches": 2, "epochs": 2, "kl_coef": 0.1, "ref_update_every": 2, "kl_target": 0.5, "kl_in": "reward"},
+        {"advantage": "gae", "minibatches": 2, "objective": "gspo"},
+    ],
+    ids=["default", "reference", "critic"],
+)
+def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    config = configured(tmp_path, algorithm=algorithm)
+    was = record(config, range(1, 5))
+    outcome = replay(config, tmp_path)
+    assert (outcome.first_step, outcome.last_step, outcome.changed, outcome.difference) == (1, 4, {}, None)
+    assert outcome.environment == {}
+    steps = read_run(tmp_path / "again").steps
+    assert [step.metrics["loss"].hex() for step in steps] == [answer.sums["loss"].hex() for answer in was]
+    assert [step.metrics["grad_norm"].hex() for step in steps] == [answer.maxima["grad_norm"].hex() for answer in was]
+    assert [step.metrics["lr"] for step in steps] == [0.01, 0.005, 0.01, 0.01]
+    assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
+    assert [step.seqs for step in steps] == [list(range(n * GROUPS, (n + 1) * GROUPS)) for n in range(1, 5)]
+    assert progress.read(tmp_path / "again" / "checkpoints" / "final").policy_version == 4
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    """The comparison is one: weights that are a little off in the second step are seen there."""
+    config = configured(tmp_path)
+    record(config, range(1, 4))
+    carry_out = Computation.carry_out
+
+    def off(self: Computation, call: Any) -> Any:
+        answer = carry_out(self, call)
+        if isinstance(call, TrainStep) and call.policy_version == 0:
+            for _, weight in self.model("actor").gather_weights():
+                weight.mul_(1 + 1e-6)
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Computation, "carry_out", off)
+        outcome = replay(config, tmp_path)
+    assert outcome.difference is not None
+    assert (outcome.difference.step, outcome.difference.figure) == (2, "actor_train: loss")
+    assert "nothing is known to differ here" in verdict(outcome)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replaying, "rounding", lambda device: {"processor": "another"})
+        text = verdict(replay(config, tmp_path, to="elsewhere"))
+    assert "bit for bit" in text
+
+
+def test_a_resumed_run_is_replayed_in_one_go(tmp_path: Path) -> None:
+    config = configured(tmp_path, trainer={"optimizer": {"betas": [0.9, 0.99]}})
+    record(config, range(1, 4), save=True)
+    checkpoint = config.run_dir / "checkpoints" / "mid"
+    resumed = overridden(config, [f"run.resume_from={checkpoint}", "gserver.count=3"])
+    record(resumed, range(4, 6))
+    assert stretch(read_recording(config.run_dir)) == (1, 5, "")
+    assert replay(config, tmp_path).difference is None
+    other = overridden(resumed, ["trainer.lr=0.5"])
+    record(other, range(4, 6))
+    assert stretch(read_recording(config.run_dir)) == (1, 3, "from there on the run had another trainer.lr")
+
+
+def test_a_record_that_begins_at_a_checkpoint(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    silent = overridden(config, ["run.record=false"])
+    record(silent, range(1, 3), save=True)
+    checkpoint = config.run_dir / "checkpoints" / "mid"
+    record(overridden(config, [f"run.resume_from={checkpoint}"]), range(3, 6))
+    outcome = replay(config, tmp_path)
+    assert (outcome.first_step, outcome.last_step, outcome.difference) == (3, 5, None)
+    checkpoint.rename(checkpoint.with_name("away"))
+    with pytest.raises(
+        ConfigError, match=r"begins at version 2, from the checkpoint .*mid, which is not there any more"
+    ):
+        replay(config, tmp_path, to="late")
+
+
+def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
+    """Its loss in the first step, where the weights are the recorded run's, is what the objective's function gives."""
+    config = configured(tmp_path, algorithm={"proximal": "behavior"})
+    was = record(config, range(1, 4))
+    outcome = replay(config, tmp_path, "algorithm.objective=cispo", "algorithm.clip_high=0.05")
+    assert outcome.changed == {"algorithm.objective": ("ppo", "cispo"), "algorithm.clip_high": (0.28, 0.05)}
+    assert "are another policy's" in verdict(outcome)
+    steps = read_run(tmp_path / "again").steps
+    assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
+    assert steps[0].metrics["effective_sample_size"] == pytest.approx(ess(was[0]), rel=1e-12)
+    assert steps[2].metrics["effective_sample_size"] != pytest.approx(ess(was[2]), rel=1e-6)
+    changed = overridden(config, ["algorithm.objective=cispo", "algorithm.clip_high=0.05"])
+    assert steps[0].metrics["loss"] == pytest.approx(expected_loss(changed), rel=1e-4)
+    assert abs(expected_loss(config) - expected_loss(changed)) > 1e-3 * abs(expected_loss(config))
+    assert was[0].sums["loss"] == pytest.approx(expected_loss(config), rel=1e-4)
+    assert comparison_table(outcome, tmp_path / "again").row_count == 3
+
+
+def ess(answer: Trained) -> float:
+    sums = answer.sums
+    return sums["ratio"] ** 2 / (sums["tokens"] * sums["ratio_squares"])
+
+
+def expected_loss(config: Config) -> float:
+    """Of the first recorded step, by transformers and the objective alone, response by response."""
+    from transformers import AutoModelForCausalLM
+
+    (step,) = read_recording(config.run_dir).load(1)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    items = [
+        TrainItem(
+            group=group,
+            trainable=group.packed_loss_mask,
+            age=-group.packed_policy_versions,
+            comparable=np.zeros(group.tokens, bool),
+        )
+        for group in step.groups
+    ]
+    credits = assign_credit(items, config.algorithm, kl_coef=0.0, given=False, add_up=lambda values: values)
+    tokens = sum(int(item.trainable.sum()) for item in items)
+    totals = Totals(tokens=tokens, sequences=sum(g.size for g in step.groups), longest=9)
+    total = 0.0
+    for item, credit in zip(items, credits, strict=True):
+        for sibling in range(item.group.size):
+            first, end = item.group.bounds(sibling)
+            ids = torch.from_numpy(item.group.packed_input_ids[first:end].astype(np.int64))
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0].log_softmax(-1)
+            scored = torch.cat([torch.zeros(1), logits[:-1].gather(-1, ids[1:, None])[:, 0]])
+            keep = torch.from_numpy(item.trainable[first:end].copy())
+            behavior = torch.from_numpy(item.group.packed_behavior_logprobs[first:end].copy())[keep]
+            count = len(behavior)
+            found = objective(
+                Tokens(
+                    logprobs=scored[keep],
+                    entropy=torch.zeros(count),
+                    behavior_logprobs=behavior,
+                    proximal_logprobs=behavior,
+                    ref_logprobs=None,
+                    advantages=credit.advantages[first:end][keep],
+                    sequence=torch.zeros(count, dtype=torch.int64),
+                    sequences=1,
+                    age=torch.zeros(count, dtype=torch.int64),
+                    comparable=torch.zeros(count, dtype=torch.bool),
+                ),
+                config.algorithm,
+                kl_coef=0.0,
+                totals=totals,
+            )
+            total += found.sums["loss"]
+    return total
+
+
+def test_what_the_record_lacks_is_computed(tmp_path: Path) -> None:
+    """Several minibatches want `actor_inf`, and a KL term the reference, which the run had not."""
+    config = configured(tmp_path)
+    record(config, range(1, 4))
+    outcome = replay(config, tmp_path, "algorithm.minibatches=2", "algorithm.kl_coef=0.1", "staleness.max_staleness=0")
+    assert len(outcome.changed) == 3
+    steps = read_run(tmp_path / "again").steps
+    assert [step.metrics["kl"] > 0 for step in steps] == [True, True, True]
+    assert all(set(step.token_ages) <= {0} for step in steps)
+    assert steps[2].metrics["tokens_masked"] > 0
+
+
+def test_first_weights_that_have_changed_are_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    record(config, range(1, 2))
+    save_model(tmp_path / "model", seed=1)
+    with pytest.raises(ModelError, match="first weights of the actor are not those that the recorded run began with"):
+        replay(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("model.path=scratch2", r"model\.path = 'scratch2': recorded with .*a replay cannot change it"),
+        ("trainer.batch_groups=2", r"trainer\.batch_groups = 2: .*cannot change it"),
+        ("rollout.group_size=8", r"rollout\.group_size = 8: .*cannot change it"),
+        ("data.path=other", r"data\.path = 'other': .*whatever made them"),
+        ("run.seed=9", r"run\.seed = 9"),
+        ("gserver.count=2", r"gserver\.count = 2"),
+        ("run.total_train_steps=2", r"run\.total_train_steps = 2"),
+        ("trainer.backend=megatron", r"trainer\.backend = 'megatron'"),
+        ("algorithm.objectives=cispo", "unknown key algorithm.objectives; did you mean"),
+        ("algorithm.objective", "write it as section.key=value"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_by_name(tmp_path: Path, override: str, why: str) -> None:
+    config = configured(tmp_path)
+    record(config, range(1, 2))
+    with pytest.raises(ConfigError, match=why):
+        prepare(config.run_dir, to=None, steps=None, overrides=[override])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"], "nothing is left behind"
+
+
+def test_the_replays_folder(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    record(config, range(1, 4))
+    first = prepare(config.run_dir, to=None, steps=2, overrides=["metrics.plots=true"])
+    assert first.config.run_dir == tmp_path / "run-replay"
+    assert first.steps == (1, 2, "")
+    assert not first.config.run.record
+    assert prepare(config.run_dir, to=None, steps=9, overrides=[]).config.run_dir == tmp_path / "run-replay-2"
+    with pytest.raises(ConfigError, match=r"--to .*run: this folder is not empty"):
+        prepare(config.run_dir, to=config.run_dir, steps=None, overrides=[])
+    with pytest.raises(ConfigError, match="no replay that came to its end"):
+        outcome_of(tmp_path / "run-replay")
+    with pytest.raises(DataError, match="no record"):
+        prepare(tmp_path / "nowhere", to=None, steps=None, overrides=[])
+
+
+def test_changes_that_change_no_number(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    same = overridden(config, ["metrics.plots=true", "run.name=x", "trainer.save_at_end=false"])
+    assert changes(config, same) == {}
+    assert changes(config, overridden(config, ["algorithm.minibatches=2"])) == {"algorithm.minibatches": (1, 2)}
+
+
+def test_why_a_record_ends(tmp_path: Path) -> None:
+    write_part(tmp_path, range(1, 4))
+    write_part(tmp_path, range(6, 8))
+    (tmp_path / "run/record/from-000000/rank-0/stopped.txt").write_text("step 4 cannot be written: no room")
+    found = stretch(read_recording(tmp_path / "run"))
+    assert found == (1, 3, "steps 4 to 5 were not recorded (rank 0: step 4 cannot be written: no room)")
+    for step in (1, 2, 3):
+        (tmp_path / f"run/record/from-000000/rank-0/step-{step:06d}.safetensors").unlink()
+    with pytest.raises(DataError, match=r"the record has no whole step .*no room"):
+        stretch(read_recording(tmp_path / "run"))
+
+
+@given(st.data())
+def test_without_changes_the_calls_are_the_recorded_ones(data: st.DataObject) -> None:
+    """However groups were dealt over the ranks, and cut into minibatches."""
+    ranks, minibatches = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    config = from_dict(
+        {
+            "trainer": {"batch_groups": 9, "data_parallel": ranks},
+            "algorithm": {"minibatches": minibatches, "kl_coef": 0.1, "ref_update_every": 2},
+            "staleness": {"max_staleness": 1},
+        }
+    )
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    version = data.draw(st.integers(0, 5))
+    made = {seq: random_group(seq, random, versions=(0, version + 1)) for seq in range(9)}
+    homes = data.draw(st.lists(st.integers(0, ranks - 1), min_size=9, max_size=9))
+    former, graph = BatchFormer(config), graph_of(config)
+    metas = [SampleMeta.of(made[seq], head=homes[seq]) for seq in made]
+
+    def shares(part: Any) -> list[list[int]]:
+        home = {meta.seq: meta.head for meta in part}
+        return deal({meta.seq: meta.tokens for meta in part}, ranks=ranks, home=home)
+
+    parts = [(shares(part), part) for part in former.minibatches(metas)]
+    steps = []
+    for rank in range(ranks):
+        own = [
+            MinibatchShare(
+                dealt[rank],
+                sum(former.young_tokens(meta, policy_version=version) for meta in part),
+                sum(meta.size for meta in part),
+            )
+            for dealt, part in parts
+        ]
+        train = TrainStep("actor_train", version, version - 1, own, Sibling(0, 2))
+        calls: list[Any] = [Inference("actor_inf", shares(metas)[rank])] if minibatches > 1 else []
+        mine = [made[seq] for dealt, _ in parts for seq in dealt[rank]]
+        known = {"ref_logprobs": [np.zeros(group.tokens, np.float32) for group in mine]}
+        steps.append(RecordedStep(version + 1, rank, [*calls, train], [], mine, known))
+    batch = Batch(steps)
+    mfcs = computed(graph, batch.keys)
+    assert [mfc.name for mfc in mfcs] == (["actor_inf"] if minibatches > 1 else []) + ["actor_train"]
+    for rank in range(ranks):
+        plan = ReplayPlan(config, mfcs, rank=rank, policy_version=version, changed=[])
+        assert plan.calls(batch) == steps[rank].calls
+    single = overridden(config, ["trainer.data_parallel=1", "algorithm.minibatches=3"])
+    anew = ReplayPlan(
+        single, computed(graph_of(single), batch.keys), rank=0, policy_version=version, changed=changes(config, single)
+    )
+    *_, train = anew.calls(batch)
+    assert isinstance(train, TrainStep)
+    assert [minibatch.seqs for minibatch in train.minibatches] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert sum(m.loss_tokens for m in train.minibatches) == sum(dealt_tokens(steps[0]))
+
+
+def dealt_tokens(step: RecordedStep) -> list[int]:
+    return [m.loss_tokens for call in step.calls if isinstance(call, TrainStep) for m in call.minibatches]
+
+
+def test_a_verdict_names_what_differs() -> None:
+    same = Outcome("runs/a", 1, 8, {}, None, {})
+    assert (
+        verdict(same)
+        == "steps 1 to 8 of runs/a: loss, gradient norm and every other figure are the recorded ones, bit for bit"
+    )
+    other = msgspec.structs.replace(
+        same,
+        difference=Difference(3, 1, "actor_train: grad_norm", "0.1", "0.2"),
+        environment={"threads": ("1", "2"), "torch": ("2.9", "2.10")},
+    )
+    assert verdict(other) == (
+        "step 3, rank 1: actor_train: grad_norm is 0.2, and was recorded as 0.1; "
+        "the likely cause: threads '2' instead of '1', torch '2.10' instead of '2.9'"
+    )
+
+
+def test_a_replays_figures_are_read_like_a_runs(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    record(config, range(1, 3))
+    replay(config, tmp_path, steps=1)
+    (step,) = read_run(tmp_path / "again").steps
+    assert isinstance(step, StepReport)
+    assert {"reward_mean", "loss", "grad_norm", "tokens_trained", "step_seconds"} <= step.metrics.keys()

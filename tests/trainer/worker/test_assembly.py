@@ -1,0 +1,71 @@
+"""Weights given from one role to another, whose layouts and backends differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.trainer.layout import Layout
+from tests.trainer.backends.reference import make_spec, save_models
+from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
+
+
+def _give(rank: int, models: Path) -> None:
+    import torch
+
+    from streamrl.trainer.backends.megatron.model import MegatronModel
+    from streamrl.trainer.backends.torch import TorchModel
+    from streamrl.trainer.worker.assembly import give_weights
+
+    def weights(model):
+        return {name: weight.clone() for name, weight in model.gather_weights()}
+
+    tensor_parallel = MegatronModel(
+        make_spec(models / "llama"), layout=Layout(tensor=2), rank=rank, timeout_seconds=TIMEOUT_SECONDS
+    )
+    sharded = TorchModel(make_spec(models / "llama", shard=True), world=2)
+    whole = TorchModel(make_spec(models / "llama", lr=None), world=2)
+    generator = torch.Generator().manual_seed(3)
+    shapes = dict(sharded.weight_specs())
+    sharded.load_weights([(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()])
+    first, other = weights(sharded), weights(whole)
+
+    give_weights(sharded, tensor_parallel, share=1.0, world=2)
+    found = weights(tensor_parallel)
+    assert all(torch.equal(found[name], first[name]) for name in shapes)
+    give_weights(tensor_parallel, whole, share=0.25, world=2)
+    found = weights(whole)
+    if rank == 0:
+        for name in shapes:
+            assert torch.allclose(found[name], 0.75 * other[name] + 0.25 * first[name], atol=1e-6), name
+    # every rank has the same
+    mine = torch.cat([parameter.detach().reshape(-1) for parameter in whole._parameters.values()])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(theirs, mine)
+    assert torch.equal(theirs[0], theirs[1])
+    for model in (tensor_parallel, sharded):
+        _publish(rank, model, shapes)
+    for model in (tensor_parallel, sharded, whole):
+        model.close()
+
+
+def _publish(rank, model, shapes):
+    """Rank 0 breaks a pass off, makes a whole one, and ends; the other rank has to be through with both, and free."""
+    from streamrl.trainer.worker.publisher import WeightSource
+
+    source = WeightSource(model, world=2, timeout_seconds=TIMEOUT_SECONDS)
+    if rank:
+        source.serve()
+        return
+    broken_off = source.weights()
+    assert next(broken_off)[0] == next(iter(shapes))
+    broken_off.close()
+    assert {name: tuple(weight.shape) for name, weight in source.weights()} == shapes
+    source.end()
+
+
+def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    save_models(tmp_path)
+    run_world(2, _give, tmp_path)

@@ -1,0 +1,77 @@
+"""What carries the weights of a run that leaves it open (`weights.mode = "auto"`), and of one that does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl import config as configuration
+from streamrl.errors import ConfigError
+from streamrl.trainer.worker.publisher import Carrier, carrier_for
+from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.transport.collective import Broadcaster, backend_for
+
+MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}
+CPU = torch.device("cpu")
+
+
+def carrier(folder: Path, *, device: torch.device = CPU, numbers: int = 1000, **sections: dict[str, Any]) -> Carrier:
+    config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
+    return carrier_for(config, backend="gloo", dtype=torch.float32, device=device, numbers=numbers)
+
+
+def test_one_host_without_gpus_shares_its_memory(tmp_path: Path) -> None:
+    files = carrier(tmp_path)
+    assert isinstance(files, WeightFiles)
+    assert files.folder.is_relative_to("/dev/shm")
+    files.close()
+    assert not files.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "why"),
+    [
+        ({"weights": {"host": "10.0.0.1"}}, "weights.host is there for several hosts"),
+        ({"weights": {"backend": "gloo"}}, "weights.backend is of a broadcast"),
+        ({"gserver": {"engine": "sglang"}}, 'gserver.engine is "sglang"'),
+        ({"device": torch.device("meta")}, "the trainer is on meta"),
+        ({"numbers": 10**15}, "/dev/shm has no room for 3 times"),
+    ],
+)
+def test_otherwise_weights_are_broadcast(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, elsewhere: dict[str, Any], why: str
+) -> None:
+    caplog.set_level("INFO")
+    assert isinstance(carrier(tmp_path, **elsewhere), Broadcaster)
+    assert f"weights.mode: collective, because {why}" in caplog.text
+
+
+def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:
+    assert isinstance(carrier(tmp_path, weights={"mode": "collective"}), Broadcaster)
+
+
+def test_over_gloo_weights_are_sent_from_the_cpu(tmp_path: Path) -> None:
+    """They come there first from a GPU, which does not have to be there for that."""
+    assert isinstance(carrier(tmp_path, device=torch.device("cuda")), Broadcaster)
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "backend"),
+    [("cpu", "auto", "gloo"), ("cuda", "auto", "nccl"), ("cuda", "gloo", "gloo"), ("cuda", "nccl", "nccl")],
+)
+def test_the_backend_is_that_of_the_device_unless_it_is_chosen(device: str, chosen: str, backend: str) -> None:
+    weights = configuration.from_dict({"weights": {"backend": chosen}}).weights
+    assert backend_for(weights, torch.device(device)) == backend
+
+
+def test_a_host_without_shared_memory_has_no_room_there(tmp_path: Path) -> None:
+    assert has_room(1, tmp_path)
+    assert not has_room(1, tmp_path / "missing")
+
+
+def test_a_backend_is_of_a_broadcast() -> None:
+    with pytest.raises(ConfigError, match=r"weights.backend is of weights.mode"):
+        configuration.from_dict({"weights": {"mode": "disk", "backend": "gloo"}})

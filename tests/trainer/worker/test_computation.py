@@ -1,0 +1,300 @@
+"""What a model worker makes of groups before and after it computes: comparison, users' functions, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from streamrl.config import from_dict
+from streamrl.errors import DeadlineExceeded, TrainingError
+from streamrl.records import progress
+from streamrl.records.progress import Progress
+from streamrl.stream_dataset import StreamDataset
+from streamrl.trainer.calls import (
+    Done,
+    FinishSave,
+    Function,
+    Inference,
+    MinibatchShare,
+    Offload,
+    Save,
+    Saved,
+    TrainStep,
+)
+from streamrl.trainer.graph import MFC, graph_of
+from streamrl.trainer.master.figures import train_metrics
+from streamrl.trainer.worker.assembly import Assembly, resume
+from streamrl.trainer.worker.checkpoint import Snapshot
+from streamrl.trainer.worker.computation import Computation, _comparable, call_users_function
+from streamrl.trainer.worker.data import WorkerData
+from tests.trainer.backends.world import run_world
+from tests.trainer.models import random_group, save_model
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2), st.booleans())
+def test_only_responses_of_one_version_are_compared(seed, version, gaps):
+    group = random_group(0, np.random.default_rng(seed), longest=4, gaps=gaps, versions=(0, 3))
+    got = _comparable(group, version)
+    start = 0
+    for length in group.seqlens.tolist():
+        mask = group.packed_loss_mask[start : start + length]
+        versions = group.packed_policy_versions[start : start + length]
+        pure = {int(v) for v, sampled in zip(versions, mask, strict=True) if sampled} == {version}
+        assert got[start : start + length].tolist() == [pure and bool(sampled) for sampled in mask]
+        start += length
+
+
+def penalise_length(groups, inputs):
+    """Each token costs a hundredth of the response's reward."""
+    found = []
+    for group, rewards in zip(groups, inputs["rewards"], strict=True):
+        found.append(np.repeat(rewards - 0.01 * group.seqlens, group.seqlens))
+    return {"advantages": found}
+
+
+def too_short(groups, inputs):
+    return {"advantages": [np.zeros(3) for _ in groups]}
+
+
+def another_key(groups, inputs):
+    return {"values": []}
+
+
+def users(function):
+    name = f"{__name__}:{function}"
+    return MFC("mine", "actor", "function", frozenset({"rewards"}), frozenset({"advantages"}), function=name)
+
+
+def test_a_users_function_gives_its_keys():
+    group = random_group(0, np.random.default_rng(1))
+    found = call_users_function(users("penalise_length"), [group], {"rewards": [group.rewards]})
+    assert found["advantages"][0].shape == (group.tokens,)
+    assert found["advantages"][0].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("too_short", "mine: .*too_short has to give one float for each token"),
+        ("another_key", "mine: .*another_key has to answer a dict with advantages"),
+        ("missing", "the function of mine = .*has no missing; it has .*penalise_length"),
+    ],
+)
+def test_a_users_function_that_breaks_its_promise_is_named(function, message):
+    group = random_group(0, np.random.default_rng(1))
+    with pytest.raises(TrainingError, match=message):
+        call_users_function(users(function), [group], {"rewards": [group.rewards]})
+
+
+class Worker:
+    """The computation of one model worker, on a tiny model and a few groups."""
+
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, **trainer):
+        config = from_dict(
+            {
+                "trainer": {"dtype": "float32", **trainer},
+                "algorithm": algorithm or {},
+                "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
+                "run": {"device": "cpu"},
+            }
+        )
+        graph = graph_of(config)
+        folder = tmp_path / "model"
+        if not folder.exists():
+            save_model(folder)
+        self.assembly = Assembly(config, roles=graph.roles, model_dir=folder, rank=rank, device=torch.device("cpu"))
+        self.free = threading.Event()
+        self.free.set()
+        dataset = StreamDataset(rank=rank, capacity_groups=8)
+        for group in groups:
+            dataset.offer(group)
+        self.computation = Computation(
+            config,
+            rank=rank,
+            graph=graph,
+            assembly=self.assembly,
+            data=WorkerData(dataset, rank=rank),
+            weights_free=self.free,
+        )
+
+    def train(self, minibatches):
+        """One step on `minibatches`, each this rank's groups and the counts over all ranks."""
+        return self.computation.carry_out(
+            TrainStep("actor_train", 1, 0, [MinibatchShare(*part) for part in minibatches])
+        )
+
+    def save(self, folder, *, version=1, final=False):
+        reached = Progress(policy_version=version, trained=[(0, 8)], rejected=[], prompts="")
+        return self.computation.carry_out(Save(str(folder), reached, final))
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
+    worker = Worker(tmp_path)
+    before = {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}
+    go_on = threading.Event()
+    write = Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda self, folder: (go_on.wait(60), write(self, folder)))
+    folder = tmp_path / "checkpoints" / "step-000001"
+    assert worker.save(folder) == Saved()  # answered before anything is written
+    for _, weight in worker.assembly.actor.model.gather_weights():
+        weight.fill_(7.0)
+    assert not folder.exists()
+    go_on.set()
+    assert worker.computation.carry_out(FinishSave()) == Saved()
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in before.items())
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 32
+    assert progress.read(folder).trained == [(0, 8)]
+    resume(worker.assembly, folder)
+
+
+def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):
+    worker = Worker(tmp_path, step_timeout_seconds=0.05)
+    worker.free.clear()
+    with pytest.raises(DeadlineExceeded, match="publication"):
+        worker.save(tmp_path / "checkpoints" / "step-000001")
+
+
+def test_weights_change_only_once_their_publication_has_read_them_and_inference_does_not_wait(tmp_path, monkeypatch):
+    groups = [random_group(seq, np.random.default_rng(seq), versions=(1, 2)) for seq in range(2)]
+    worker = Worker(tmp_path, groups=groups, algorithm={"minibatches": 2}, lr=1e-2)
+    before = {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}
+
+    def moved():
+        return any(not torch.equal(before[name], now) for name, now in worker.assembly.actor.model.gather_weights())
+
+    arrived, wait = threading.Event(), worker.free.wait
+    monkeypatch.setattr(worker.free, "wait", lambda limit: (arrived.set(), wait(limit))[1])
+    worker.free.clear()
+    assert isinstance(worker.computation.carry_out(Inference("actor_inf", [0, 1])), Done)
+    parts = [([seq], int(group.packed_loss_mask.sum()), group.size) for seq, group in enumerate(groups)]
+    with ThreadPoolExecutor(1) as compute:
+        training = compute.submit(worker.train, parts)
+        assert arrived.wait(60)
+        assert not training.done()
+        assert not moved()
+        worker.free.set()
+        assert training.result(60).blocked_seconds > 0
+    assert moved()
+
+
+def test_the_actor_goes_away_between_publications_only(tmp_path):
+    (group,) = some_groups(1)
+    settings = {"graph": "tests.trainer.test_graph:users_graph"}
+    hasty = Worker(tmp_path, groups=[group], step_timeout_seconds=0.05, **settings)
+    call = Function("length_penalty", [0], post_hooks=[Offload("actor")])
+    hasty.free.clear()
+    with pytest.raises(DeadlineExceeded, match="publication"):
+        hasty.computation.carry_out(call)
+    hasty.free.set()
+    worker = Worker(tmp_path, groups=[group], **settings)
+    model = worker.assembly.actor.model
+    before = {name: weight.clone() for name, weight in model.gather_weights()}
+    over = threading.Event()
+
+    def compute():
+        while not over.is_set():
+            worker.computation.carry_out(call)
+
+    with ThreadPoolExecutor(1) as computing:
+        ended = computing.submit(compute)
+        for _ in range(30):  # publications, as `ModelWorker` makes them
+            worker.free.clear()
+            worker.computation.bring_back("actor")
+            for name, weight in model.gather_weights():
+                assert torch.equal(weight, before[name]), name
+            worker.free.set()
+            time.sleep(0.002)
+        over.set()
+        ended.result(60)
+    worker.computation.carry_out(call)
+    with pytest.raises(TrainingError, match="offloaded"):
+        model.gather_weights()
+    away = tmp_path / "checkpoints" / "step-000001"
+    assert worker.save(away) == Saved()
+    assert worker.computation.carry_out(FinishSave()) == Saved()
+    saved = load_file(away / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in before.items())
+    with pytest.raises(TrainingError, match="offloaded"):  # it came back for as long as it was gathered
+        model.gather_weights()
+
+
+def test_only_the_last_checkpoint_has_to_succeed(tmp_path):
+    worker = Worker(tmp_path)
+    (tmp_path / "file").write_text("no folder")
+    assert worker.save(tmp_path / "file" / "step-000001") == Saved()
+    told = worker.save(tmp_path / "checkpoints" / "step-000002", version=2)
+    assert "step-000001 cannot be written" in told.unwritten
+    assert worker.save(tmp_path / "checkpoints" / "final", version=2, final=True) == Saved()
+    assert progress.read(tmp_path / "checkpoints" / "final").policy_version == 2
+    with pytest.raises(TrainingError, match=r"final cannot be written \(.*--resume"):
+        worker.save(tmp_path / "file" / "final", version=3, final=True)
+
+
+def some_groups(count):
+    rng = np.random.default_rng(0)
+    return [random_group(seq, rng) for seq in range(count)]
+
+
+def sampled(groups):
+    return sum(int(group.packed_loss_mask.sum()) for group in groups)
+
+
+def _own_advantages(rank, tmp_path):
+    """Advantages of the user's for one group; the second of two ranks has none, and nothing to whiten."""
+    (group,) = some_groups(1)
+    worker = Worker(
+        tmp_path,
+        rank=rank,
+        groups=[group] if rank == 0 else [],
+        algorithm={"advantage": "reinforce++-baseline"},
+        data_parallel=2,
+        graph="tests.trainer.test_graph:users_graph",
+    )
+    seqs = [0] if rank == 0 else []
+    worker.computation.carry_out(Function("length_penalty", seqs))
+    trained = worker.train([(seqs, sampled([group]), group.size)])
+    (tmp_path / f"norm-{rank}").write_text(str(trained.maxima["grad_norm"]))
+
+
+def test_a_rank_without_groups_takes_part_in_a_step_on_the_users_advantages(tmp_path):
+    save_model(tmp_path / "model")
+    run_world(2, _own_advantages, tmp_path, deadline=60)
+    (group,) = some_groups(1)
+    alone = Worker(tmp_path, groups=[group], graph="tests.trainer.test_graph:users_graph")
+    alone.computation.carry_out(Function("length_penalty", [0]))
+    norm = alone.train([([0], sampled([group]), group.size)]).maxima["grad_norm"]
+    assert norm > 0
+    assert [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)] == pytest.approx([norm, norm])
+
+
+@pytest.mark.parametrize("micro", [40, 400])
+def test_the_effective_sample_size_is_the_batchs(tmp_path, micro):
+    groups = some_groups(4)
+    worker = Worker(
+        tmp_path,
+        groups=groups,
+        max_tokens_per_microbatch=micro,
+        algorithm={"minibatches": 2, "proximal": "behavior"},
+        lr=1e-12,
+    )
+    trained = worker.train([([0, 1], sampled(groups[:2]), 8), ([2, 3], sampled(groups[2:]), 8)])
+    weights = [
+        math.exp(now - behavior)
+        for group, logprobs in zip(groups, worker.assembly.actor.inference(groups), strict=True)
+        for now, behavior, kept in zip(logprobs, group.packed_behavior_logprobs, group.packed_loss_mask, strict=True)
+        if kept
+    ]
+    wanted = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert train_metrics([trained])["effective_sample_size"] == pytest.approx(wanted, rel=1e-4)

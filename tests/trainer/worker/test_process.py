@@ -1,0 +1,111 @@
+"""A model worker's calls, over a channel that is scripted here."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.errors import WireError
+from streamrl.models import ensure_checkpoint, vocab_size
+from streamrl.stream_dataset import StreamDataset
+from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
+from streamrl.trainer.worker.process import Door, ModelWorker
+from streamrl.transport.push_pull import GroupPusher
+from tests.groups import make_group
+
+
+class Withdrawing:
+    """The master gives up its one call before all workers have it; `withdrawn` is set once it has."""
+
+    def __init__(self, call):
+        self.withdrawn = asyncio.Event()
+        self.answered = []
+        self._calls = asyncio.Queue()
+        self._calls.put_nowait((7, call))
+
+    async def receive(self):
+        return await self._calls.get()
+
+    async def begin(self, call_id):
+        await self.withdrawn.wait()
+        return False
+
+    async def reply(self, call_id, result):
+        self.answered.append(result)
+
+    async def fail(self, call_id, traceback):
+        self.answered.append(traceback)
+
+
+async def test_weights_are_free_again_after_a_publication_that_was_withdrawn():
+    dataset = StreamDataset(rank=0, capacity_groups=4)
+    worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
+    channel = Withdrawing(Publish(version=1))
+    working = asyncio.create_task(worker.work(channel))
+    await asyncio.sleep(0.05)
+    assert not worker._weights_free.is_set()
+    channel.withdrawn.set()
+    await asyncio.sleep(0.05)
+    assert worker._weights_free.is_set()
+    assert channel.answered == []
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    await worker.close()
+
+
+async def test_the_door_knows_the_run(tmp_path):
+    """What a run cannot have made is refused with the sender's name, at the very version that it may have."""
+    config = from_dict(
+        {
+            "model": {"path": "scratch", "scratch": {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}},
+            "rollout": {"group_size": 2, "sampling": {"max_new_tokens": 20}},
+            "data": {"max_prompt_tokens": 20},
+            "gserver": {"max_context": 40},
+            "trainer": {"batch_groups": 2},
+        }
+    )
+    folder = ensure_checkpoint(config, cache=tmp_path)
+    dataset = StreamDataset(rank=0, capacity_groups=8)
+    door = Door(config, dataset, model_dir=folder, policy_version=0)
+    worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=door, client=None)
+    step = TrainStep("actor_train", policy_version=0, oldest_version=0, minibatches=[MinibatchShare([], 0, 0)])
+    channel = Withdrawing(step)
+    door.ingress.start()
+    pusher = GroupPusher(
+        worker="rollout/3", endpoints=[door.ingress.endpoint], max_group_bytes=1 << 20, resend_seconds=10
+    )
+
+    def group(seq, **changes):
+        made = make_group(seq, version=changes.pop("version", 0), seqlens=changes.pop("seqlens", (5, 7)))
+        made.packed_input_ids %= vocab_size(folder)
+        return msgspec.structs.replace(made, **changes)
+
+    async def refused(bad, says):
+        with pytest.raises(WireError, match=rf"group {bad.seq} from rollout/3#\w+: {says}"):
+            await pusher.push(bad)
+
+    await refused(group(10**12), "no sequence number from")
+    await refused(group(0, version=1), "policy version 1, but the newest there can be is 0")
+    await refused(group(0, seqlens=(5, 7, 9)), r"3 siblings, not the 2")
+    await refused(group(0, seqlens=(5, 41)), "a sibling of 41 tokens")
+    beyond = group(0)
+    beyond.packed_input_ids[-1] = vocab_size(folder)
+    await refused(beyond, "token ids from")
+    beyond = group(0)
+    beyond.rewards[0] = 1e30
+    await refused(beyond, "rewards")
+    working = asyncio.create_task(worker.work(channel))
+    await asyncio.sleep(0.05)
+    await pusher.push(group(0, version=1))
+    await pusher.push(group(1))
+    assert all(dataset.find(seq) is not None for seq in (0, 1))
+    channel.withdrawn.set()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    await pusher.close()
+    door.ingress.close()
+    await worker.close()

@@ -1,0 +1,171 @@
+"""Weights in files: what is written, what stays, what is removed, and by whom."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from streamrl.checksum import tensor_sums
+from streamrl.errors import PublicationError
+from streamrl.safetensors_files import mapped
+from streamrl.trainer.worker.weight_files import PREFIX, WeightFiles
+from streamrl.transport.control import PublishBeginReply
+from tests.weights import FixedWeights
+
+
+def some(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn(5, 3, generator=generator),
+        "a.bias": torch.randn(7, generator=generator),
+        "b.weight": torch.randn(4, 6, generator=generator).t(),
+    }
+
+
+def files(folder: Path, *, dtype: torch.dtype = torch.float32) -> WeightFiles:
+    return WeightFiles(folder, durable=True, host="", dtype=dtype, checksum=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: torch.dtype) -> None:
+    carrier = files(tmp_path / "weights", dtype=dtype)
+    weights = some(1)
+    carrier.prepare(1, FixedWeights(weights))
+    found = load_file(Path(carrier.announce().folder) / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(weights, dtype)
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor.to(dtype))
+    sums = carrier.send(PublishBeginReply(group_name="g", world_size=2))
+    assert sums == {name: tensor_sums(tensor) for name, tensor in found.items()}
+    carrier.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_the_last_two_versions_stay(tmp_path: Path) -> None:
+    carrier = files(tmp_path)
+    for version in (1, 2, 3):
+        carrier.prepare(version, FixedWeights(some(version)))
+        carrier.prepare(version, FixedWeights(some(version)))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000002", "v000003"]
+
+
+def read_in_parts(file: Path) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor("a.weight")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("read", [read_in_parts, lambda file: mapped(file)["a.weight"]], ids=["read", "mapped"])
+def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path, read: Callable[[Path], Tensor]) -> None:
+    carrier = files(tmp_path)
+    reused = set()
+    for version in (1, 2, 3, 4):
+        carrier.prepare(version, FixedWeights(some(version)))
+        reused.add((Path(carrier.announce().folder) / "model.safetensors").stat().st_ino)
+    assert len(reused) == 2
+    held = read(tmp_path / "v000003" / "model.safetensors")
+    carrier.prepare(5, FixedWeights(some(5)))
+    assert torch.equal(held, some(3)["a.weight"])
+    found = load_file(tmp_path / "v000005" / "model.safetensors")
+    assert torch.equal(found["a.weight"], some(5)["a.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000004", "v000005"]
+
+
+def test_what_comes_after_a_write_that_broke_off_and_with_another_size(tmp_path: Path) -> None:
+    class Broken(FixedWeights):
+        def weights(self) -> Generator[tuple[str, Tensor]]:
+            yield "a.weight", some(1)["a.weight"]
+            raise PublicationError("the rest is gone")
+
+    carrier = files(tmp_path)
+    for version in range(1, 9):
+        weights = some(version)
+        weights["a.bias"] = torch.full((1 + version // 3,), float(version))
+        if version in (1, 4, 6):
+            with pytest.raises(PublicationError, match="the rest is gone"):
+                carrier.prepare(version, Broken(weights))
+        carrier.prepare(version, FixedWeights(weights))
+        found = load_file(tmp_path / f"v{version:06d}" / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000007", "v000008"]
+
+
+def test_one_that_is_closed_in_the_middle_of_a_write_lets_the_write_fail(tmp_path: Path) -> None:
+    carrier = files(tmp_path / "weights")
+
+    class Closing(FixedWeights):
+        def weights(self) -> Generator[tuple[str, Tensor]]:
+            for name, tensor in super().weights():
+                carrier.close()
+                yield name, tensor
+
+    with pytest.raises(PublicationError, match="v1 cannot be written"):
+        carrier.prepare(1, Closing(some(1)))
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "v000007").mkdir()
+    carrier = files(tmp_path)
+    assert not (tmp_path / "v000007").exists()
+    with pytest.raises(PublicationError, match="is another run writing there"):
+        files(tmp_path)
+    carrier.close()
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    class Huge(FixedWeights):
+        def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+            return [("huge", (2**20, 2**23))]
+
+        def weights(self) -> Generator[tuple[str, Tensor]]:
+            raise AssertionError("nothing is to be read")
+
+    carrier = files(tmp_path)
+    with pytest.raises(PublicationError, match="do not fit into"):
+        carrier.prepare(1, Huge({}))
+    carrier.prepare(1, FixedWeights(some(1)))
+    assert carrier.announce().folder.endswith("v000001")
+
+
+DYING = """
+import os, sys, torch
+from pathlib import Path
+from streamrl.trainer.worker.weight_files import WeightFiles
+WeightFiles.in_memory(Path("dead"), dtype=torch.float32, checksum=True, root=Path(sys.argv[1]))
+os._exit(0)
+"""
+
+
+def test_nobody_else_can_read_guess_or_prepare_the_memory_of_a_run(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / f"{PREFIX}trap").symlink_to(elsewhere)
+    files = [WeightFiles.in_memory(Path("run"), dtype=torch.float32, checksum=True, root=shared) for _ in range(2)]
+    assert list(elsewhere.iterdir()) == [], "a link that lies there is not followed"
+    assert len({file.folder for file in files}) == 2, "the name is not made of what others know"
+    files[0].prepare(1, FixedWeights(some(1)))
+    assert stat.S_IMODE(files[0].folder.stat().st_mode) == 0o700
+    (tensors,) = files[0].folder.glob("v*/*")
+    assert stat.S_IMODE(tensors.stat().st_mode) == 0o600
+    for file in files:
+        file.close()
+
+
+def test_memory_of_a_dead_run_is_freed_by_the_next_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    living = WeightFiles.in_memory(Path("living"), dtype=torch.float32, checksum=True, root=tmp_path)
+    subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], check=True, timeout=120)
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+    mine = WeightFiles.in_memory(Path("mine"), dtype=torch.float32, checksum=True, root=tmp_path)
+    assert set(tmp_path.glob(f"{PREFIX}*")) == {living.folder, mine.folder}
+    assert mine.announce().host

@@ -1,4 +1,4 @@
-"""The floors: imports only go down, and some modules are imported in one place only or nowhere.
+"""The floors: imports only go down and never in a circle, and some modules are imported in one place only or nowhere.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,50 @@ def violations(source: str, module: Path) -> list[str]:
 @pytest.mark.parametrize("module", modules(), ids=str)
 def test_imports_only_go_down(module: Path) -> None:
     assert violations((PACKAGE / module).read_text(), module) == []
+
+
+def dotted(module: Path) -> str:
+    """The name under which `module` is imported."""
+    parts = ["streamrl", *module.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circle_among(sources: dict[Path, str]) -> list[str]:
+    """Return one circle of imports among `sources`, first module also last; empty if there is none."""
+    names = {dotted(module) for module in sources}
+
+    def known(imported: Iterable[tuple[str, int]]) -> set[str]:
+        """Names that are modules, or that a module has."""
+        longest = ((name if name in names else name.rpartition(".")[0]) for name, _ in imported)
+        return {name for name in longest if name in names}
+
+    graph = {
+        dotted(module): known(imported_names(source, module)) - {dotted(module)} for module, source in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circles() -> None:
+    assert circle_among({module: (PACKAGE / module).read_text() for module in modules()}) == []
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "from streamrl.a import f",
+        "from streamrl import a",
+        "def g():\n    import streamrl.a",
+        "if TYPE_CHECKING:\n    from streamrl.a import f",
+    ],
+)
+def test_a_circle_is_seen_wherever_it_hides(hidden: str) -> None:
+    sources = {Path("a.py"): "from streamrl.b import g", Path("b.py"): "import streamrl.c", Path("c.py"): hidden}
+    assert set(circle_among(sources)) == {"streamrl.a", "streamrl.b", "streamrl.c"}
+    assert circle_among({**sources, Path("c.py"): "import json"}) == []
 
 
 @pytest.mark.parametrize("module", modules(), ids=str)

@@ -1,20 +1,17 @@
-"""Values of a configuration that do not fit together; what a single field cannot check."""
+"""Checks across the fields of a configuration: values that do not fit together."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import GENERATED_SOURCES
+from streamrl.config.sections import Config
 from streamrl.config.trainer import role_config
-
-if TYPE_CHECKING:
-    from streamrl.config import Config
 
 
 def found_in(config: Config) -> list[str]:
-    """One sentence for each thing that cannot work; empty when all is well."""
+    """Return one sentence for each combination of values that cannot work."""
     problems: list[str] = []
     if (config.model.path == "scratch") != (config.model.scratch is not None):
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')

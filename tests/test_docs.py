@@ -1,0 +1,85 @@
+"""What the README and the pages in docs/ name is there: files, folders, and modules with what they hold."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACES = [ROOT, ROOT / "streamrl", ROOT / "docs"]
+"""Where a path on a page may begin."""
+OF_A_RUN = {
+    "benchmarks/results/latest/NAME.json",
+    "checkpoints/",
+    "config.toml",
+    "logs/",
+    "plots/",
+    "record/",
+    "runs/",
+    "state/",
+    "summary.json",
+    "tensorboard/",
+    "weights/",
+}
+"""What a run leaves, or a user writes; not in the repository."""
+PATH = re.compile(
+    r"`([\w./-]+\.(?:py|md|toml|c|h)|[\w./-]+/)`"
+    r"|\]\(([\w./-]+\.\w+)\)"
+    r"|(?<![\w/])((?:docs|benchmarks)/[\w./]+\.\w+)"
+)
+NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
+
+
+def paths_of(text: str) -> set[str]:
+    """Files and folders that `text` names: in backticks, as the target of a link, or as a page in docs/."""
+    found = {next(group for group in match.groups() if group) for match in PATH.finditer(text)}
+    return {path for path in found if not path.startswith(("/", "http")) and path not in OF_A_RUN}
+
+
+def is_there(path: str) -> bool:
+    """Whether `path` begins at one of `PLACES`; a file's name alone may be in any folder of code."""
+    if any((place / path).exists() for place in PLACES):
+        return True
+    if "/" in path:
+        return False
+    return any(any((ROOT / place).rglob(path)) for place in ("streamrl", "tests", "benchmarks"))
+
+
+def can_be_imported(name: str) -> bool:
+    """Whether `name` is a module, or something in one."""
+    module, attributes = name, list[str]()
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name) or "." not in module:
+                return False
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+    for attribute in attributes:
+        if not hasattr(found, attribute):
+            return False
+        found = getattr(found, attribute)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert sorted(path for path in paths_of(text) if not is_there(path)) == []
+    assert [name for name in NAME.findall(text) if not can_be_imported(name)] == []
+
+
+def test_the_check_itself() -> None:
+    text = "`ledger.py`, `nowhere/at_all.py`, [figures](docs/figures.md), see docs/none.md, `trainer/master/`"
+    assert paths_of(text) == {"ledger.py", "nowhere/at_all.py", "docs/figures.md", "docs/none.md", "trainer/master/"}
+    assert {path for path in paths_of(text) if not is_there(path)} == {"nowhere/at_all.py", "docs/none.md"}
+    assert can_be_imported("streamrl.ledger.Ledger")
+    assert can_be_imported("streamrl.errors")
+    assert not can_be_imported("streamrl.errors.NoSuchError")
+    assert not can_be_imported("streamrl.no_such_module")

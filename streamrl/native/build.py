@@ -26,7 +26,8 @@ SWITCH = "STREAMRL_NATIVE"
 """Environment variable: `0` turns all C off."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 """None of these lets the compiler reorder sums of floating-point numbers."""
-COMPILE_SECONDS = 120.0
+COMPILE_SECONDS = 60.0
+"""A compiler that takes longer has failed; compiling takes some seconds."""
 
 
 class Unavailable(Exception):
@@ -37,7 +38,8 @@ def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), opt
     """Return the shared library compiled from `sources`, which is named after the first of them.
 
     `headers` are the files that the sources include, `options` the compiler's besides `FLAGS`. The compiler is `$CC`,
-    or `cc`. Raises `Unavailable` where there is none, where it fails, and where `STREAMRL_NATIVE=0`.
+    or `cc`. Raises `Unavailable` where there is none, where it fails, and where `STREAMRL_NATIVE=0`. What has failed is
+    not tried again by the next process: the reason is kept beside the library's place.
     """
     if os.environ.get(SWITCH) == "0":
         raise Unavailable(f"{SWITCH}=0")
@@ -55,16 +57,28 @@ def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), opt
     )
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
     library = cache_home() / f"{sources[0].stem}-{digest}.so"
+    failure = library.with_suffix(".failed")
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with making(library), tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{library.stem}-") as folder:
+        if failure.exists():
+            raise Unavailable(f"{failure.read_text()} (remove {failure} to try again)")
         if not library.exists():
             log.info("compiling %s for this processor (once, some seconds)", ", ".join(file.name for file in sources))
             made = Path(folder, library.name)
-            _output_of(*command, "-o", str(made))
+            try:
+                _output_of(*command, "-o", str(made))
+            except Unavailable as reason:
+                failure.write_text(str(reason))
+                raise
             made.rename(library)
     return library
+
+
+def has_instructions(name: str) -> bool:
+    """Return whether this processor has the instructions that Linux calls `name`, for example `avx512f`."""
+    return bool(re.search(rf"^flags\s*:.*\b{re.escape(name)}\b", _processor(), re.MULTILINE))
 
 
 def _processor() -> str:

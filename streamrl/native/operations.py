@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamrl.native.build import Unavailable, shared_library
+from streamrl.native.build import Unavailable, has_instructions, shared_library
 
 log = logging.getLogger(__name__)
 
@@ -446,6 +446,8 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 SOURCES = [FOLDER / name for name in ("layers.c", "products.c", "sampling.c")]
 HEADER = FOLDER / "numbers.h"
+VECTORS = "avx512f"
+"""What a processor must have for the C to be worthwhile, as Linux names it."""
 FORMATS: dict[torch.dtype, Sequence[str]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 """Number formats for which there is C, each with the compiler's options."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -467,8 +469,15 @@ _RETURNS = {"packed_numbers": _I}
 
 @cache
 def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the functions of `SOURCES` for numbers of `dtype`, compiled first if need be; None: there are none."""
+    """Return the functions of `SOURCES` for numbers of `dtype`, compiled first if need be; None: there are none.
+
+    They work on vectors of 512 bits. For a processor without those, compilers take minutes to break them up, into
+    code that is no gain.
+    """
     if dtype not in FORMATS:
+        return None
+    if not has_instructions(VECTORS):
+        log.info("the engine computes with torch alone: its C is for processors with %s", VECTORS)
         return None
     try:
         options = (*FORMATS[dtype], "-fopenmp", _openmp())

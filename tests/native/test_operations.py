@@ -21,7 +21,7 @@ from torch import Tensor
 from streamrl.device import compute_with
 from streamrl.gserver.embedded.architecture import Rope
 from streamrl.native import operations as module
-from streamrl.native.build import SWITCH, Unavailable, shared_library
+from streamrl.native.build import SWITCH, Unavailable, has_instructions, shared_library
 from streamrl.native.operations import (
     FORMATS,
     HEAD_DIMS,
@@ -36,7 +36,7 @@ from streamrl.native.operations import (
 CPU = torch.device("cpu")
 DTYPES = list(FORMATS)
 MAX_LENGTH = 300
-needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C for this machine")
 
 
 @pytest.fixture
@@ -224,10 +224,42 @@ def test_without_a_compiler_torch_computes(
     compiler: str, message: str, made_anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(module, "has_instructions", lambda name: True)
     operations = operations_for(**shape(), dtype=torch.float32, device=CPU)
     assert isinstance(operations, TorchOperations)
     assert message in caplog.text
     assert not list(made_anew.iterdir())
+
+
+def test_what_cannot_be_compiled_is_tried_once(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compiler = made_anew / "calls", made_anew / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\n[ "$1" = --version ] || {{ echo too hard >&2; exit 1; }}\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="too hard"):
+            shared_library([module.FOLDER / "sums.c"])
+    assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
+
+
+def test_a_processor_without_long_vectors_computes_in_torch(
+    made_anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "has_instructions", lambda name: name != "avx512f")
+    with caplog.at_level("INFO"):
+        assert library_for(torch.float32) is None
+    assert "processors with avx512f" in caplog.text
+    assert not list(made_anew.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what its processor has")
+def test_what_the_processor_has_is_read_word_by_word() -> None:
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    assert has_instructions(flags[-1])
+    assert not has_instructions(flags[-1][:-1]) or flags[-1][:-1] in flags
+    assert not has_instructions("no_such_instructions")
 
 
 def test_the_switch_turns_everything_off(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from streamrl.native import operations
 from streamrl.native.operations import BLOCK, draw, invert, library_for
 
 DRAWS = 20_000
-needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C for this machine")
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "torch"], autouse=True)

@@ -28,6 +28,8 @@ from streamrl.gserver.embedded.products import (
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed products")
+HERE = [library for library in LIBRARIES if library.can(torch.float32)]
+"""The libraries that there are for this machine."""
 needs_both = pytest.mark.skipif(
     not (OneDNN().can(torch.float32) and MKL().can(torch.float32)), reason="this torch lacks one of the libraries"
 )
@@ -104,7 +106,7 @@ def test_a_packed_gated_product_is_the_plain_one(
 @pytest.mark.parametrize("rows", [1, 3, 8, 21, 64])
 def test_a_row_does_not_depend_on_those_it_is_computed_with(dtype: torch.dtype, rows: int) -> None:
     if not Native().can(dtype):
-        pytest.skip("there is no C compiler")
+        pytest.skip("there is no C for this machine")
     matrix = Matrix(torch.randn(100, 129).to(dtype))
     matrix.pack(Native())
     x = torch.randn(70, 129).to(dtype)
@@ -127,7 +129,7 @@ def test_one_is_found_where_there_is_one(dtype: torch.dtype, deterministic: bool
 
 
 @needs_both
-@pytest.mark.parametrize("slow", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("slow", HERE, ids=lambda library: library.name)
 @pytest.mark.usefixtures("tried_anew")
 def test_the_fastest_is_taken_unless_all_processes_have_to_take_the_same(
     slow: ProductLibrary, monkeypatch: pytest.MonkeyPatch
@@ -136,11 +138,11 @@ def test_the_fastest_is_taken_unless_all_processes_have_to_take_the_same(
     found = choose_library(torch.float32, 1)
     assert found is not None
     assert found is not slow
-    assert choose_library(torch.float32, 1, deterministic=True) is LIBRARIES[0]
+    assert choose_library(torch.float32, 1, deterministic=True) is HERE[0]
 
 
 @needs_both
-@pytest.mark.parametrize("wrong", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("wrong", HERE, ids=lambda library: library.name)
 @pytest.mark.parametrize("wrong_from", [4, 257])
 @pytest.mark.usefixtures("tried_anew")
 def test_a_wrong_product_is_noticed_and_the_other_library_taken(

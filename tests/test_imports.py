@@ -31,6 +31,7 @@ GROUND = {
     "native",
     "processor",
     "records",
+    "retry",
     "safetensors_files",
     "seqs",
     "stop_strings",

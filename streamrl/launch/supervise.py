@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
@@ -23,6 +24,7 @@ from streamrl import essential
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
 from streamrl.launch.processes import PlanRole
+from streamrl.retry import Retry
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 
@@ -71,8 +73,8 @@ LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
 """Roles whose work others do when a process is lost, until another takes its place."""
-RETRY_SECONDS = 1.0
-"""Before a manager that did not answer is asked again."""
+UNHEARD_SECONDS = 30.0
+"""A manager that has not said for so long who is silent is worth a warning."""
 CULPRIT_SECONDS = 3.0
 """How long a process that gave up may take to end, so that its log is complete."""
 
@@ -103,15 +105,16 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 async def _end_who_is_silent(children: Children, client: ControlClient) -> None:
     """End those by force that hang, or were stopped: their work is done by others already, and they are replaced."""
     changes = 0
+    retry = Retry("to ask the manager who is silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
     ending: dict[Child, asyncio.Task[None]] = {}
     try:
         while True:
             try:
                 silence = await client.silence(changes)
             except StreamRLError as error:  # the manager's own end is told by its exit
-                log.debug("the manager does not tell who is silent: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await retry.pause(error)
                 continue
+            retry.succeeded()
             if silence.over:
                 return
             changes = silence.changes

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +28,7 @@ import msgspec
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control import GroupInFlight, InFlight
 from streamrl.transport.generation import (
@@ -45,13 +44,10 @@ from streamrl.transport.generation import (
 )
 from streamrl.transport.manager_client import ControlClient
 
-log = logging.getLogger(__name__)
-
 WARNING_SECONDS = 30.0
 """A response that has waited for a token for so long is worth a warning."""
 FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 2.0
-"""Pauses between attempts that brought no token double from the first to the longest."""
+"""After the first attempt in a row that brought no token: a weight update has often ended by then."""
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -115,7 +111,12 @@ class Generator:
         `DeadlineExceeded` when no token has come for `patience` seconds.
         """
         response = _PartialResponse()
-        backoff = _Backoff(rid, patience=self._patience)
+        retry = Retry(
+            f"request {rid}",
+            patience=self._patience,
+            first_pause=FIRST_PAUSE_SECONDS,
+            warn_after=WARNING_SECONDS,
+        )
         while True:
             gserver = route.gserver
             version = self._policy_version()
@@ -132,7 +133,7 @@ class Generator:
             except (PeerError, DeadlineExceeded) as error:
                 if isinstance(error, PeerError) and 400 <= error.status < 500:
                     raise
-                await backoff.pause(error)
+                await _pause(retry, rid, error)
                 await route.replace(gserver)
                 response.interruptions += 1
                 continue
@@ -147,14 +148,14 @@ class Generator:
             if finish.type == "abort" and incomplete:
                 response.interruptions += 1
                 if reply.output_ids:
-                    backoff.reset()
+                    retry.succeeded()
                 else:
-                    await backoff.pause(PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
+                    await _pause(retry, rid, PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
                 if mixed:
                     await route.replace(gserver)
                 continue
             if finish.type == "length" and len(reply.output_ids) == budget and incomplete:
-                backoff.reset()
+                retry.succeeded()
                 continue  # with the next part
             reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
             return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
@@ -202,35 +203,11 @@ class _PartialResponse:
         )
 
 
-class _Backoff:
-    """Growing pauses between attempts in a row that brought no token; then a warning, and in the end an error."""
-
-    def __init__(self, rid: str, *, patience: float) -> None:
-        self._rid = rid
-        self._patience = patience
-        self.reset()
-
-    def reset(self) -> None:
-        """A token has come."""
-        self._since: float | None = None
-        self._attempts = 0
-        self._warned = False
-
-    async def pause(self, error: StreamRLError) -> None:
-        """Wait before the next attempt; raises `DeadlineExceeded` when no token has come for `patience` seconds.
-
-        `error`: why the last attempt failed.
-        """
-        now = time.monotonic()
-        self._since = self._since or now
-        waited = now - self._since
-        if waited >= self._patience:
-            raise DeadlineExceeded(f"request {self._rid}: no token for {waited:.0f} s; last: {error}") from error
-        if waited >= WARNING_SECONDS and not self._warned:
-            self._warned = True
-            log.warning("request %s waits for a gserver for %.0f s; last: %s", self._rid, waited, error)
-        await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self._attempts))
-        self._attempts += 1
+async def _pause(retry: Retry, rid: str, error: StreamRLError) -> None:
+    """Wait after an attempt that brought no token; raises `DeadlineExceeded` when patience has run out."""
+    if not await retry.pause(error):
+        waited = retry.failing_seconds
+        raise DeadlineExceeded(f"request {rid}: no token for {waited:.0f} s; last: {error}") from error
 
 
 # --- at which gserver ---

@@ -5,8 +5,6 @@ Calls that may be made twice are made again until the manager answers, for `PATI
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -18,6 +16,7 @@ import msgspec
 from streamrl.errors import DeadlineExceeded, PeerError
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
+from streamrl.retry import Retry
 from streamrl.transport import http
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
@@ -63,12 +62,8 @@ from streamrl.transport.keys import bearer
 
 Reply = TypeVar("Reply")
 
-log = logging.getLogger(__name__)
-
 PATIENCE_SECONDS = 30.0
 """For so long after its first failure a call is tried again."""
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0
 
 
 async def patiently(
@@ -79,28 +74,19 @@ async def patiently(
     Tried again is what may pass: no connection, no answer in time, a fault of the peer, and, unless `refusals` is
     false, its refusal as things are now (409). `what` names the call in the log.
     """
-    failing_since: float | None = None
-    pause = FIRST_PAUSE_SECONDS
+    retry = Retry(what, patience=patience)
     while True:
         try:
             reply = await call()
         except (PeerError, DeadlineExceeded) as error:
             if isinstance(error, PeerError) and 400 <= error.status < 500 and not (refusals and error.status == 409):
                 raise
-            now = time.monotonic()
-            if failing_since is not None and now - failing_since >= patience:
-                error.args = (f"{what}: {error}; tried again for {now - failing_since:.0f} s",)
+            if not await retry.pause(error):
+                if patience:
+                    error.args = (f"{what}: {error}; tried again for {retry.failing_seconds:.0f} s",)
                 raise
-            if not patience:
-                raise
-            if failing_since is None:
-                failing_since = now
-                log.warning("%s is tried again for %.0f s: %s", what, patience, error)
-            await asyncio.sleep(min(pause, failing_since + patience - now))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         else:
-            if failing_since is not None:
-                log.warning("%s succeeded after %.1f s", what, time.monotonic() - failing_since)
+            retry.succeeded()
             return reply
 
 

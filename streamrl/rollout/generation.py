@@ -143,6 +143,7 @@ class Generator:
             response.extend(reply)
             if ending := self._endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
                 length, matched = ending
+                retry.succeeded()
                 return response.up_to(length, finish_reason="stop", matched=matched)
             incomplete = len(response.ids) < max_new_tokens
             if finish.type == "abort" and incomplete:
@@ -157,6 +158,7 @@ class Generator:
             if finish.type == "length" and len(reply.output_ids) == budget and incomplete:
                 retry.succeeded()
                 continue  # with the next part
+            retry.succeeded()
             reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
             return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 

@@ -5,13 +5,13 @@
 The manager is the real one, in a process of its own, on one core. gservers, rollout workers and the master are
 SIMULATED: they make the calls of real ones from one process on another core, and generate nothing. Each request is a
 group of its own and is admitted by a call of its own, which is the dearest way; beside the admissions there are the
-calls that end requests (batched for each worker every 10 ms), those that settle them, and every member's heartbeat
-each second. A real run schedules `group_size` requests with each admitted group, and several groups with each call.
+calls that end requests (batched for each worker every 10 ms), those that tell that the trainer has them, and
+every member's heartbeat each second. A real run schedules `group_size` requests with each admitted group, and several groups with each call.
 
 Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
 5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
 due). Of a third kind is `waiting`: so many admissions wait for room while a place becomes free now and then; the
-latency is that from the settlement to the answer of the one whose turn it is.
+latency is that from a change of groups to the answer of the one whose turn it is.
 
 CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
 other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.
@@ -39,7 +39,7 @@ from rich.table import Table
 from streamrl.config import Config, from_dict
 from streamrl.gserver.manager import process
 from streamrl.ledger import Fate
-from streamrl.transport.control import Admit, Settle
+from streamrl.transport.control import Admit, GroupChanges
 
 WORKERS = 16
 RATE = 5000.0
@@ -121,7 +121,7 @@ async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wak
         before, own, began = cpu_seconds(process), time.process_time(), time.monotonic()
         for drops in range(1, wakes + 1):
             start = time.monotonic()
-            await load._master.post("/settle", Settle([Fate(0, 2 * drops)]))  # dropped: its place is free again
+            await load._master.post("/groups", GroupChanges([Fate(0, 2 * drops)]))  # dropped: its place is free again
             latencies.append(await served.get() - start)
             assert served.empty(), "more than one was served with one place"
         seconds = time.monotonic() - began

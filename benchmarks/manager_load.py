@@ -1,7 +1,7 @@
 """Simulated gservers, rollout workers and a master that load a manager, in a process of their own.
 
 What a call costs here has to be small beside what it costs the manager, so requests are written and answers read
-without an HTTP library. Nothing is generated: a group is "in flight" from its admission until it is settled.
+without an HTTP library. Nothing is generated: a group is "in flight" from its admission until the trainer takes it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ import msgspec
 from aiohttp import web
 
 from streamrl.ledger import Fate
-from streamrl.transport.control import Admit, AdmitReply, GroupInFlight, Heartbeat, InFlight, Register, Role, Settle
+from streamrl.transport.control import (
+    Admit,
+    AdmitReply,
+    GroupChanges,
+    GroupInFlight,
+    Heartbeat,
+    InFlight,
+    Register,
+    Role,
+)
 
 encode = msgspec.json.encode
-SETTLE_SECONDS = 0.01
-"""The master settles what has come since the last time."""
+TAKE_SECONDS = 0.01
+"""The master takes what has come since the last time."""
 TICK_SECONDS = 0.001
 
 
@@ -63,7 +72,7 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """Everyone but the manager. `lifetime_groups`: how many groups are in flight before the oldest is settled."""
+    """Everyone but the manager. `lifetime_groups`: how many groups are in flight before the oldest is taken."""
 
     def __init__(self, host: str, port: int, digest: str, *, workers: int, gservers: int, heartbeat: float) -> None:
         self._host, self._port, self._digest = host, port, digest
@@ -131,7 +140,7 @@ class Load:
             self._in_flight.append((worker, admission.seq))
             self.admitted += 1
 
-    async def settle_down_to(self, groups: int) -> None:
+    async def take_down_to(self, groups: int) -> None:
         """End the oldest groups so that `groups` are in flight: requests end, then the trainer stores them."""
         ended = [self._in_flight.popleft() for _ in range(max(0, len(self._in_flight) - groups))]
         if not ended:
@@ -142,13 +151,13 @@ class Load:
         for worker, changes in by_worker.items():
             await self._ends.post("/in_flight", InFlight(worker, changes))
             self.calls += 1
-        await self._master.post("/settle", Settle([Fate(seq, 1) for _, seq in ended]))
+        await self._master.post("/groups", GroupChanges([Fate(seq, 1) for _, seq in ended]))
         self.calls += 1
 
-    async def _settle_on(self, groups: int) -> None:
+    async def _take_on(self, groups: int) -> None:
         while True:
-            await self.settle_down_to(groups)
-            await asyncio.sleep(SETTLE_SECONDS)
+            await self.take_down_to(groups)
+            await asyncio.sleep(TAKE_SECONDS)
 
     async def fill(self, groups: int) -> None:
         """Have `groups` in flight."""
@@ -161,7 +170,7 @@ class Load:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 await self.admit(time.monotonic())
-                await self.settle_down_to(0)
+                await self.take_down_to(0)
             return
         end = time.monotonic() + seconds
 
@@ -169,21 +178,21 @@ class Load:
             while time.monotonic() < end:
                 await self.admit(time.monotonic())
 
-        settling = asyncio.create_task(self._settle_on(groups))
+        taking = asyncio.create_task(self._take_on(groups))
         await asyncio.gather(*(lane() for _ in range(self._workers)))
-        settling.cancel()
+        taking.cancel()
 
     async def at_rate(self, groups: int, rate: float, seconds: float) -> None:
         """`rate` admissions a second, whatever the manager answers, with `groups` in flight."""
         began, issued = time.monotonic(), 0
-        settling = asyncio.create_task(self._settle_on(groups))
+        taking = asyncio.create_task(self._take_on(groups))
         async with asyncio.TaskGroup() as calls:
             while (now := time.monotonic() - began) < seconds:
                 while issued < int(now * rate):
                     calls.create_task(self.admit(began + issued / rate))
                     issued += 1
                 await asyncio.sleep(TICK_SECONDS)
-        settling.cancel()
+        taking.cancel()
 
 
 @asynccontextmanager

@@ -139,15 +139,15 @@ class Ledger:
         """
         if self.next_seq:
             raise ValueError("a ledger that has admitted groups cannot be restored")
-        settled = set(trained).union(rejected)
+        closed = set(trained).union(rejected)
         self.policy_version = policy_version
         self._began = (policy_version, len(trained))
         self.accepted = len(trained)
         self.rejected = set(rejected)
         self.rejections = [Fate(seq, 0) for seq in rejected]
-        self.next_seq = max(settled, default=-1) + 1
+        self.next_seq = max(closed, default=-1) + 1
         for seq in range(self.next_seq):
-            if seq not in settled:
+            if seq not in closed:
                 self._push_returned(seq)
 
     @property
@@ -204,11 +204,11 @@ class Ledger:
         """How often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
         return 2 * self._drops.get(seq, 0) + self._is_accepted(seq)
 
-    def settle(self, fate: Fate) -> bool:
+    def take_change(self, fate: Fate) -> bool:
         """The trainer took a group, or let go of one that was too old: its prompt goes back.
 
-        Whatever the ledger thought of it ends with that: a lease that runs or ran out, even a rejection. Answers
-        False, and changes nothing, when this or something later was told before.
+        Whatever the ledger thought of it ends with that: a lease that runs or ran out, even a rejection. Return
+        False, and change nothing, when this or something later was told before.
         """
         seq = fate.seq
         if not 0 <= seq < self.next_seq or fate.changes <= self.changes(seq):
@@ -229,7 +229,7 @@ class Ledger:
     def reject(self, seq: int) -> bool:
         """Give `seq` up on purpose (filtered, failed for good) and give its place back.
 
-        Answers False, and changes nothing, when it was settled before.
+        Return False, and change nothing, when it is neither leased nor waits to be given out again.
         """
         if seq not in self._holders and seq not in self._returned_set:
             return False

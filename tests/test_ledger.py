@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.ledger import Fate, HeldGroups, Ledger, OverAge, count_over_age, next_in_order, select_batch
-from streamrl.trainer.master.settlement import Settlement
+from streamrl.trainer.master.changes import ChangeLog
 from streamrl.types import SampleMeta
 
 LEASE = 10.0
@@ -69,7 +69,7 @@ class Run(RuleBasedStateMachine):
         self.trained: list[int] = []
         self.heard = 0  # rejections
         self.given_up: set[int] = set()  # of those, the ones that count
-        self.settlement = Settlement(None)  # type: ignore[arg-type]
+        self.changelog = ChangeLog(None)  # type: ignore[arg-type]
         self.messages: list[list[Fate]] = []  # on their way to the ledger, or to come again
 
     @property
@@ -195,24 +195,24 @@ class Run(RuleBasedStateMachine):
         for arrived in self.arrivals:
             if arrived.seq not in self.given_up:
                 self.held[arrived.seq] = arrived
-                self.settlement.stored([arrived.seq])
+                self.changelog.stored([arrived.seq])
         self.arrivals.clear()
 
     @rule()
-    def hear_rejections(self) -> None:
+    def hear_what_was_given_up(self) -> None:
         for fate in self.ledger.rejections[self.heard :]:
-            if fate.changes == self.settlement.changes(fate.seq):
+            if fate.changes == self.changelog.changes(fate.seq):
                 self.given_up.add(fate.seq)
         self.heard = len(self.ledger.rejections)
 
     @rule()
     def send(self) -> None:
-        if news := self.settlement.news():
+        if news := self.changelog.news():
             self.messages.append(news)
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
+    def a_message_arrives(self, data: st.DataObject) -> None:
         """One of the messages arrives, which may not be the first, and may come again."""
         message = data.draw(st.sampled_from(self.messages))
         if data.draw(st.booleans()):
@@ -221,9 +221,9 @@ class Run(RuleBasedStateMachine):
 
     def receive(self, message: list[Fate]) -> None:
         for seq, changes in ((fate.seq, fate.changes) for fate in message):
-            news = self.ledger.settle(Fate(seq, changes))
+            news = self.ledger.take_change(Fate(seq, changes))
             assert news is (changes > self.changes[seq])
-            assert not self.ledger.settle(Fate(seq, changes)), "a second time changes nothing"
+            assert not self.ledger.take_change(Fate(seq, changes)), "a second time changes nothing"
             if news:
                 self.changes[seq] = changes
                 take_out(self, seq)
@@ -236,7 +236,7 @@ class Run(RuleBasedStateMachine):
         for message in reversed(self.messages):
             self.receive(message)
         self.messages.clear()
-        self.hear_rejections()
+        self.hear_what_was_given_up()
         assert self.accepted == {*self.held, *self.trained}
         assert self.rejected == self.given_up
         for seq, worker in self.leased.items():
@@ -263,7 +263,7 @@ class Run(RuleBasedStateMachine):
         assert set(selection.drop) == ({s for s, n in over_age.items() if n} if self.over_age == "drop" else set())
         for seq in selection.drop:
             del self.held[seq]
-        with self.settlement.dropping(selection.drop):
+        with self.changelog.dropping(selection.drop):
             self.known.difference_update(selection.drop)
             if data is not None and data.draw(st.booleans()):  # others had them as well, and bring them now
                 for key in [key for key, tokens in self.generating.items() if tokens and key[1] in selection.drop]:
@@ -348,7 +348,7 @@ class Agreement(RuleBasedStateMachine):
         self.working: set[tuple[str, int]] = set()
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[int] = []
-        self.settlement = Settlement(None)  # type: ignore[arg-type]
+        self.changelog = ChangeLog(None)  # type: ignore[arg-type]
         self.held: set[int] = set()
         self.given_up: set[int] = set()
         self.heard = 0
@@ -384,7 +384,7 @@ class Agreement(RuleBasedStateMachine):
     def take_in(self) -> None:
         wanted = [seq for seq in self.arrivals if seq not in self.given_up]
         self.held.update(wanted)
-        self.settlement.stored(wanted)
+        self.changelog.stored(wanted)
         self.arrivals.clear()
 
     @precondition(lambda self: self.held)
@@ -393,10 +393,10 @@ class Agreement(RuleBasedStateMachine):
         """Perhaps another worker brings the group before all heads have let go of it."""
         seq = data.draw(st.sampled_from(sorted(self.held)))
         self.held.remove(seq)
-        with self.settlement.dropping([seq]):
+        with self.changelog.dropping([seq]):
             self.send()
             told = [fate.changes for message in self.messages for fate in message if fate.seq == seq]
-            assert max(told, default=0) < self.settlement.changes(seq), "its prompt would come again too early"
+            assert max(told, default=0) < self.changelog.changes(seq), "its prompt would come again too early"
             self.known.remove(seq)
             if anew and (late := sorted(key for key in self.working if key[1] == seq)):
                 self.working.remove(late[0])
@@ -407,7 +407,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def send(self) -> None:
-        if news := self.settlement.news():
+        if news := self.changelog.news():
             self.messages.append(news)
 
     @precondition(lambda self: self.messages)
@@ -418,12 +418,12 @@ class Agreement(RuleBasedStateMachine):
         if not again:
             self.messages.remove(message)
         for fate in message:
-            self.ledger.settle(fate)
+            self.ledger.take_change(fate)
 
     @rule()
-    def hear_rejections(self) -> None:
+    def hear_what_was_given_up(self) -> None:
         for fate in self.ledger.rejections[self.heard :]:
-            if fate.changes == self.settlement.changes(fate.seq):
+            if fate.changes == self.changelog.changes(fate.seq):
                 self.given_up.add(fate.seq)
         self.heard = len(self.ledger.rejections)
 
@@ -433,8 +433,8 @@ class Agreement(RuleBasedStateMachine):
         self.send()
         for message in reversed(self.messages):
             for fate in message:
-                self.ledger.settle(fate)
-        self.hear_rejections()
+                self.ledger.take_change(fate)
+        self.hear_what_was_given_up()
         ledger = self.ledger
         leased = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
         assert {seq for seq in range(ledger.next_seq) if ledger.changes(seq) % 2} == self.held
@@ -454,7 +454,7 @@ TestAgreement.settings = settings(max_examples=300, stateful_step_count=25, dead
     start=st.integers(0, 10),
     count=st.integers(0, 8),
 )
-def test_next_in_order_skips_what_is_settled(trained: set[int], rejected: set[int], start: int, count: int) -> None:
+def test_next_in_order_skips_what_is_closed(trained: set[int], rejected: set[int], start: int, count: int) -> None:
     found = next_in_order(trained, rejected, start=start, count=count)
     assert len(found) == count
     if found:
@@ -483,8 +483,8 @@ def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
 def test_the_ledger_refuses_what_cannot_be() -> None:
     ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
     (seq,) = ledger.admit("rollout/0", 5, now=0.0)
-    assert not ledger.settle(Fate(seq, 0))
-    assert not ledger.settle(Fate(17, 1))
+    assert not ledger.take_change(Fate(seq, 0))
+    assert not ledger.take_change(Fate(17, 1))
     assert ledger.running == 1
     ledger.advance(1)
     with pytest.raises(ValueError, match="went back from 1 to 0"):

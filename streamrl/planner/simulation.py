@@ -632,7 +632,7 @@ class _Run:
         else:
             self._arrived += 1
             self._group_seconds += self.now - group.admitted
-            self._admissions.settle([Fate(seq, 2 * self._drops.get(seq, 0) + 1)])
+            self._admissions.take_changes([Fate(seq, 2 * self._drops.get(seq, 0) + 1)])
             self._held[seq] = SampleMeta(
                 seq=seq,
                 head=0,
@@ -660,7 +660,7 @@ class _Run:
             self._drops[seq] = self._drops.get(seq, 0) + 1
             self._dropped += 1
             del self._held[seq], self._groups[seq]
-            self._admissions.settle([Fate(seq, 2 * self._drops[seq])])
+            self._admissions.take_changes([Fate(seq, 2 * self._drops[seq])])
         if selection.drop:
             self._admit()
             self._form_batch()

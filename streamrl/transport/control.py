@@ -1,6 +1,6 @@
 """Who takes part in a run: registration, heartbeats, addresses, the end.
 
-Groups between the rollout workers, the manager and the master: admitted, routed, given up, settled.
+Groups between the rollout workers, the manager and the master: admitted, routed, given up, taken by the trainer.
 
 Evaluations on held-out prompts: asked for by the master, made by the evaluator, told back.
 
@@ -27,8 +27,8 @@ One address, the manager's URL, is enough to join a run.
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |
-| POST /settle | master | groups that the trainer took or let go of |
-| GET /rejections | master | waits for rejections after the n-th |
+| POST /groups | master | what has changed of groups: taken by the trainer, or let go of |
+| GET /groups | master | waits for what has changed of groups after the n-th change: given up |
 | POST /evaluate | master | an evaluation is due |
 | POST /evaluation/next | evaluator | waits for the next evaluation |
 | POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
@@ -226,15 +226,16 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Settle(msgspec.Struct, frozen=True):
-    """What the trainer has of groups, of those for which it has changed; may be told again, and in any order."""
+class GroupChanges(msgspec.Struct, frozen=True):
+    """What has changed of groups, told by the master to the manager (POST /groups: the trainer took them or let go of
+    them) and by the manager to the master (GET /groups: they were given up).
+
+    Each is told with the trainer's count of its changes, not with a difference, so the message may be told again, late
+    and in any order: what is not news has no effect. A group that was given up at a count that the trainer has passed
+    since is not given up.
+    """
 
     groups: list[Fate]
-
-
-class Rejections(msgspec.Struct, frozen=True):
-    rejected: list[Fate]
-    """All since the n-th that was asked for. One that the trainer took or let go of meanwhile is not rejected."""
 
 
 class DataFacts(msgspec.Struct, frozen=True):

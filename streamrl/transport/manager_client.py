@@ -33,6 +33,7 @@ from streamrl.transport.control import (
     EvaluationResult,
     EvaluationRoute,
     FinishRun,
+    GroupChanges,
     Heartbeat,
     HeartbeatReply,
     InFlight,
@@ -48,12 +49,10 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Reject,
-    Rejections,
     ResyncNeeded,
     Role,
     Route,
     RouteReply,
-    Settle,
     Silence,
     Status,
     Topology,
@@ -161,12 +160,13 @@ class ControlClient:
     async def reject(self, message: Reject) -> None:
         await self._post_patiently("/reject", message, Done)
 
-    async def settle(self, message: Settle) -> None:
-        await self._post_patiently("/settle", message, Done)
+    async def tell_groups(self, message: GroupChanges) -> None:
+        """Tell the manager which groups the trainer took or let go of."""
+        await self._post_patiently("/groups", message, Done)
 
-    async def rejections(self, after: int) -> list[Fate]:
-        """Rejections after the first `after`, see `Rejections`; empty after a long poll without any."""
-        return (await self._get_patiently(f"/rejections?after={after}", Rejections)).rejected
+    async def given_up(self, after: int) -> list[Fate]:
+        """Return the groups that were given up after the first `after` such; none after a long poll without any."""
+        return (await self._get_patiently(f"/groups?after={after}", GroupChanges)).groups
 
     async def data_rows(self) -> int:
         """Rows of the training data; 0 after a long poll without a rollout worker that knows."""

@@ -18,6 +18,7 @@ from streamrl.transport.control import (
     Admission,
     Admit,
     Broadcast,
+    GroupChanges,
     Heartbeat,
     HeartbeatReply,
     ProcessStatus,
@@ -28,7 +29,6 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Role,
-    Settle,
     Status,
     TensorSpec,
 )
@@ -50,14 +50,14 @@ def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
     return configuration.from_dict(tree)
 
 
-def taken(*seqs: int) -> Settle:
+def taken(*seqs: int) -> GroupChanges:
     """The trainer has these groups for the first time."""
-    return Settle([Fate(seq, 1) for seq in seqs])
+    return GroupChanges([Fate(seq, 1) for seq in seqs])
 
 
-def dropped(*seqs: int) -> Settle:
+def dropped(*seqs: int) -> GroupChanges:
     """The trainer had these groups once, and has let go of them."""
-    return Settle([Fate(seq, 2) for seq in seqs])
+    return GroupChanges([Fate(seq, 2) for seq in seqs])
 
 
 class Run:

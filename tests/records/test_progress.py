@@ -146,16 +146,16 @@ def test_evaluations_go_back_to_the_checkpoint_too(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_a_restored_ledger_gives_out_what_was_not_settled(data: st.DataObject) -> None:
+def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> None:
     trained = data.draw(st.sets(st.integers(0, 40)))
     rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
     ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
     ledger.restore(policy_version=100, trained=trained, rejected=rejected)
     assert ledger.accepted == len(trained)
     admitted = ledger.admit("w", 60, now=0.0)
-    unsettled = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
-    assert admitted == unsettled[:60]
-    assert not any(ledger.settle(Fate(seq, 1)) for seq in trained)
+    still_open = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
+    assert admitted == still_open[:60]
+    assert not any(ledger.take_change(Fate(seq, 1)) for seq in trained)
     assert not any(ledger.reject(seq) for seq in rejected)
     with pytest.raises(ValueError, match="cannot be restored"):
         ledger.restore(policy_version=1, trained=[], rejected=[])
@@ -202,20 +202,20 @@ def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_stalene
     ledger = Ledger(groups_per_batch=now, max_staleness=staleness, lease_seconds=1)
     ledger.restore(policy_version=batches, trained=trained, rejected=rejected)
     ledger.ends_after = had + len(rejected) + more
-    settled, steps = had + len(rejected), 0
+    closed, steps = had + len(rejected), 0
     held: list[int] = []
-    while settled < ledger.ends_after:
+    while closed < ledger.ends_after:
         held += ledger.admit("w", 1000, now=0.0)
         assert len(held) <= (staleness + 1) * now
         if held and data.draw(st.booleans(), label="reject"):
             assert ledger.reject(held.pop())
-            settled += 1
+            closed += 1
             continue
         assert len(held) >= now, "the next batch can never be full"
         for seq in held[:now]:
-            ledger.settle(Fate(seq, 1))
+            ledger.take_change(Fate(seq, 1))
         del held[:now]
-        settled += now
+        closed += now
         steps += 1
         ledger.advance(batches + steps)
         assert ledger.trained == had + steps * now

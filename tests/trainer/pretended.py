@@ -481,13 +481,13 @@ class Manager(Signal):
         self.ledger.reject(seq)
         self.wake()
 
-    async def settle(self, message: Any) -> None:
-        await self._script.happen("settle")
+    async def tell_groups(self, message: Any) -> None:
+        await self._script.happen("groups")
         for fate in message.groups:
-            self.ledger.settle(fate)
+            self.ledger.take_change(fate)
         self.wake()
 
-    async def rejections(self, after: int) -> list[Fate]:
+    async def given_up(self, after: int) -> list[Fate]:
         await self.until(lambda: len(self.ledger.rejections) > after)
         return self.ledger.rejections[after:]
 

@@ -30,6 +30,7 @@ from streamrl.transport.control import (
     EvaluationResult,
     EvaluationRoute,
     FinishRun,
+    GroupChanges,
     HeartbeatReply,
     InFlight,
     NextEvaluation,
@@ -37,11 +38,9 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Reject,
-    Rejections,
     ResyncNeeded,
     Route,
     RouteReply,
-    Settle,
     Topology,
 )
 from streamrl.transport.manager_client import ControlClient
@@ -173,8 +172,8 @@ async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_t
 
 
 CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
-    "/settle": lambda client: client.settle(Settle([Fate(1, 1)])),
-    "/rejections": lambda client: client.rejections(0),
+    "/groups": lambda client: client.tell_groups(GroupChanges([Fate(1, 1)])),
+    "GET /groups": lambda client: client.given_up(0),
     "/publish/resync": lambda client: client.resync_needed(),
     "/data": lambda client: client.data_rows(),
     "/report": lambda client: client.report(StepReport(step=1, time=0.0, metrics={}, token_ages={})),
@@ -190,7 +189,7 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
     "/topology": lambda client: client.topology("master", 1, patience=5.0),
 }
 REPLIES: dict[str, msgspec.Struct] = {
-    "/rejections": Rejections([]),
+    "GET /groups": GroupChanges([]),
     "/publish/resync": ResyncNeeded(0, [], 0),
     "/data": DataFacts(rows=3),
     "/evaluations": EvaluationReports([], stop=False),
@@ -212,7 +211,7 @@ class Troubled:
         self.calls.append(request.path)
         if len(self.calls) <= self.failures:
             return answer(http.ErrorReply(http.ErrorDetail("a bug")), status=500)
-        return answer(REPLIES.get(request.path, Done()))
+        return answer(REPLIES.get(f"{request.method} {request.path}") or REPLIES.get(request.path, Done()))
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -222,8 +221,8 @@ async def test_a_lost_call_is_made_again_and_the_log_says_which(path: str, caplo
         client = ControlClient(url)
         await CALLS[path](client)
         await client.close()
-    assert manager.calls == [path] * 3
-    assert f"{path}" in caplog.text
+    assert manager.calls == [path.removeprefix("GET ")] * 3
+    assert path in caplog.text
     assert "is tried again for 30 s: the manager answered 500" in caplog.text
 
 
@@ -232,8 +231,8 @@ async def test_a_call_that_goes_on_failing_is_given_up(monkeypatch: pytest.Monke
     manager = Troubled(failures=1000)
     async with server(manager.handle) as url:
         client = ControlClient(url)
-        with pytest.raises(PeerError, match=r"POST /settle: the manager answered 500 .*tried again for 0 s"):
-            await client.settle(Settle([]))
+        with pytest.raises(PeerError, match=r"POST /groups: the manager answered 500 .*tried again for 0 s"):
+            await client.tell_groups(GroupChanges([]))
         assert len(manager.calls) > 2
         manager.calls.clear()
         with pytest.raises(PeerError):
@@ -257,7 +256,7 @@ async def test_a_refusal_is_final_unless_it_is_about_the_moment(status: int, cal
         client = ControlClient(url)
         final = pytest.raises(PeerError, match=str(status)) if calls == 1 else nullcontext()
         with final:
-            await client.settle(Settle([]))
+            await client.tell_groups(GroupChanges([]))
         await client.close()
     assert asked == calls
 

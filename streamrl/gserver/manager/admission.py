@@ -7,7 +7,7 @@ Finds a gserver for a request, also when the one that had it has failed.
 
 Invariant: nobody is sent back to a failed gserver before it was asked how it is, unless there is another.
 
-The manager's calls about groups: admitted with a gserver, routed anew, given up, settled.
+The manager's calls about groups: admitted with a gserver, routed anew, given up, taken by the trainer.
 
 Invariant: a group is admitted only into the ledger's room and only together with a gserver that serves.
 """
@@ -37,12 +37,11 @@ from streamrl.transport.control import (
     AdmitReply,
     DataFacts,
     Done,
+    GroupChanges,
     InFlight,
     Reject,
-    Rejections,
     Route,
     RouteReply,
-    Settle,
 )
 
 # --- admissions ---
@@ -67,7 +66,9 @@ class Admissions:
         self._new_group = Work(group_size, 0)
         self.given_up = 0
         """Prompts rejected since the workers that had them died."""
-        self._last_with: dict[int, str] = {}  # prompts that were given out and are not settled
+        self._last_with: dict[
+            int, str
+        ] = {}  # prompts that were given out and are neither with the trainer nor given up
         self._deaths: dict[int, list[int]] = {}  # prompt → which deaths of workers it was at, by their number
         self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
@@ -115,10 +116,10 @@ class Admissions:
         if self._ledger.holder(seq) == worker:
             self._fleet.change(seq, work, now=now)
 
-    def settle(self, groups: Sequence[Fate]) -> None:
+    def take_changes(self, groups: Sequence[Fate]) -> None:
         """The trainer has taken groups, or let go of them."""
         for fate in groups:
-            if self._ledger.settle(fate):
+            if self._ledger.take_change(fate):
                 self._forget(fate.seq)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
@@ -306,15 +307,15 @@ class Groups:
         self._signals.admissions.wake()
         return Done()
 
-    async def settle(self, message: Settle) -> Done:
-        self._admissions.settle(message.groups)
+    async def take_changes(self, message: GroupChanges) -> Done:
+        self._admissions.take_changes(message.groups)
         self._signals.admissions.wake()
         return Done()
 
-    async def rejections(self, after: int) -> Rejections:
+    async def given_up(self, after: int) -> GroupChanges:
         rejected = self._ledger.rejections
         await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
-        return Rejections(rejected=rejected[after:])
+        return GroupChanges(rejected[after:])
 
     async def data(self) -> DataFacts:
         await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)

@@ -32,6 +32,7 @@ from streamrl.transport.control import (
     EvaluationResult,
     EvaluationRoute,
     FinishRun,
+    GroupChanges,
     Heartbeat,
     InFlight,
     Leave,
@@ -42,7 +43,6 @@ from streamrl.transport.control import (
     Reject,
     Role,
     Route,
-    Settle,
 )
 from streamrl.transport.http import Answer, Call, ErrorDetail, ErrorReply, Handler, HttpServer
 
@@ -99,7 +99,7 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
         "/route": _post(Route, groups.route),
         "/in_flight": _post(InFlight, groups.in_flight),
         "/reject": _post(Reject, groups.reject),
-        "/settle": _post(Settle, groups.settle),
+        "/groups": _post(GroupChanges, groups.take_changes),
         "/publish/begin": _post(PublishBegin, weights.begin),
         "/publish/commit": _post(PublishCommit, weights.commit),
         "/compare": _post(Compare, manager.comparisons.ask),
@@ -119,14 +119,17 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
                 _role(call), _count(call, "count", 1), wait=_number(call, "wait", LONG_POLL_SECONDS)
             )
         ),
-        "/rejections": _get(lambda call: groups.rejections(_count(call, "after"))),
+        "/groups": _get(lambda call: groups.given_up(_count(call, "after"))),
         "/evaluations": _get(lambda call: evaluations.reports(_count(call, "after"))),
         "/data": _get(lambda call: groups.data()),
         "/status": _status(manager),
         "/metrics": _metrics(manager),
         HEALTH: _health,
     }
-    return {path: {"POST": call} for path, call in posts.items()} | {path: {"GET": call} for path, call in gets.items()}
+    calls: dict[str, dict[str, Handler]] = {path: {"POST": call} for path, call in posts.items()}
+    for path, call in gets.items():
+        calls.setdefault(path, {})["GET"] = call
+    return calls
 
 
 def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> Handler:

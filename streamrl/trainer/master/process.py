@@ -26,6 +26,7 @@ from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.metrics import MetricsWriter, StepReport
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.changes import ChangeLog
 from streamrl.trainer.master.comparison import Comparison, MismatchWatch, response_to_compare
 from streamrl.trainer.master.evaluations import EvaluationRequests
 from streamrl.trainer.master.executor import FunctionExecutor, StepResult
@@ -39,7 +40,6 @@ from streamrl.trainer.master.figures import (
 from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings
 from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.saving import Checkpoints
-from streamrl.trainer.master.settlement import Settlement
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.control import FinishRun
@@ -154,7 +154,7 @@ class Master:
         self._comparison: Comparison | None = None
         """The latest; those before it belong to the publication."""
         trained = [seq for first, end in self._history.trained for seq in range(first, end)]
-        self._settlement = Settlement(client, trained=trained)
+        self._changes = ChangeLog(client, trained=trained)
         self._former.reject(self._history.rejected)
         self._former.trained(trained)
 
@@ -174,9 +174,9 @@ class Master:
         """All steps; answers why the run ended."""
         async with asyncio.TaskGroup() as helpers:
             background = [
-                helpers.create_task(self._settlement.report(), name="settlement"),
+                helpers.create_task(self._changes.report(), name="group changes"),
                 helpers.create_task(self._take_in(), name="arrivals"),
-                helpers.create_task(self._follow_rejections(), name="rejections"),
+                helpers.create_task(self._follow_given_up(), name="groups given up"),
                 helpers.create_task(self._follow_resyncs(), name="resyncs"),
             ]
             if self._config.evaluation.enabled:
@@ -184,7 +184,7 @@ class Master:
             await self._initialize()
             background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
             reason = await self._steps()
-            await self._settlement.flush()
+            await self._changes.flush()
             for task in background:
                 task.cancel()
         return reason
@@ -425,7 +425,7 @@ class Master:
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]
         self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
-        with self._settlement.dropping(seqs):
+        with self._changes.dropping(seqs):
             await self._clear(seqs, come_again=True)
 
     async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
@@ -492,7 +492,7 @@ class Master:
         while True:
             arrived = (await self._stored.get()).metas
             metas = [meta for meta in arrived if meta.seq not in self._history.rejected]
-            self._settlement.stored(meta.seq for meta in metas)
+            self._changes.stored(meta.seq for meta in metas)
             await self._executor.load_data(metas)
             for meta in arrived:
                 if meta.seq in self._history.rejected:  # whoever had it next gave it up before this one was through
@@ -520,13 +520,13 @@ class Master:
         finally:
             await self._buffer.wake()
 
-    async def _follow_rejections(self) -> None:
+    async def _follow_given_up(self) -> None:
         """Count groups that the manager calls rejected, unless they had come to the trainer before it could know."""
         heard = len(self._history.rejected)
         while True:
-            rejections = await self._client.rejections(heard)
-            heard += len(rejections)
-            rejected = [fate.seq for fate in rejections if fate.changes == self._settlement.changes(fate.seq)]
+            given_up = await self._client.given_up(heard)
+            heard += len(given_up)
+            rejected = [fate.seq for fate in given_up if fate.changes == self._changes.changes(fate.seq)]
             if rejected:
                 self._history.add_rejected(rejected)
                 self._former.reject(rejected)

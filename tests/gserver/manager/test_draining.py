@@ -84,7 +84,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
         assert "/pause_generation" not in first.calls[first.calls.index("/continue_generation") :]
         assert (await publish(run, 2)).done
         assert first.weight_version == "1"
-        await run.client.settle(taken(0))
+        await run.client.tell_groups(taken(0))
         assert (await run.client.status()).ledger.accepted == 1
 
 

@@ -32,11 +32,11 @@ async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None
         await everyone(run)
         assert not (await run.beat("rollout")).stop
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
-        rejections = asyncio.create_task(run.client.rejections(0))
+        given_up = asyncio.create_task(run.client.given_up(0))
         topology = asyncio.create_task(run.client.topology("gserver", 2, patience=0.5))
         await run.client.finish_run(FinishRun(reason="all steps are done"))
         assert (await admission).stop
-        assert await rejections == []
+        assert await given_up == []
         await asyncio.wait({topology})
         assert topology.exception() is not None
         status = await run.client.status()

@@ -17,7 +17,7 @@ from streamrl.gserver.manager.core import Manager
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
-from streamrl.transport.control import Admit, Reject, Role, Route, Settle
+from streamrl.transport.control import Admit, GroupChanges, Reject, Role, Route
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
@@ -133,11 +133,11 @@ async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> No
         await join(run, gserver)
         await run.admit()
         admission = await waiting(run.admit_seqs())
-        rejections = await waiting(run.client.rejections(0))
+        given_up = await waiting(run.client.given_up(0))
         await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
         assert await result_of(admission) == [4]
-        assert await result_of(rejections) == [Fate(2, 0)]
-        assert await run.client.rejections(0) == [Fate(2, 0)]
+        assert await result_of(given_up) == [Fate(2, 0)]
+        assert await run.client.given_up(0) == [Fate(2, 0)]
 
 
 async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
         await join(run, gserver)
         await run.admit()
         admission = await waiting(run.admit_seqs())
-        await run.client.settle(dropped(1))
+        await run.client.tell_groups(dropped(1))
         assert await result_of(admission) == [1]
 
 
@@ -153,7 +153,7 @@ async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.admit()
-        await run.client.settle(taken(0, 1, 2, 3))
+        await run.client.tell_groups(taken(0, 1, 2, 3))
         admission = await waiting(run.client.admit(Admit(worker=0, count=9)))
         assert (await publish(run, 1)).done
         reply = await result_of(admission)
@@ -190,7 +190,7 @@ async def test_groups_go_to_the_gserver_with_the_fewest_in_flight(tmp_path: Path
     async with managed(config) as run, scripted(2) as (first, second):
         await join(run, first, second)
         assert [a.gserver for a in await run.admit()] == [first.url, second.url] * 2
-        await run.client.settle(taken(1, 3))
+        await run.client.tell_groups(taken(1, 3))
         await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
         assert (await run.process("gserver", 0)).stats["groups_in_flight"] == 1
         assert [a.gserver for a in await run.admit()] == [second.url]
@@ -323,7 +323,7 @@ async def test_a_prompt_that_kills_its_workers_is_given_up(tmp_path: Path, caplo
             assert await run.admit_seqs() == [0]
             await run.register("rollout", 0, pid=pid)
         assert await run.admit_seqs() == [1]
-        assert await run.client.rejections(0) == [Fate(0, 0)]
+        assert await run.client.given_up(0) == [Fate(0, 0)]
     assert "seq 0 is given up: 3 of the last 3 workers that died had it" in caplog.text
 
 
@@ -340,11 +340,11 @@ async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:
         await join(run, gserver)
         await run.admit(2)
         for _ in range(2):
-            await run.client.settle(taken(0, 1))
+            await run.client.tell_groups(taken(0, 1))
         assert (await run.client.status()).ledger.accepted == 2
-        await run.client.settle(dropped(1))
+        await run.client.tell_groups(dropped(1))
         await run.admit(1)
-        await run.client.settle(dropped(1))
+        await run.client.tell_groups(dropped(1))
         ledger = (await run.client.status()).ledger
         assert (ledger.accepted, ledger.running, ledger.dropped) == (1, 1, 1)
 
@@ -379,7 +379,7 @@ async def test_a_gserver_that_does_not_answer_is_checked_again_at_its_heartbeat(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff\xfe", b"[]", b'{"role": "king"}', b'{"a":' * 5000, b'{"index": "x"}']
 )
-@pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/settle", "/publish/begin", "/report"])
+@pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/groups", "/publish/begin", "/report"])
 async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: bytes) -> None:
     async with managed(small_config(tmp_path)) as run, aiohttp.ClientSession() as session:
         async with session.post(run.url + path, data=body) as response:
@@ -397,7 +397,7 @@ async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: byt
         ("GET", "/topology?role=king&count=1", 400),
         ("GET", "/topology?role=gserver&count=many", 400),
         ("GET", "/topology?role=gserver&count=nan", 400),
-        ("GET", "/rejections?after=-1", 400),
+        ("GET", "/groups?after=-1", 400),
     ],
 )
 async def test_calls_that_do_not_exist_or_make_no_sense(tmp_path: Path, method: str, path: str, status: int) -> None:
@@ -427,7 +427,7 @@ async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), aiohttp.ClientSession() as session:
         await join(run, gserver)
         await run.admit()
-        await run.client.settle(Settle([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))
+        await run.client.tell_groups(GroupChanges([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))
         await run.beat("gserver", stats={"running": 3.0, "tokens_total": 70.0}, waiting_for="requests")
         assert (await publish(run, 1)).done
         await run.client.report(
@@ -503,7 +503,7 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
         assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
         assert await result_of(asked) == 5
         assert (await run.client.status()).data_rows == 5
-        await run.client.settle(taken(0, 1, 2, 3))
+        await run.client.tell_groups(taken(0, 1, 2, 3))
         await waiting(run.admit())
         await run.client.reject(Reject(worker=0, seq=4, reason="no"))
         assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch

@@ -138,7 +138,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(sorted(self.leased)))
         changes = self.ledger.changes(seq) + data.draw(st.integers(1, 2))
-        self.admissions.settle([Fate(seq, changes)])
+        self.admissions.take_changes([Fate(seq, changes)])
         self.deaths.pop(seq, None)
         self.last_with.pop(seq, None)
         assert self.ledger.holder(seq) is None
@@ -198,8 +198,8 @@ def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_kill
         for other in range(3):
             (short,) = admissions.take("rollout/1", 1, workers=1, ticket=f"{end} {other}", now=0.0)
             admissions.worker_replaced("rollout/1")
-            ledger.settle(Fate(short.seq, 1))
-            admissions.settle([Fate(short.seq, 1)])
+            ledger.take_change(Fate(short.seq, 1))
+            admissions.take_changes([Fate(short.seq, 1)])
             ledger.advance(ledger.policy_version + 1)
         admissions.worker_replaced("rollout/0")
     assert long.seq not in ledger.rejected

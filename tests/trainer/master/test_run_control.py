@@ -98,7 +98,7 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         if chance.random() < refusal:
             ledger.reject(seq)
         else:
-            ledger.settle(Fate(seq, 1))
+            ledger.take_change(Fate(seq, 1))
             held.add(seq)
     assert len(trained) + len(ledger.rejected) >= rows * epochs
     assert ledger.next_seq < rows * epochs + batch

@@ -291,7 +291,7 @@ class Station:
             return
         await asyncio.gather(*(gate.before_scoring(i) for i in range(SIBLINGS)))
         await asyncio.sleep(self._chance.uniform(0, 0.05))
-        if self._ledger.settle(Fate(seq, 1)):
+        if self._ledger.take_change(Fate(seq, 1)):
             telling = asyncio.create_task(self._tell(seq))  # the trainer lives on, whatever becomes of this worker
             await asyncio.sleep(self._chance.choice([0, 0.02]))
             await asyncio.shield(telling)

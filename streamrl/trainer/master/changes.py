@@ -1,4 +1,4 @@
-"""Tells the manager's ledger which groups the trainer has: taken, or let go of as too old.
+"""Tells the manager which groups the trainer has: taken, or let go of as too old (`GroupChanges`).
 
 Owns the count of both for each group (`ledger.Fate`). What is told of a group is its latest count, never a
 difference, so a report that is lost is told again and one that comes twice does no harm. Invariant: that a group
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 from streamrl.ledger import Fate
 from streamrl.seqs import SeqSet
-from streamrl.transport.control import Settle
+from streamrl.transport.control import GroupChanges
 from streamrl.transport.manager_client import ControlClient
 
 
-class Settlement:
+class ChangeLog:
     """Collects what happened and reports it, many groups at a time."""
 
     def __init__(self, client: ControlClient, *, trained: Iterable[int] = ()) -> None:
@@ -64,7 +64,7 @@ class Settlement:
             await self._some.wait()
             self._some.clear()
             self._busy = True
-            await self._client.settle(Settle(self.news()))
+            await self._client.tell_groups(GroupChanges(self.news()))
             async with self._reported:
                 self._busy = False
                 self._reported.notify_all()

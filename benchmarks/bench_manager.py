@@ -6,7 +6,8 @@ The manager is the real one, in a process of its own, on one core. gservers, rol
 SIMULATED: they make the calls of real ones from one process on another core, and generate nothing. Each request is a
 group of its own and is admitted by a call of its own, which is the dearest way; beside the admissions there are the
 calls that end requests (batched for each worker every 10 ms), those that tell that the trainer has them, and
-every member's heartbeat each second. A real run schedules `group_size` requests with each admitted group, and several groups with each call.
+every member's heartbeat each second. A real run schedules `group_size` requests with each admitted group, and
+several groups with each call.
 
 Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
 5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was

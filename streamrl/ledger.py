@@ -93,6 +93,14 @@ class HeldGroups(MutableMapping[int, SampleMeta]):
 OverAge = Literal["mask", "wait", "drop"]
 
 
+GroupState = Literal["new", "leased", "returned", "accepted", "rejected"]
+"""What the manager takes a group for; docs/groups.md draws who moves it from one to the next.
+
+new: never given out. leased: a rollout worker makes it. returned: its prompt waits to be given out again. accepted:
+the trainer has it, or has trained on it. rejected: given up, unless the trainer turns out to have it.
+"""
+
+
 class Fate(msgspec.Struct, frozen=True, array_like=True):
     """What became of a group with the trainer."""
 
@@ -187,6 +195,16 @@ class Ledger:
         """The worker that holds the lease of `seq`, if one does."""
         return self._holders.get(seq)
 
+    def state(self, seq: int) -> GroupState:
+        """Return the one state that group `seq` is in."""
+        if seq in self._holders:
+            return "leased"
+        if seq in self._returned_set:
+            return "returned"
+        if seq in self.rejected:
+            return "rejected"
+        return "accepted" if 0 <= seq < self.next_seq else "new"
+
     def admit(self, worker: str, count: int, *, now: float) -> list[int]:
         """Lease up to `count` sequence numbers to `worker`: returned ones first, then new ones."""
         admitted: list[int] = []
@@ -266,8 +284,7 @@ class Ledger:
         self.policy_version = version
 
     def _is_accepted(self, seq: int) -> bool:
-        elsewhere = seq in self._holders or seq in self._returned_set or seq in self.rejected
-        return 0 <= seq < self.next_seq and not elsewhere
+        return self.state(seq) == "accepted"
 
     def _take_out(self, seq: int) -> None:
         """Remove `seq` from the leases, the returned and the rejected; the accepted are not listed anywhere."""

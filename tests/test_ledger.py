@@ -300,6 +300,14 @@ class Run(RuleBasedStateMachine):
         assert (ledger.accepted, ledger.rejected) == (len(self.accepted), self.rejected)
         places = [*self.leased, *self.returned, *self.accepted, *self.rejected]
         assert sorted(places) == list(range(ledger.next_seq)), "one is lost, or in two places"
+        for state, seqs in (
+            ("leased", self.leased),
+            ("returned", self.returned),
+            ("accepted", self.accepted),
+            ("rejected", self.rejected),
+            ("new", [ledger.next_seq, -1]),
+        ):
+            assert all(ledger.state(seq) == state for seq in seqs)
 
     @invariant()
     def each_seq_ends_once(self) -> None:

@@ -66,9 +66,7 @@ class Admissions:
         self._new_group = Work(group_size, 0)
         self.given_up = 0
         """Prompts rejected since the workers that had them died."""
-        self._last_with: dict[
-            int, str
-        ] = {}  # prompts that were given out and are neither with the trainer nor given up
+        self._last_with: dict[int, str] = {}  # prompts given out that are neither with the trainer nor given up
         self._deaths: dict[int, list[int]] = {}  # prompt → which deaths of workers it was at, by their number
         self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}

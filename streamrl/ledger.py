@@ -220,7 +220,7 @@ class Ledger:
 
     def changes(self, seq: int) -> int:
         """How often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
-        return 2 * self._drops.get(seq, 0) + self._is_accepted(seq)
+        return 2 * self._drops.get(seq, 0) + (self.state(seq) == "accepted")
 
     def take_change(self, fate: Fate) -> bool:
         """The trainer took a group, or let go of one that was too old: its prompt goes back.
@@ -229,9 +229,10 @@ class Ledger:
         False, and change nothing, when this or something later was told before.
         """
         seq = fate.seq
-        if not 0 <= seq < self.next_seq or fate.changes <= self.changes(seq):
+        known = self.changes(seq)
+        if not 0 <= seq < self.next_seq or fate.changes <= known:
             return False
-        if self._is_accepted(seq):
+        if known % 2:
             self.accepted -= 1
         else:
             self._take_out(seq)
@@ -282,9 +283,6 @@ class Ledger:
         if version < self.policy_version:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version
-
-    def _is_accepted(self, seq: int) -> bool:
-        return self.state(seq) == "accepted"
 
     def _take_out(self, seq: int) -> None:
         """Remove `seq` from the leases, the returned and the rejected; the accepted are not listed anywhere."""

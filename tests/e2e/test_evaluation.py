@@ -69,7 +69,7 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path: Path) 
         assert shares == sorted(shares)
     assert found[-1]["oldest_version"] == 5
     assert [e["policy_version"] for e in summary(run_dir)["evaluations"]] == versions
-    assert "evaluation of v5  reward" in said
+    assert "evaluation of v5 reward" in said
     assert "held-out reward" in said
     wait_until_gone(run_dir, seconds=10)
 

@@ -155,14 +155,14 @@ class WeightCalls:
             )
             _compare(gserver, found.tensors, trained, unknown=[name for name in found.tensors if name not in trained])
             return
-        ranks = await self._received(gserver)
+        ranks = await self.received(gserver)
         if ranks is not None and len(ranks) != gserver.ranks:
             raise PublicationError(f"{gserver.name} tells what {len(ranks)} ranks received, and has {gserver.ranks}")
         for rank in ranks or ():
             # It may have been sent more before, by a run that it was in.
             _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
 
-    async def _received(self, gserver: Gserver) -> list[RankSums] | None:
+    async def received(self, gserver: Gserver) -> list[RankSums] | None:
         """Return, for each rank of a gserver without a stage, the checksums of the tensors that came last; None if it
         cannot tell, for example because somebody else started it."""
         if not gserver.tells_received:

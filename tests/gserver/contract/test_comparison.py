@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config import from_dict
 from streamrl.errors import TrainingError
-from streamrl.trainer.master.figures import MismatchWatch, compared_figures
+from streamrl.trainer.master.comparison import MismatchWatch, compared_figures
 from streamrl.transport.control import Compare, Scores
 from tests.gserver.contract.fixture import TOLERANCE, Contract
 from tests.gserver.running_sglang import START_SECONDS

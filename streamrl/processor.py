@@ -266,7 +266,7 @@ def _products() -> list[Product]:
     import torch.nn.functional as F
 
     generator = torch.Generator().manual_seed(0)
-    packs = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    packs = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()

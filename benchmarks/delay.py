@@ -206,7 +206,7 @@ class Loop:
         }
 
     def _loss(self, tokens: Tokens) -> Tensor:
-        totals = Totals(tokens=len(tokens.logprobs), sequences=tokens.sequences, longest=1)
+        totals = Totals(tokens=len(tokens.logprobs), episodes=tokens.sequences, longest=1)
         if self._variant.keep is None:
             return objective(tokens, self._algorithm, kl_coef=0.0, totals=totals).loss
         weight = _log_ratio(tokens).exp().clamp(max=CAP) * self._variant.keep(tokens)
@@ -291,6 +291,7 @@ class Loop:
             advantages=batch.advantages[responses],
             sequence=responses,
             sequences=len(batch.tokens),
+            of_episode=responses.bincount()[responses],
             age=torch.full_like(responses, age),
             comparable=torch.zeros_like(responses, dtype=torch.bool),
         )

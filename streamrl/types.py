@@ -6,7 +6,9 @@ Array dtypes are part of the contract; the stream refuses anything else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -61,9 +63,11 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class TrajectoryGroup(msgspec.Struct):
-    """The sibling trajectories of one prompt, packed: the unit of the stream.
+    """All that came of one prompt, packed: the unit of the stream.
 
-    `n` siblings of `seqlens[i]` tokens each; packed arrays have the shape `[sum(seqlens)]`.
+    Each of `rollout.group_size` episodes is an attempt of its own at the prompt and left one trajectory, or several if
+    it was an agent's whose conversations branched. `n` trajectories of `seqlens[i]` tokens each; packed arrays have the
+    shape `[sum(seqlens)]`.
     """
 
     seq: int
@@ -71,20 +75,27 @@ class TrajectoryGroup(msgspec.Struct):
     worker: str
     """The rollout worker that made the group, for example `rollout/0`."""
     prompt_length: int
-    """Leading tokens that all siblings share, in tokens."""
+    """Leading tokens that all trajectories share, in tokens."""
     seqlens: NDArray[np.int32]
-    """`[n]` tokens of each sibling."""
+    """`[n]` tokens of each trajectory."""
     rewards: NDArray[np.float32]
-    """`[n]` reward of each sibling."""
+    """`[n]` reward of each trajectory."""
     packed_input_ids: NDArray[np.int32]
-    """`[sum(seqlens)]`; this and the next three are the siblings' arrays one after another, as in `Trajectory`."""
+    """`[sum(seqlens)]`; this and the next three are the arrays of all one after another, as in `Trajectory`."""
     packed_loss_mask: NDArray[np.bool_]
     packed_behavior_logprobs: NDArray[np.float32]
     packed_policy_versions: NDArray[np.int32]
     finish_reasons: list[str]
-    """`[n]` why each sibling ended."""
+    """`[n]` why each trajectory ended."""
     generation_seconds: float = 0.0
-    """From admission to the last sibling's reward, in seconds."""
+    """From admission to the last reward, in seconds."""
+    episodes: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    """`[n]` the episode, from 0, that each trajectory is of: those of an episode stand together, in order. Left out:
+    each trajectory is an episode of its own."""
+
+    def __post_init__(self) -> None:
+        if not len(self.episodes):
+            self.episodes = np.arange(len(self.seqlens), dtype=np.int32)
 
     @classmethod
     def from_trajectories(
@@ -95,8 +106,9 @@ class TrajectoryGroup(msgspec.Struct):
         prompt_length: int,
         trajectories: Sequence[Trajectory],
         generation_seconds: float = 0.0,
+        episodes: Sequence[int] = (),
     ) -> TrajectoryGroup:
-        """Pack siblings that share their first `prompt_length` tokens into a group."""
+        """Pack trajectories that share their first `prompt_length` tokens into a group."""
         return cls(
             seq=seq,
             worker=worker,
@@ -109,37 +121,38 @@ class TrajectoryGroup(msgspec.Struct):
             packed_policy_versions=np.concatenate([t.policy_versions for t in trajectories]),
             finish_reasons=[t.finish_reason for t in trajectories],
             generation_seconds=generation_seconds,
+            episodes=np.array(episodes, dtype=np.int32),
         )
 
     @property
     def size(self) -> int:
-        """Number of siblings."""
+        """Number of trajectories."""
         return len(self.seqlens)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all siblings, prompts counted once for each."""
+        """Tokens of all trajectories, prompts counted once for each."""
         return len(self.packed_input_ids)
 
-    def bounds(self, sibling: int) -> tuple[int, int]:
-        """Return where `sibling` begins and ends in the packed arrays."""
-        end = int(self.seqlens[: sibling + 1].sum())
-        return end - int(self.seqlens[sibling]), end
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Return where trajectory `index` begins and ends in the packed arrays."""
+        end = int(self.seqlens[: index + 1].sum())
+        return end - int(self.seqlens[index]), end
 
-    def alone(self, sibling: int) -> TrajectoryGroup:
-        """Return a group of this `sibling` alone."""
-        first, end = self.bounds(sibling)
+    def alone(self, index: int) -> TrajectoryGroup:
+        """Return a group of this trajectory alone."""
+        first, end = self.bounds(index)
         return TrajectoryGroup(
             seq=self.seq,
             worker=self.worker,
             prompt_length=self.prompt_length,
-            seqlens=self.seqlens[sibling : sibling + 1],
-            rewards=self.rewards[sibling : sibling + 1],
+            seqlens=self.seqlens[index : index + 1],
+            rewards=self.rewards[index : index + 1],
             packed_input_ids=self.packed_input_ids[first:end],
             packed_loss_mask=self.packed_loss_mask[first:end],
             packed_behavior_logprobs=self.packed_behavior_logprobs[first:end],
             packed_policy_versions=self.packed_policy_versions[first:end],
-            finish_reasons=self.finish_reasons[sibling : sibling + 1],
+            finish_reasons=self.finish_reasons[index : index + 1],
             generation_seconds=self.generation_seconds,
         )
 
@@ -154,17 +167,34 @@ class SampleMeta(msgspec.Struct, frozen=True):
     worker: str
     """The rollout worker that made it."""
     size: int
-    """Number of siblings."""
+    """Number of trajectories."""
     tokens: int
-    """Tokens of all siblings."""
+    """Tokens of all trajectories."""
     rewards: list[float]
-    """`[size]` reward of each sibling."""
+    """`[size]` reward of each trajectory."""
     response_lengths: list[int]
-    """`[size]` how many tokens of each sibling were sampled."""
+    """`[size]` how many tokens of each trajectory were sampled."""
     version_counts: dict[int, int]
     """Policy version → how many of the group's tokens it sampled."""
     generation_seconds: float
-    """From admission to the last sibling's reward, in seconds."""
+    """From admission to the last reward, in seconds."""
+    episodes: list[int] = []
+    """`[size]` the episode of each trajectory, as in `TrajectoryGroup`; empty: each is one of its own."""
+
+    @property
+    def episode_count(self) -> int:
+        """Number of episodes."""
+        return self.episodes[-1] + 1 if self.episodes else self.size
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """Reward of each episode: the mean of its trajectories'."""
+        if not self.episodes:
+            return self.rewards
+        return [
+            fmean(reward for _, reward in of_one)
+            for _, of_one in groupby(zip(self.episodes, self.rewards, strict=True), key=itemgetter(0))
+        ]
 
     @property
     def oldest_version(self) -> int:
@@ -190,11 +220,12 @@ class SampleMeta(msgspec.Struct, frozen=True):
             response_lengths=response_lengths,
             version_counts=version_counts,
             generation_seconds=group.generation_seconds,
+            episodes=group.episodes.tolist() if int(group.episodes[-1]) + 1 < group.size else [],
         )
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
-    """Return how many tokens of each sibling were sampled, and how many each policy version sampled.
+    """Return how many tokens of each trajectory were sampled, and how many each policy version sampled.
 
     Counted run by run, because versions change rarely.
     """
@@ -204,15 +235,15 @@ def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
     run_versions = [int(versions[0]), *versions[changes].tolist()]
     lengths: list[int] = []
     counts: dict[int, int] = {}
-    sibling_ends = accumulate(group.seqlens.tolist())
-    start, sibling_end, length = 0, next(sibling_ends), 0
+    ends_of_all = accumulate(group.seqlens.tolist())
+    start, own_end, length = 0, next(ends_of_all), 0
     for version, end in zip(run_versions, run_ends, strict=True):
-        while end > sibling_end:  # the run goes on in the next sibling
+        while end > own_end:  # the run goes on in the next trajectory
             if version != NO_VERSION:
-                length += sibling_end - start
-                counts[version] = counts.get(version, 0) + sibling_end - start
+                length += own_end - start
+                counts[version] = counts.get(version, 0) + own_end - start
             lengths.append(length)
-            start, sibling_end, length = sibling_end, next(sibling_ends), 0
+            start, own_end, length = own_end, next(ends_of_all), 0
         if version != NO_VERSION:
             length += end - start
             counts[version] = counts.get(version, 0) + end - start

@@ -37,6 +37,7 @@ def make_group(
 def groups(draw: st.DrawFn) -> TrajectoryGroup:
     """Any valid group: several turns, versions that change in the middle of a turn."""
     siblings = draw(st.integers(1, 5))
+    episodes = np.cumsum([0, *draw(st.lists(st.integers(0, 1), min_size=siblings - 1, max_size=siblings - 1))])
     prompt_length = draw(st.integers(0, 6))
     lengths = draw(st.lists(st.integers(1, 12), min_size=siblings, max_size=siblings))
     seqlens = np.array(lengths, dtype=np.int32) + max(prompt_length, 1)
@@ -62,6 +63,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         packed_policy_versions=np.where(mask, versions, NO_VERSION).astype(np.int32),
         finish_reasons=draw(st.lists(st.text(max_size=8), min_size=siblings, max_size=siblings)),
         generation_seconds=draw(st.floats(0, 1e6)),
+        episodes=episodes.astype(np.int32),
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 
 from streamrl.types import NO_VERSION, SampleMeta, Trajectory, TrajectoryGroup
@@ -28,6 +29,11 @@ def test_meta_counts_what_a_plain_loop_counts(group: TrajectoryGroup) -> None:
     assert (meta.seq, meta.head, meta.worker) == (group.seq, 3, group.worker)
     assert (meta.size, meta.tokens) == (group.size, group.tokens)
     assert meta.rewards == [float(reward) for reward in group.rewards]
+    of_episodes = [
+        [reward for reward, episode in zip(meta.rewards, group.episodes, strict=True) if episode == which]
+        for which in range(meta.episode_count)
+    ]
+    assert meta.episode_rewards == [pytest.approx(sum(rewards) / len(rewards)) for rewards in of_episodes]
 
 
 @given(groups())
@@ -53,6 +59,7 @@ def test_siblings_are_packed_in_order() -> None:
     assert group.packed_loss_mask.tolist() == [False, False, True] * 2
     assert group.seqlens.tolist() == [3, 3]
     assert group.rewards.tolist() == [0.0, 1.0]
+    assert group.episodes.tolist() == [0, 1]
     assert group.finish_reasons == ["stop", "length"]
     assert (group.size, group.tokens) == (2, 6)
     dtypes = [group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions, group.rewards]

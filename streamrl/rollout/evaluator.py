@@ -167,8 +167,9 @@ class Tally:
     def add(self, group: TrajectoryGroup) -> None:
         """Count the responses to one prompt."""
         meta = SampleMeta.of(group, head=0)
-        self._passed.append(int((group.rewards >= self._pass_reward).sum()))
-        self._rewards += meta.rewards
+        rewards = meta.episode_rewards
+        self._passed.append(int((np.array(rewards, np.float32) >= self._pass_reward).sum()))
+        self._rewards += rewards
         self._lengths += meta.response_lengths
         self._cut += group.finish_reasons.count("length")
         self._versions.update(meta.version_counts)

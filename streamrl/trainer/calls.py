@@ -128,8 +128,8 @@ class MinibatchShare(msgspec.Struct, frozen=True):
     """This data-parallel rank's share."""
     loss_tokens: int
     """Tokens that enter the loss, over all ranks."""
-    sequences: int
-    """Trajectories, over all ranks."""
+    episodes: int
+    """Attempts at prompts, over all ranks."""
 
 
 class Sibling(msgspec.Struct, frozen=True):

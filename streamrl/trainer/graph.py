@@ -25,7 +25,7 @@ from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, Para
 Interface = Literal["generate", "inference", "train_step", "function"]
 """What is called: sampling by rollout workers, a pass without and one with gradients, or the user's function."""
 
-SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "prompt_length"})
+SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "prompt_length"})
 """What a pass over a group's tokens needs."""
 GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions"}
 """What `actor_gen` gives."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ Frame = bytes | memoryview
 ARRAYS: dict[str, str] = {
     "seqlens": "<i4",
     "rewards": "<f4",
+    "episodes": "<i4",
     "packed_input_ids": "<i4",
     "packed_behavior_logprobs": "<f4",
     "packed_policy_versions": "<i4",
@@ -51,9 +53,9 @@ _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
 _DTYPES = tuple(map(np.dtype, _DTYPE_NAMES))
 _ITEM_BYTES = [dtype.itemsize for dtype in _DTYPES]
-_SIBLING_ARRAYS = 2  # the first two have an item for each sibling, the others for each token
-_BYTES_PER_SIBLING = sum(_ITEM_BYTES[:_SIBLING_ARRAYS])
-_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_SIBLING_ARRAYS:])
+_SHORT_ARRAYS = 3  # the first three have an item for each trajectory, the others for each token
+_BYTES_PER_TRAJECTORY = sum(_ITEM_BYTES[:_SHORT_ARRAYS])
+_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_SHORT_ARRAYS:])
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -67,8 +69,8 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     generation_seconds: float
     dtypes: tuple[str, ...]
     """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
-    siblings: int
-    """Length of `seqlens` and `rewards`."""
+    size: int
+    """Length of `seqlens`, `rewards` and `episodes`."""
     tokens: int
     """Length of the packed arrays."""
 
@@ -83,9 +85,9 @@ class Limits(msgspec.Struct, frozen=True):
     newest_version: int = 2**31 - 1
     """No policy that sampled is newer."""
     group_size: int | None = None
-    """Siblings of every group."""
+    """Episodes of every group."""
     max_context: int = 2**31 - 1
-    """Tokens of a sibling."""
+    """Tokens of a trajectory."""
     vocab_size: int = 2**31
     """Token ids are below this."""
 
@@ -148,7 +150,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
-    seqlens, rewards, ids, logprobs, versions, mask = _split(header, frames, where)
+    seqlens, rewards, episodes, ids, logprobs, versions, mask = _split(header, frames, where)
     group = TrajectoryGroup(
         seq=header.seq,
         worker=header.worker,
@@ -161,6 +163,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         packed_policy_versions=versions,
         finish_reasons=header.finish_reasons,
         generation_seconds=header.generation_seconds,
+        episodes=episodes,
     )
     check(group, limits, where=where)
     return group
@@ -168,9 +171,9 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
     """Return the arrays of a message, whose frames must be just as long as the header says."""
-    if header.siblings < 0 or header.tokens < 0:
-        raise WireError(f"{where}: {header.siblings} siblings of {header.tokens} tokens")
-    lengths = [header.siblings] * _SIBLING_ARRAYS + [header.tokens] * (len(_DTYPES) - _SIBLING_ARRAYS)
+    if header.size < 0 or header.tokens < 0:
+        raise WireError(f"{where}: {header.size} trajectories of {header.tokens} tokens")
+    lengths = [header.size] * _SHORT_ARRAYS + [header.tokens] * (len(_DTYPES) - _SHORT_ARRAYS)
     sizes = [length * item for length, item in zip(lengths, _ITEM_BYTES, strict=True)]
     together = len(frames) == 1
     found, expected = [len(frame) for frame in frames], [sum(sizes)] if together else sizes
@@ -190,14 +193,14 @@ def _readable(frame: Frame) -> Frame:
 
 def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
     """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type, and `limits`."""
-    _check_siblings(group, limits, where)
+    _check_trajectories(group, limits, where)
     _check_tokens(group, limits, where)
     _check_prompts(group, where)
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
     """Bytes of the arrays of `group`."""
-    return group.size * _BYTES_PER_SIBLING + group.tokens * _BYTES_PER_TOKEN
+    return group.size * _BYTES_PER_TRAJECTORY + group.tokens * _BYTES_PER_TOKEN
 
 
 def header_of(group: TrajectoryGroup) -> GroupHeader:
@@ -209,7 +212,7 @@ def header_of(group: TrajectoryGroup) -> GroupHeader:
         finish_reasons=group.finish_reasons,
         generation_seconds=float(group.generation_seconds),
         dtypes=_DTYPE_NAMES,
-        siblings=group.size,
+        size=group.size,
         tokens=group.tokens,
     )
 
@@ -221,35 +224,42 @@ def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) ->
     return total
 
 
-def _check_siblings(group: TrajectoryGroup, limits: Limits, where: str) -> None:
+def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> None:
     seqlens, rewards = group.seqlens.tolist(), group.rewards.tolist()
     if not seqlens:
-        raise WireError(f"{where}: no siblings")
+        raise WireError(f"{where}: no trajectories")
     if not len(seqlens) == len(rewards) == len(group.finish_reasons):
         raise WireError(
             f"{where}: {len(seqlens)} seqlens, {len(rewards)} rewards and "
-            f"{len(group.finish_reasons)} finish reasons; there must be one of each for every sibling"
+            f"{len(group.finish_reasons)} finish reasons; there must be one of each for every trajectory"
         )
-    if limits.group_size not in (None, len(seqlens)):
-        raise WireError(f"{where}: {len(seqlens)} siblings, not the {limits.group_size} of rollout.group_size")
+    _check_episodes(group.episodes.tolist(), limits, where)
     shortest, tokens = min(seqlens), sum(seqlens)
     if shortest < 1:
-        raise WireError(f"{where}: a sibling of {shortest} tokens")
+        raise WireError(f"{where}: a trajectory of {shortest} tokens")
     if max(seqlens) > limits.max_context:
         raise WireError(
-            f"{where}: a sibling of {max(seqlens)} tokens, more than gserver.max_context = {limits.max_context}"
+            f"{where}: a trajectory of {max(seqlens)} tokens, more than gserver.max_context = {limits.max_context}"
         )
-    for name in _NAMES[_SIBLING_ARRAYS:]:
+    for name in _NAMES[_SHORT_ARRAYS:]:
         if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
     if not 0 <= group.prompt_length <= shortest:
         raise WireError(
-            f"{where}: prompt_length {group.prompt_length} is not between 0 and {shortest}, the shortest sibling"
+            f"{where}: prompt_length {group.prompt_length} is not between 0 and {shortest}, the shortest trajectory"
         )
     if not all(-LARGEST_REWARD <= reward <= LARGEST_REWARD for reward in rewards):  # NaN fails, too
         raise WireError(f"{where}: rewards {rewards[:16]} must be finite, and at most {LARGEST_REWARD:g} in magnitude")
     if not 0 <= group.generation_seconds < math.inf:
         raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")
+
+
+def _check_episodes(episodes: list[int], limits: Limits, where: str) -> None:
+    """Check that episodes are counted from 0, without a gap, and that there are as many as there should be."""
+    if episodes[0] != 0 or any(step not in (0, 1) for step in map(sub, episodes[1:], episodes)):
+        raise WireError(f"{where}: episodes {episodes[:16]} must begin with 0 and go up by 0 or 1")
+    if limits.group_size not in (None, episodes[-1] + 1):
+        raise WireError(f"{where}: {episodes[-1] + 1} episodes, not the {limits.group_size} of rollout.group_size")
 
 
 def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
@@ -287,8 +297,8 @@ def _check_mask(group: TrajectoryGroup, where: str) -> None:
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:
-    """Check that siblings share their first `prompt_length` tokens, none of which the policy sampled, and that in each
-    it sampled a later one, and never the first, which nothing precedes."""
+    """Check that trajectories share their first `prompt_length` tokens, none of which the policy sampled, and that in
+    each it sampled a later one, and never the first, which nothing precedes."""
     length = group.prompt_length
     ids = group.packed_input_ids.view(np.uint8).data
     mask = group.packed_loss_mask.tobytes()
@@ -298,9 +308,9 @@ def _check_prompts(group: TrajectoryGroup, where: str) -> None:
         if mask.find(1, start, start + length) >= 0:
             raise WireError(f"{where}: packed_loss_mask is not False over the {length} tokens of the prompt")
         if mask[start]:
-            raise WireError(f"{where}: the first token of a sibling is sampled; there must be a prompt before it")
+            raise WireError(f"{where}: the first token of a trajectory is sampled; there must be a prompt before it")
         if mask.find(1, start + length, start + seqlen) < 0:
-            raise WireError(f"{where}: a sibling without a token that the policy sampled")
+            raise WireError(f"{where}: a trajectory without a token that the policy sampled")
         if ids[4 * start : 4 * (start + length)].tobytes() != prompt:
-            raise WireError(f"{where}: siblings do not share the {length} tokens of the prompt")
+            raise WireError(f"{where}: trajectories do not share the {length} tokens of the prompt")
         start += seqlen

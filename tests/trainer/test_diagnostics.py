@@ -46,12 +46,13 @@ def computed(tokens: list[Token], algorithm: AlgorithmConfig, *, total: int) -> 
             advantages=column("advantage"),
             sequence=responses,
             sequences=8,
+            of_episode=responses.bincount()[responses],
             age=column("age", torch.int64),
             comparable=torch.zeros(len(tokens), dtype=torch.bool),
         ),
         algorithm,
         kl_coef=0.0,
-        totals=Totals(tokens=total, sequences=8, longest=8),
+        totals=Totals(tokens=total, episodes=8, longest=8),
     )
 
 

@@ -30,7 +30,7 @@ def step(policy, number, chosen=slice(None)):
     mine = groups[chosen]
     refs = policy.logprobs(mine, reference=True)
     items = [make_item(g, ref=r) for g, r in zip(mine, refs, strict=True)]
-    return policy.train(items, loss_tokens=tokens, sequences=20, before_update=lambda: None)
+    return policy.train(items, loss_tokens=tokens, episodes=20, before_update=lambda: None)
 
 
 def resumed(saved, first, **options):

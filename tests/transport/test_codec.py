@@ -60,7 +60,7 @@ def test_arrays_of_large_groups_are_copied_on_neither_side() -> None:
     head, *frames = PACKER.pack(codec.encode(group, max_group_bytes=1 << 20))
     limits = codec.Limits(max_group_bytes=1 << 20)
     back = codec.decode(_header_decoder.decode(head), frames, limits=limits, sender="rollout/0")
-    for name in list(codec.ARRAYS)[2:]:
+    for name in list(codec.ARRAYS)[3:]:
         assert np.shares_memory(getattr(back, name), getattr(group, name))
 
 
@@ -81,6 +81,9 @@ def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
     if not 0 <= group.prompt_length <= min(group.seqlens) or not any(group.packed_loss_mask):
         return False
     if not all(abs(reward) <= LARGEST_REWARD for reward in group.rewards):
+        return False
+    episodes = group.episodes.tolist()
+    if sorted(episodes) != episodes or set(episodes) != set(range(episodes[-1] + 1)):
         return False
     at = 0
     for seqlen in map(int, group.seqlens):
@@ -178,36 +181,39 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
         (with_header(prompt_length=4), "not False over the 4 tokens of the prompt"),
         (with_header(finish_reasons=["stop"]), "1 finish reasons"),
         (with_header(generation_seconds=float("nan")), "generation_seconds"),
-        (with_header(siblings=3), "frames of"),
-        (with_header(siblings=-1), "-1 siblings"),
+        (with_header(size=3), "frames of"),
+        (with_header(size=-1), "-1 trajectories"),
         (with_header(tokens=11), "frames of"),
         (with_header(tokens=2**62), "frames of"),
-        (lambda m: (m[0], []), r"frames of \[\] bytes, not \[8, 8, 48, 48, 48, 12\]"),
-        (lambda m: (m[0], m[1][:-1]), r"frames of \[8, 8, 48, 48, 48\] bytes"),
+        (lambda m: (m[0], []), r"frames of \[\] bytes, not \[8, 8, 8, 48, 48, 48, 12\]"),
+        (lambda m: (m[0], m[1][:-1]), r"frames of \[8, 8, 8, 48, 48, 48\] bytes"),
         (lambda m: (m[0], [*m[1], b""]), r"frames of .* 0\] bytes"),
         (lambda m: (m[0], [m[1][0][:-1], *m[1][1:]]), r"frames of \[7, 8"),
-        (lambda m: (m[0], [b"".join(m[1])[:-1]]), r"frames of \[171\] bytes, not \[172\]"),
+        (lambda m: (m[0], [b"".join(m[1])[:-1]]), r"frames of \[179\] bytes, not \[180\]"),
         (with_frame("seqlens", [5, 8]), "seqlens add up to 13"),
-        (with_frame("seqlens", [0, 12]), "sibling of 0 tokens"),
-        (with_frame("seqlens", [-5, 17]), "sibling of -5 tokens"),
-        (lambda m: (with_header(siblings=0)(m)[0], [b"", b"", *m[1][2:]]), "no siblings"),
+        (with_frame("seqlens", [0, 12]), "trajectory of 0 tokens"),
+        (with_frame("seqlens", [-5, 17]), "trajectory of -5 tokens"),
+        (lambda m: (with_header(size=0)(m)[0], [b"", b"", b"", *m[1][3:]]), "no trajectories"),
         (with_frame("rewards", [1.0, np.nan]), "rewards .* must be finite"),
         (with_frame("rewards", [1.0, -1e30]), "at most 1e\\+09 in magnitude"),
         (with_frame("rewards", [1.0]), r"frames of \[8, 4"),
+        (with_frame("episodes", [0, 2]), r"episodes \[0, 2\] must begin with 0 and go up by 0 or 1"),
+        (with_frame("episodes", [1, 2]), "episodes .* must begin with 0"),
+        (with_frame("episodes", [0, 0]), "1 episodes, not the 2 of rollout.group_size"),
         (with_frame("packed_input_ids", [*range(11), 1000]), "token ids from 0 to 1000"),
         (with_frame("packed_input_ids", [*range(11), -1]), "token ids from -1"),
         (with_frame("packed_input_ids", range(12)), "do not share"),
         (with_frame("packed_loss_mask", [2 * bit for bit in MASK], "u1"), "neither 0 nor 1"),
         (with_frame("packed_loss_mask", [0] * 12, "u1"), "no token was sampled"),
-        (without_sampled(5, 12), "a sibling without a token that the policy sampled"),
-        (without_sampled(0, 5), "a sibling without a token that the policy sampled"),
-        (first_sampled(0), "the first token of a sibling is sampled"),
-        (first_sampled(5), "the first token of a sibling is sampled"),
+        (without_sampled(5, 12), "a trajectory without a token that the policy sampled"),
+        (without_sampled(0, 5), "a trajectory without a token that the policy sampled"),
+        (first_sampled(0), "the first token of a trajectory is sampled"),
+        (first_sampled(5), "the first token of a trajectory is sampled"),
         (with_header(seq=10**12), "no sequence number from 1000 on can have been handed out yet"),
         (with_header(worker="x" * 256), "name of 256 characters"),
         (with_frame("packed_policy_versions", [5 * bit - 1 for bit in MASK]), "version 4, but the newest .* is 3"),
-        (with_group(make_group(seqlens=(5, 7, 6))), "3 siblings, not the 2 of rollout.group_size"),
-        (with_group(make_group(seqlens=(5, 101))), "a sibling of 101 tokens, more than gserver.max_context = 100"),
+        (with_group(make_group(seqlens=(5, 7, 6))), "3 episodes, not the 2 of rollout.group_size"),
+        (with_group(make_group(seqlens=(5, 101))), "a trajectory of 101 tokens, more than gserver.max_context = 100"),
         (with_frame("packed_loss_mask", [*MASK[:-1], 0], "u1"), "must be 0 where packed_loss_mask is False"),
         (with_frame("packed_policy_versions", [*(bit - 1 for bit in MASK[:-1]), -1]), "policy versions must be"),
         (with_frame("packed_behavior_logprobs", [0.0] * 11 + [0.1]), "at most 0"),

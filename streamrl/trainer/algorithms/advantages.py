@@ -15,10 +15,12 @@ PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae")
 """Kinds in which each token has an advantage of its own. Those of a batch are whitened together."""
 
 
-def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
+def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor | None = None) -> Tensor:
     """Compare each response with its siblings.
 
-    `rewards` `[n]` are those of one group; so are the advantages, float32.
+    `rewards` `[n]` are those of one group; so are the advantages, float32. `episodes` `[n]` (int64, counted from 0)
+    says which attempt at the prompt each trajectory is of, where attempts have several: means and deviations are then
+    over the attempts, each of which counts once, with the mean reward of its trajectories.
 
     - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)` with the unbiased standard deviation
       (DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3);
@@ -36,14 +38,20 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind) -> Tensor:
         return rewards
     if bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
-    centred = rewards - rewards.mean()
+    of_episodes = rewards if episodes is None else _means(rewards, episodes)
+    centred = rewards - of_episodes.mean()
     match kind:
         case "grpo":
-            return centred / (rewards.std() + STD_EPS)
+            return centred / (of_episodes.std() + STD_EPS)
         case "rloo":
-            return centred * (len(rewards) / (len(rewards) - 1))
+            return centred * (len(of_episodes) / (len(of_episodes) - 1))
         case _:
             return centred
+
+
+def _means(rewards: Tensor, episodes: Tensor) -> Tensor:
+    """`[episodes]`: the mean of the `rewards` of each."""
+    return rewards.new_zeros(int(episodes[-1]) + 1).index_add(0, episodes, rewards) / episodes.bincount()
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:

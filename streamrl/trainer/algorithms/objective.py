@@ -24,7 +24,6 @@ from streamrl.trainer.algorithms.losses import (
     gspo,
     ppo,
     sum_of_sequence,
-    tokens_of_sequence,
 )
 
 OF_EACH_AGE = frozenset(
@@ -52,6 +51,8 @@ class Tokens(NamedTuple):
     sequence: Tensor
     """int64: to which response a token belongs, in `0 … sequences - 1`."""
     sequences: int
+    of_episode: Tensor
+    """int64: how many tokens of the same episode enter the loss."""
     age: Tensor
     """int64: in policy versions."""
     comparable: Tensor
@@ -63,7 +64,7 @@ class Totals(NamedTuple):
 
     tokens: int
     """That enter the loss."""
-    sequences: int
+    episodes: int
     longest: int
     """Most tokens that a response may have: the length of `constant` aggregation."""
 
@@ -128,19 +129,19 @@ def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
 def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tensor:
     """What each token's loss counts in that of the minibatch.
 
-    `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its response · responses) (GRPO);
-    `sum`: 1 / responses (RLOO); `constant`: 1 / (longest response possible · responses) (Dr. GRPO).
+    `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its episode · episodes) (GRPO);
+    `sum`: 1 / episodes (RLOO); `constant`: 1 / (longest response possible · episodes) (Dr. GRPO). An episode is one
+    response, unless it is an agent's: so one whose conversations branch weighs no more than another.
     """
     match algorithm.loss_aggregation:
         case "token":
             return torch.full_like(tokens.logprobs, 1 / max(totals.tokens, 1), requires_grad=False)
         case "sequence":
-            counts = tokens_of_sequence(tokens.sequence, tokens.sequences)[tokens.sequence]
-            return 1 / (counts.to(tokens.logprobs.dtype) * max(totals.sequences, 1))
+            return 1 / (tokens.of_episode.to(tokens.logprobs.dtype) * max(totals.episodes, 1))
         case "sum":
-            return torch.full_like(tokens.logprobs, 1 / max(totals.sequences, 1), requires_grad=False)
+            return torch.full_like(tokens.logprobs, 1 / max(totals.episodes, 1), requires_grad=False)
         case "constant":
-            share = 1 / (totals.longest * max(totals.sequences, 1))
+            share = 1 / (totals.longest * max(totals.episodes, 1))
             return torch.full_like(tokens.logprobs, share, requires_grad=False)
 
 

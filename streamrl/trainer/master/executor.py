@@ -92,7 +92,7 @@ class ModelFunctionCall:
         for part in self._former.minibatches(metas):
             tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
             shares = self._holdings.deal([meta.seq for meta in part], self._layout)
-            minibatches.append((shares, tokens, sum(meta.size for meta in part)))
+            minibatches.append((shares, tokens, sum(meta.episode_count for meta in part)))
         everything = [
             [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
         ]

@@ -39,7 +39,7 @@ MEAN_OF_PART = {
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
     """What the batch was."""
-    rewards = [reward for meta in batch for reward in meta.rewards]
+    rewards = [reward for meta in batch for reward in meta.episode_rewards]
     lengths = [length for meta in batch for length in meta.response_lengths]
     sampled = sum(meta.sampled_tokens for meta in batch)
     young = sum(former.young_tokens(meta, policy_version=policy_version) for meta in batch)

@@ -89,7 +89,7 @@ class AsyncIOSequenceBuffer:
     ) -> None:
         """An MFC gave `keys` for groups; those discarded meanwhile are passed over.
 
-        `rewards`: of each sibling, by sequence number, where the MFC gave those.
+        `rewards`: of each trajectory, by sequence number, where the MFC gave those.
         """
         added = frozenset(keys)
         async with self._changed:
@@ -185,10 +185,11 @@ STREAM_DTYPES = {
     "seqlens": "int32",
     "prompt_length": "int32",
     "rewards": "float32",
+    "episodes": "int32",
 }
 """Of the arrays that a group brings. Those that model function calls give are float32."""
-OF_SIBLINGS = frozenset({"seqlens", "rewards"})
-"""Keys with one number for each sibling; `prompt_length` has one for the group, all others one for each token."""
+OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
+"""Keys with one number for each trajectory; `prompt_length` has one for the group, all others one for each token."""
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -256,7 +257,7 @@ class Holdings:
 
     def _piece(self, seq: int, key: str) -> Piece:
         meta = self._metas[seq]
-        shape = (1,) if key == "prompt_length" else (meta.size,) if key in OF_SIBLINGS else (meta.tokens,)
+        shape = (1,) if key == "prompt_length" else (meta.size,) if key in OF_TRAJECTORIES else (meta.tokens,)
         return Piece(seq, key, STREAM_DTYPES.get(key, "float32"), shape)
 
 

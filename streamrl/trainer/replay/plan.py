@@ -273,7 +273,7 @@ class ReplayPlan:
         for share in shares:
             part = [metas[seq] for seqs in share for seq in seqs]
             tokens = sum(self._former.young_tokens(meta, policy_version=version) for meta in part)
-            minibatches_of_rank.append(MinibatchShare(share[data], tokens, sum(meta.size for meta in part)))
+            minibatches_of_rank.append(MinibatchShare(share[data], tokens, sum(meta.episode_count for meta in part)))
         pre, post = self._due(mfc, before=version, after=version + 1)
         template = recorded[0] if recorded else TrainStep(mfc.name, version, 0, [])
         return msgspec.structs.replace(

@@ -36,7 +36,7 @@ from streamrl.records.progress import UNFINISHED
 from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
 from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
-from streamrl.trainer.master.groups import OF_SIBLINGS
+from streamrl.trainer.master.groups import OF_TRAJECTORIES
 from streamrl.transport.codec import ARRAYS, group_bytes
 from streamrl.types import TrajectoryGroup
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "record"
-FORMAT = "1"
+FORMAT = "2"
 """Changes when files are no longer read as before."""
 MOST_ON_THEIR_WAY = 2
 """Steps that wait for the thread that writes; for a third one training waits."""
@@ -97,7 +97,7 @@ class RecordedStep(msgspec.Struct):
     `generation_seconds` are blank; when read back, of all."""
     given: dict[str, list[NDArray[Any]]]
     """Key → for each group what a model function call had found out about it before, such as `ref_logprobs`, or the
-    user's `advantages`: `[tokens]` or, of `OF_SIBLINGS`, `[siblings]`."""
+    user's `advantages`: `[tokens]` or, of `OF_TRAJECTORIES`, `[size]`."""
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class _Header(msgspec.Struct, frozen=True):
     answers: list[Trained]
     seqs: list[int]
     """Sequence numbers of the groups, in the order in which their arrays follow one another."""
-    siblings: list[int]
+    sizes: list[int]
     prompt_lengths: list[int]
     given: list[str]
     """Keys of `RecordedStep.given`."""
@@ -132,7 +132,7 @@ def write_step(file: Path, step: RecordedStep) -> None:
         calls=step.calls,
         answers=step.answers,
         seqs=[group.seq for group in step.groups],
-        siblings=[group.size for group in step.groups],
+        sizes=[group.size for group in step.groups],
         prompt_lengths=[group.prompt_length for group in step.groups],
         given=list(step.given),
     )
@@ -161,10 +161,10 @@ def read_step(file: Path) -> RecordedStep:
 
 def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
     header = msgspec.msgpack.decode(tensors[HEADER].tobytes(), type=_Header)
-    seqlens = _cut(tensors["seqlens"], header.siblings)
+    seqlens = _cut(tensors["seqlens"], header.sizes)
     tokens = [int(lengths.sum()) for lengths in seqlens]
-    packed = {name: _cut(tensors[name], header.siblings if name in OF_SIBLINGS else tokens) for name in ARRAYS}
-    names = zip(header.seqs, header.siblings, header.prompt_lengths, strict=True)
+    packed = {name: _cut(tensors[name], header.sizes if name in OF_TRAJECTORIES else tokens) for name in ARRAYS}
+    names = zip(header.seqs, header.sizes, header.prompt_lengths, strict=True)
     groups = [
         TrajectoryGroup(
             seq=seq,
@@ -176,11 +176,12 @@ def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
             packed_loss_mask=packed["packed_loss_mask"][place],
             packed_behavior_logprobs=packed["packed_behavior_logprobs"][place],
             packed_policy_versions=packed["packed_policy_versions"][place],
-            finish_reasons=[""] * siblings,
+            finish_reasons=[""] * size,
+            episodes=packed["episodes"][place],
         )
-        for place, (seq, siblings, prompt_length) in enumerate(names)
+        for place, (seq, size, prompt_length) in enumerate(names)
     ]
-    given = {key: _cut(tensors[key], header.siblings if key in OF_SIBLINGS else tokens) for key in header.given}
+    given = {key: _cut(tensors[key], header.sizes if key in OF_TRAJECTORIES else tokens) for key in header.given}
     return RecordedStep(header.step, header.rank, header.calls, header.answers, groups, given)
 
 

@@ -90,7 +90,7 @@ class Actor:
         `before_update` is called when gradients are ready and weights are about to change.
         """
         statistics = StepStatistics(sums=defaultdict(float), maxima={})
-        totals = Totals(tokens=minibatch.loss_tokens, sequences=minibatch.sequences, longest=self._longest)
+        totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self._longest)
         wanted = minibatch.compared
         if wanted is not None and self._temperature != 1.0:
             statistics.compared = self._score([item.group for item in items if item.group.seq == wanted.seq], wanted)
@@ -196,6 +196,7 @@ class Actor:
             proximal = logprobs.detach()
         firsts = np.cumsum([0] + [group.size for group in groups])
         sequences = [np.repeat(np.arange(g.size), g.seqlens) + first for g, first in zip(groups, firsts, strict=False)]
+        of_episode = [_tokens_of_episode(item) for item in items]
         found = objective(
             Tokens(
                 logprobs=logprobs,
@@ -206,6 +207,7 @@ class Actor:
                 advantages=kept([credit.advantages.numpy() for credit in credits]),
                 sequence=kept(sequences),
                 sequences=int(firsts[-1]),
+                of_episode=kept(of_episode),
                 age=kept([item.age for item in items]).long(),
                 comparable=kept([item.comparable for item in items]),
             ),
@@ -218,6 +220,13 @@ class Actor:
         for name, value in found.maxima.items():
             statistics.maxima[name] = max(statistics.maxima.get(name, value), value)
         return found.loss
+
+
+def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
+    """`[tokens]`: how many tokens of the same episode enter the loss."""
+    episodes = np.repeat(item.group.episodes, item.group.seqlens)
+    counts: NDArray[np.int64] = np.bincount(episodes[item.trainable], minlength=int(episodes[-1]) + 1)
+    return counts[episodes]
 
 
 def _logprobs_of(wanted: Sibling, micro: MicroBatch, output: Output, groups: Sequence[TrajectoryGroup]) -> list[float]:

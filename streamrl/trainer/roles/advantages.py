@@ -63,7 +63,7 @@ def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | 
     rewards = _rewards(item)
     if penalty is not None:
         rewards = rewards - torch.stack([part.sum() for part in torch.split(penalty, lengths.tolist())])
-    advantages = group_advantages(rewards, kind=algorithm.advantage)
+    advantages = group_advantages(rewards, kind=algorithm.advantage, episodes=_episodes(item))
     sampled = torch.from_numpy(group.packed_loss_mask.copy())
     return Credit(advantages.repeat_interleave(lengths).masked_fill(~sampled, 0.0), None)
 
@@ -79,7 +79,7 @@ def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | Non
     lasts = [np.flatnonzero(part)[-1] for part in np.split(group.packed_loss_mask, np.cumsum(group.seqlens)[:-1])]
     starts = np.cumsum(group.seqlens) - group.seqlens
     estimated = algorithm.advantage == "gae"
-    earned = group_advantages(_rewards(item), kind=algorithm.advantage)
+    earned = group_advantages(_rewards(item), kind=algorithm.advantage, episodes=_episodes(item))
     rewards[torch.from_numpy(starts + np.array(lasts))] += earned
     values = torch.from_numpy(needed(item.values, "values")) if estimated else torch.zeros(group.tokens)
     response = torch.from_numpy(np.repeat(np.arange(group.size), group.seqlens))[sampled]
@@ -98,6 +98,10 @@ def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | Non
 
 def _rewards(item: TrainItem) -> Tensor:
     return torch.from_numpy(item.group.rewards.copy())  # received arrays are read-only
+
+
+def _episodes(item: TrainItem) -> Tensor:
+    return torch.from_numpy(item.group.episodes.astype(np.int64))
 
 
 def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:

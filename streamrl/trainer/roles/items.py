@@ -63,8 +63,8 @@ class Minibatch(msgspec.Struct, frozen=True):
 
     loss_tokens: int
     """Tokens that enter the loss."""
-    sequences: int
-    """Trajectories."""
+    episodes: int
+    """Attempts at prompts."""
     compared: Sibling | None = None
     """A response whose log-probabilities before the update are wanted, at temperature 1."""
     lr_scale: float = 1.0

@@ -196,7 +196,7 @@ class Computation:
                 [credits[seq] for seq in minibatch.seqs],
                 Minibatch(
                     loss_tokens=minibatch.loss_tokens,
-                    sequences=minibatch.sequences,
+                    episodes=minibatch.episodes,
                     compared=call.compared if number == 0 else None,  # later the weights have changed
                     lr_scale=call.lr_scale,
                 ),

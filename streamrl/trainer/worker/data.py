@@ -55,6 +55,7 @@ class WorkerData:
                 self.optional(seq, "packed_policy_versions"), np.full(tokens, NO_VERSION, np.int32)
             ),
             finish_reasons=[""] * size,
+            episodes=self._store.get(seq, "episodes"),
         )
 
     def response(self, which: Sibling) -> tuple[list[int], list[int]]:

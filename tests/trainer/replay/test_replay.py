@@ -259,7 +259,7 @@ def expected_loss(config: Config) -> float:
     ]
     credits = assign_credit(items, config.algorithm, kl_coef=0.0, given=False, add_up=lambda values: values)
     tokens = sum(int(item.trainable.sum()) for item in items)
-    totals = Totals(tokens=tokens, sequences=sum(g.size for g in step.groups), longest=9)
+    totals = Totals(tokens=tokens, episodes=sum(g.size for g in step.groups), longest=9)
     total = 0.0
     for item, credit in zip(items, credits, strict=True):
         for sibling in range(item.group.size):
@@ -281,6 +281,7 @@ def expected_loss(config: Config) -> float:
                     advantages=credit.advantages[first:end][keep],
                     sequence=torch.zeros(count, dtype=torch.int64),
                     sequences=1,
+                    of_episode=torch.full((count,), count),
                     age=torch.zeros(count, dtype=torch.int64),
                     comparable=torch.zeros(count, dtype=torch.bool),
                 ),

@@ -73,10 +73,10 @@ class Policy:
     def logprobs(self, groups, *, reference):
         return (self.reference if reference else self.actor).inference(groups)
 
-    def train(self, items, *, loss_tokens, sequences, before_update, compared=None):
+    def train(self, items, *, loss_tokens, episodes, before_update, compared=None):
         """A step on a batch that is one minibatch."""
         credits = self.actor.begin_step(items, policy_version=self.steps, given=False)
-        minibatch = Minibatch(loss_tokens, sequences, compared)
+        minibatch = Minibatch(loss_tokens, episodes, compared)
         found = self.actor.train_step(items, credits, minibatch, before_update=before_update)
         self.actor.end_step(found.sums)
         self.steps += 1
@@ -167,11 +167,11 @@ def test_a_step_tells_what_it_found_of_one_response_before_the_update(tmp_path, 
     with torch.no_grad():
         want = reference_logprobs(model, groups[3])[first:end][groups[3].packed_loss_mask[first:end]]
     items = [make_item(group) for group in groups]
-    found = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(3, 2))
+    found = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(3, 2))
     assert found.compared == pytest.approx(want.tolist(), abs=1e-5)
-    elsewhere = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(9, 2))
+    elsewhere = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(9, 2))
     assert elsewhere.compared == []
-    again = policy.train(items, loss_tokens=60, sequences=20, before_update=lambda: None, compared=Sibling(3, 2))
+    again = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(3, 2))
     assert again.compared != pytest.approx(want.tolist(), abs=1e-3)
 
 
@@ -184,7 +184,7 @@ def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
     assert 0 < differences.max() < 0.05
     items = [make_item(group) for group in groups]
     for backend in (exact, rough):
-        backend.train(items, loss_tokens=60, sequences=12, before_update=lambda: None)
+        backend.train(items, loss_tokens=60, episodes=12, before_update=lambda: None)
     for (name, a), (_, b) in zip(exact.named_weights(), rough.named_weights(), strict=True):
         assert b.dtype == torch.float32
         assert float((a - b).abs().max()) < 1e-3, name
@@ -209,11 +209,15 @@ def loop_advantages(items, algorithm, kl_coef):
         per_token = algorithm.advantage.startswith("reinforce++")
         if not per_token:
             rewards = [r - sum(costs[t] for t in response) for r, response in zip(rewards, responses, strict=True)]
-        mean, n = statistics.fmean(rewards), len(rewards)
+        attempts = [
+            statistics.fmean(r for r, of in zip(rewards, group.episodes, strict=True) if of == episode)
+            for episode in range(group.episodes[-1] + 1)
+        ]
+        mean, n = statistics.fmean(attempts), len(attempts)
         compared = {
-            "grpo": lambda r=rewards, m=mean: [(x - m) / (statistics.stdev(r) + 1e-4) for x in r],
+            "grpo": lambda r=rewards, a=attempts, m=mean: [(x - m) / (statistics.stdev(a) + 1e-4) for x in r],
             "mean": lambda r=rewards, m=mean: [x - m for x in r],
-            "rloo": lambda r=rewards, n=n: [x - (sum(r) - x) / (n - 1) for x in r],
+            "rloo": lambda r=rewards, m=mean, n=n: [(x - m) * n / (n - 1) for x in r],
             "reinforce++": lambda r=rewards: r,
             "reinforce++-baseline": lambda r=rewards, m=mean: [x - m for x in r],
         }[algorithm.advantage]()
@@ -231,13 +235,14 @@ def loop_advantages(items, algorithm, kl_coef):
     return found
 
 
-def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences, kl_coef):
+def loop_loss(model, reference, items, algorithm, total_tokens, total_episodes, kl_coef):
     """The objective from its formulas, one token at a time."""
     loss = torch.zeros(())
     for item, advantages in zip(items, loop_advantages(items, algorithm, kl_coef), strict=True):
         group = item.group
         logprobs, entropy = reference_prediction(model, group)
         ref = reference_logprobs(reference, group).detach()
+        episode_of = np.repeat(group.episodes, group.seqlens)
         for sibling, end in enumerate(np.cumsum(group.seqlens)):
             tokens = [t for t in range(end - group.seqlens[sibling], end) if item.trainable[t]]
             if not tokens:
@@ -280,9 +285,9 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_sequences,
                 token = token - algorithm.entropy_coef * entropy[t]
                 share = {
                     "token": 1 / total_tokens,
-                    "sequence": 1 / (len(tokens) * total_sequences),
-                    "sum": 1 / total_sequences,
-                    "constant": 1 / (LONGEST * total_sequences),
+                    "sequence": 1 / (int(item.trainable[episode_of == episode_of[t]].sum()) * total_episodes),
+                    "sum": 1 / total_episodes,
+                    "constant": 1 / (LONGEST * total_episodes),
                 }[algorithm.loss_aggregation]
                 loss = loss + token * share
     return loss
@@ -319,8 +324,18 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
+EPISODES = [[0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 2]]
+"""Of the trajectories of three groups, where conversations branched."""
+
+
+@pytest.mark.parametrize(
+    ("name", "episodes"),
+    [
+        *((name, [()] * 3) for name in ALGORITHMS),
+        *((name, EPISODES) for name in ("grpo-kl-in-reward", "dr-grpo", "rloo", "sequence", "reinforce++-baseline")),
+    ],
+)
+def test_gradients_and_three_steps_equal_a_loop(tmp_path, name, episodes):
     algorithm = ALGORITHMS[name]
     folder = save_model(tmp_path / "model", "qwen3")
     backend = make_backend(folder, algorithm=algorithm)
@@ -329,7 +344,10 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
     kl_coef = algorithm.kl_coef
     for step in range(3):
-        groups = make_groups(3, seed=step)
+        groups = [
+            msgspec.structs.replace(group, episodes=np.array(of, np.int32))
+            for group, of in zip(make_groups(3, seed=step), episodes, strict=True)
+        ]
         proximal = [None] * 3
         if algorithm.proximal == "recompute":
             rng = np.random.default_rng(9)
@@ -337,13 +355,13 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name):
         refs = backend.logprobs(groups, reference=True) if algorithm.kl_coef else [None] * 3
         items = [make_item(g, oldest=2, ref=r, proximal=p) for g, r, p in zip(groups, refs, proximal, strict=True)]
         tokens = sum(int(item.trainable.sum()) for item in items)
-        sequences = sum(group.size for group in groups)
+        attempts = sum(int(group.episodes[-1]) + 1 for group in groups)
         gradients = {}
         found = backend.train(
-            items, loss_tokens=tokens, sequences=sequences, before_update=lambda g=gradients: backend.copy_gradients(g)
+            items, loss_tokens=tokens, episodes=attempts, before_update=lambda g=gradients: backend.copy_gradients(g)
         )
         optimizer.zero_grad()
-        loss = loop_loss(model, reference, items, algorithm, tokens, sequences, kl_coef)
+        loss = loop_loss(model, reference, items, algorithm, tokens, attempts, kl_coef)
         loss.backward()
         assert found.sums["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         largest = max(float(p.grad.abs().max()) for p in model.parameters())
@@ -373,9 +391,9 @@ def test_groups_without_contrast_are_counted_and_change_nothing_but_by_a_pull(tm
         item.age[:] = age
     tokens = sum(int(item.group.packed_loss_mask.sum()) for item in items)
     with_all = make_backend(folder, algorithm=algorithm)
-    with_all.train(items, loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    with_all.train(items, loss_tokens=tokens, episodes=12, before_update=lambda: None)
     without = make_backend(folder, algorithm=algorithm)
-    without.train([items[0], items[2]], loss_tokens=tokens, sequences=12, before_update=lambda: None)
+    without.train([items[0], items[2]], loss_tokens=tokens, episodes=12, before_update=lambda: None)
     pairs = list(zip(with_all.named_weights(), without.named_weights(), strict=True))
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs) != changes
 
@@ -385,7 +403,7 @@ def test_over_age_tokens_have_no_gradient(tmp_path):
     backend = make_backend(folder)
     group = make_groups(1)[0]
     item = make_item(group, oldest=100)
-    found = backend.train([item], loss_tokens=1, sequences=4, before_update=lambda: None)
+    found = backend.train([item], loss_tokens=1, episodes=4, before_update=lambda: None)
     assert found.maxima["grad_norm"] == 0.0
     assert found.sums.get("tokens", 0) == 0
 
@@ -396,7 +414,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(tmp_path):
     group = make_groups(1)[0]
     group.packed_behavior_logprobs[group.packed_loss_mask] = np.nan
     with pytest.raises(TrainingError, match="gradient norm is nan"):
-        backend.train([make_item(group)], loss_tokens=5, sequences=4, before_update=lambda: None)
+        backend.train([make_item(group)], loss_tokens=5, episodes=4, before_update=lambda: None)
     assert all(torch.equal(a, w) for a, (_, w) in zip(before, backend.named_weights(), strict=True))
 
 
@@ -407,9 +425,9 @@ def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, ent
     algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
     whole, chunked = make_backend(folder, algorithm=algorithm), make_backend(folder, algorithm=algorithm)
     expected, found = {}, {}
-    whole.train(items, loss_tokens=50, sequences=12, before_update=lambda: whole.copy_gradients(expected))
+    whole.train(items, loss_tokens=50, episodes=12, before_update=lambda: whole.copy_gradients(expected))
     monkeypatch.setattr("streamrl.trainer.backends.torch.HEAD_CHUNK_TOKENS", 7)
-    chunked.train(items, loss_tokens=50, sequences=12, before_update=lambda: chunked.copy_gradients(found))
+    chunked.train(items, loss_tokens=50, episodes=12, before_update=lambda: chunked.copy_gradients(found))
     assert expected.keys() == found.keys() != set()
     for name, gradient in expected.items():
         assert float((gradient - found[name]).abs().max()) < 1e-6, name
@@ -418,7 +436,7 @@ def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, ent
 def test_saved_checkpoint_loads_with_the_trained_weights(tmp_path):
     backend = make_backend(save_model(tmp_path / "model"))
     items = [make_item(g) for g in make_groups(2)]
-    backend.train(items, loss_tokens=50, sequences=8, before_update=lambda: None)
+    backend.train(items, loss_tokens=50, episodes=8, before_update=lambda: None)
     backend.save(tmp_path / "saved")
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
     for name, weight in backend.named_weights():
@@ -438,7 +456,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
             groups = make_groups(3, seed=number)
             refs = backend.logprobs(groups, reference=True)
             items = [make_item(g, ref=r) for g, r in zip(groups, refs, strict=True)]
-            yield backend.train(items, loss_tokens=50, sequences=12, before_update=lambda: None)
+            yield backend.train(items, loss_tokens=50, episodes=12, before_update=lambda: None)
 
     whole = make_backend(folder, **settings)
     expected = list(steps(whole, range(8)))
@@ -458,7 +476,7 @@ def test_state_of_another_model_is_refused(tmp_path):
     backend = make_backend(save_model(tmp_path / "model"))
     with pytest.raises(ModelError, match="cannot be taken over"):
         backend.load_state(tmp_path)
-    backend.train([make_item(g) for g in make_groups(2)], loss_tokens=50, sequences=8, before_update=lambda: None)
+    backend.train([make_item(g) for g in make_groups(2)], loss_tokens=50, episodes=8, before_update=lambda: None)
     backend.save(tmp_path)
     with pytest.raises(ModelError, match="cannot be taken over"):
         make_backend(save_model(tmp_path / "other", "qwen3")).load_state(tmp_path)
@@ -481,7 +499,7 @@ def _train_spread(backend, kind, chosen):
         mine = groups[chosen]
         refs = backend.logprobs(mine, reference=True) if SPREAD[kind].kl_coef else [None] * len(mine)
         items = [make_item(g, ref=r) for g, r in zip(mine, refs, strict=True)]
-        found = backend.train(items, loss_tokens=tokens, sequences=20, before_update=lambda: None)
+        found = backend.train(items, loss_tokens=tokens, episodes=20, before_update=lambda: None)
     return found.maxima.get("kl_coef")
 
 

@@ -137,7 +137,7 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
         for item, value in zip(items, values, strict=True):
             item.values = value.astype(np.float32)
         tokens = sum(int(item.trainable.sum()) for item in items)
-        minibatch = Minibatch(loss_tokens=tokens, sequences=12)
+        minibatch = Minibatch(loss_tokens=tokens, episodes=12)
         critic_figures, actor_figures = (train(role, items, minibatch, step) for role in (critic, actor))
         losses = loop_ppo(policy, judge, items, refs, tokens, kl_coef, value_clip)
         for optimizer, loss in zip(optimizers, losses, strict=True):

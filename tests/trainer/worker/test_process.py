@@ -90,8 +90,8 @@ async def test_the_door_knows_the_run(tmp_path):
 
     await refused(group(10**12), "no sequence number from")
     await refused(group(0, version=1), "policy version 1, but the newest there can be is 0")
-    await refused(group(0, seqlens=(5, 7, 9)), r"3 siblings, not the 2")
-    await refused(group(0, seqlens=(5, 41)), "a sibling of 41 tokens")
+    await refused(group(0, seqlens=(5, 7, 9)), r"3 episodes, not the 2")
+    await refused(group(0, seqlens=(5, 41)), "a trajectory of 41 tokens")
     beyond = group(0)
     beyond.packed_input_ids[-1] = vocab_size(folder)
     await refused(beyond, "token ids from")

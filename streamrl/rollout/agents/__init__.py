@@ -1,0 +1,1 @@
+"""Agents: programs that ask a language model, and are trained as they are (docs/agents.md)."""

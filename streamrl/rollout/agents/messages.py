@@ -1,0 +1,83 @@
+"""What agents ask and are answered, whichever protocol they speak.
+
+`gateway.py` and the protocols translate the bodies of OpenAI's and Anthropic's APIs into a `ChatRequest`, and
+`Completion`s back. Nothing here knows of HTTP, tokens of a particular model, or training.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool that the policy asks for."""
+
+    id: str
+    """Unique in its conversation; the tool's result names it."""
+    name: str
+    arguments: str
+    """A JSON object, as text: as the policy wrote it."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation; two are the same message exactly if they are equal."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    """OpenAI's `developer` is `system`."""
+    content: str = ""
+    """Its text; that of several text parts, one after another."""
+    reasoning: str = ""
+    """What the policy thought before `content`, where the model's template tells the two apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    tool_call_id: str = ""
+    """Of a tool's result: the call that it belongs to."""
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """One call of an agent, checked: what it wants the policy to continue, and how."""
+
+    messages: tuple[Message, ...] = ()
+    """The conversation; empty where `prompt` is given."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """In OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    prompt: str | tuple[int, ...] | None = None
+    """Text or token ids to continue as they stand, without a chat template."""
+    n: int = 1
+    """How many answers are wanted."""
+    max_tokens: int | None = None
+    """Of each answer; None: as many as the run allows."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, which does not include them."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One answer to a `ChatRequest`."""
+
+    message: Message
+    """What the policy said; for a `prompt`, `content` is the text that continues it."""
+    finish_reason: FinishReason
+    prompt_ids: tuple[int, ...]
+    """The tokens that the policy continued."""
+    output_ids: tuple[int, ...]
+    """The tokens that it sampled, the one that ended the answer included."""
+    logprobs: tuple[float, ...]
+    """Of each sampled token, in nats."""
+    token_texts: tuple[str, ...]
+    """Each sampled token as text."""
+    matched_stop: str = ""
+    """The stop string that ended it, if one did."""
+
+
+class RequestRefused(Exception):
+    """A request that cannot be served; `status` is HTTP's, `kind` the protocols' word for it."""
+
+    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind

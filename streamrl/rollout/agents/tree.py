@@ -1,0 +1,148 @@
+"""`EpisodeTree`: what an agent's calls become, from tokens asked and sampled to trajectories to train on.
+
+Each call of the policy is a node: the tokens that it continued, and the tokens that it sampled. A call that continues
+a conversation in which the policy has spoken is the child of the call in which it last spoke, and begins with exactly
+that call's tokens: what was sampled is never tokenized again. Everything else (the first call, an edited history, a
+sub-agent, other tools) begins at the root. So an episode is a forest whose leaves are its trajectories.
+
+Invariant: every sampled token is under the loss in exactly one trajectory, with its own log-probability and version;
+in the others that pass through its node it is context.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrl.rollout.agents.messages import Message
+from streamrl.rollout.generation import Generation
+from streamrl.types import NO_VERSION, Trajectory
+
+
+class Call(msgspec.Struct, eq=False):
+    """One call of the policy in an episode."""
+
+    parent: Call | None
+    """The call whose conversation this one continues; None: a conversation of its own."""
+    prompt_ids: tuple[int, ...]
+    """`[prompt]` token ids that the policy continued; they begin with the parent's `token_ids`."""
+    generation: Generation
+    """What it sampled."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return (*self.prompt_ids, *self.generation.output_ids)
+
+
+class EpisodeTree:
+    """The calls of one episode that were answered."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        """In the order of their answers."""
+        self._by_conversation: dict[bytes, Call] = {}
+
+    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Call | None, int]:
+        """Return the latest call that `messages` continue, and how many of them it accounts for.
+
+        Its conversation, with the policy's answer, is word for word the beginning of `messages`; the tools are the
+        same. Returns `(None, 0)` when there is no such call.
+        """
+        for index, digest in reversed(list(_digests(messages, tools))):
+            if (call := self._by_conversation.get(digest)) is not None:
+                return call, index + 1
+        return None, 0
+
+    def add(self, call: Call, *, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]]) -> None:
+        """Record a call that asked `messages` and was answered `reply`.
+
+        Raises `ValueError` when it does not begin with its parent's tokens.
+        """
+        before = () if call.parent is None else call.parent.token_ids
+        if call.prompt_ids[: len(before)] != before:
+            raise ValueError(f"a call of {len(call.prompt_ids)} tokens does not begin with its parent's {len(before)}")
+        self.calls.append(call)
+        *_, (_, digest) = _digests([*messages, reply], tools)
+        self._by_conversation[digest] = call
+
+    def trajectories(self, *, reward: float) -> list[Trajectory]:
+        """Return one trajectory for each leaf, oldest leaf first; all of them carry `reward`.
+
+        A trajectory's `turns` are the calls that are under the loss in it.
+        """
+        parents = {id(call.parent) for call in self.calls}
+        trained: set[int] = set()
+        return [
+            _trajectory(leaf, trained=trained, reward=reward) for leaf in self.calls if id(leaf) not in parents
+        ]
+
+
+def _trajectory(leaf: Call, *, trained: set[int], reward: float) -> Trajectory:
+    """Return the path to `leaf`; calls on it that are not in `trained` are under the loss, and are in it afterwards."""
+    tokens = len(leaf.token_ids)
+    loss_mask = np.zeros(tokens, dtype=np.bool_)
+    logprobs = np.zeros(tokens, dtype=np.float32)
+    versions = np.full(tokens, NO_VERSION, dtype=np.int32)
+    turns = 0
+    for call in _path(leaf):
+        if id(call) in trained:
+            continue
+        trained.add(id(call))
+        turns += 1
+        sampled = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.generation.output_ids))
+        loss_mask[sampled] = True
+        logprobs[sampled] = call.generation.logprobs
+        versions[sampled] = call.generation.versions
+    return Trajectory(
+        input_ids=np.array(leaf.token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        behavior_logprobs=logprobs,
+        policy_versions=versions,
+        reward=reward,
+        finish_reason=leaf.generation.finish_reason,
+        turns=turns,
+    )
+
+
+def _path(leaf: Call) -> Iterator[Call]:
+    """Yield `leaf` and its ancestors."""
+    call: Call | None = leaf
+    while call is not None:
+        yield call
+        call = call.parent
+
+
+def _digests(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the index of each message of the assistant, with a digest of the conversation up to it."""
+    digest = hashlib.blake2b(_encoder.encode(tools), digest_size=16)
+    for index, message in enumerate(messages):
+        digest.update(_identity(message))
+        if message.role == "assistant":
+            yield index, digest.digest()
+
+
+def _identity(message: Message) -> bytes:
+    """Return what has to be equal for two messages to be the same.
+
+    Clients send an answer back without its reasoning, with white space around it removed, and with the arguments of
+    tool calls written anew: none of that makes it another answer.
+    """
+    calls = [(call.id, call.name, _canonical(call.arguments)) for call in message.tool_calls]
+    return _encoder.encode((message.role, message.content.strip(), calls, message.tool_call_id))
+
+
+def _canonical(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+
+
+_encoder = msgspec.json.Encoder(order="deterministic")

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from streamrl.errors import ConfigError, DataError
 from streamrl.models import load_tokenizer
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A chat message in the form that chat templates read: `role`, `content`, and perhaps `tool_calls`, `tool_call_id`."""
 
 _ANSWER_MARK = "\u241fanswer\u241f"
 
@@ -29,7 +30,12 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
     def apply_chat_template(
-        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
     ) -> Any: ...
 
 
@@ -64,21 +70,23 @@ class ChatTokenizer:
         """Return the text of tokens, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def render(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation up to where the model answers.
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Return the tokens of a conversation up to where the model answers; `tools` (JSON schemas) may be called.
 
         Raises `DataError` when the chat template refuses the conversation.
         """
-        return self.encode(self._render_text(messages))
+        return self.encode(self._render_text(messages, tools))
 
-    def next_turn(self, output_ids: Sequence[int], messages: list[Message]) -> list[int]:
+    def next_turn(
+        self, output_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens to append after the sampled `output_ids` so that the model answers `messages`.
 
         The template closes an answer with its end-of-turn token; it is left out where the model sampled it itself.
         Raises `ConfigError` for a template that does not show assistant messages.
         """
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER_MARK}]
-        _, mark, tail = self._render_text([*opening, *messages]).rpartition(_ANSWER_MARK)
+        _, mark, tail = self._render_text([*opening, *messages], tools).rpartition(_ANSWER_MARK)
         if not mark:
             raise ConfigError("the chat template does not show assistant messages: it cannot serve several turns")
         token_ids = self.encode(tail)
@@ -86,11 +94,15 @@ class ChatTokenizer:
             del token_ids[0]
         return token_ids
 
-    def _render_text(self, messages: list[Message]) -> str:
+    def _render_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         from jinja2 import TemplateError
 
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                )
+            )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error

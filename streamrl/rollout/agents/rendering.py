@@ -49,7 +49,7 @@ class TemplateRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         try:
-            return self._chat.render(_to_template(messages), tools=tools)
+            return self._chat.render(_to_template(messages), tools)
         except DataError as error:
             raise RequestRefused(str(error)) from error
 
@@ -57,7 +57,7 @@ class TemplateRenderer:
         self, output_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> list[int]:
         try:
-            return self._chat.next_turn(output_ids, _to_template(messages), tools=tools)
+            return self._chat.next_turn(output_ids, _to_template(messages), tools)
         except DataError as error:
             raise RequestRefused(str(error)) from error
 

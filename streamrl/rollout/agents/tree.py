@@ -79,9 +79,7 @@ class EpisodeTree:
         """
         parents = {id(call.parent) for call in self.calls}
         trained: set[int] = set()
-        return [
-            _trajectory(leaf, trained=trained, reward=reward) for leaf in self.calls if id(leaf) not in parents
-        ]
+        return [_trajectory(leaf, trained=trained, reward=reward) for leaf in self.calls if id(leaf) not in parents]
 
 
 def _trajectory(leaf: Call, *, trained: set[int], reward: float) -> Trajectory:

@@ -1,0 +1,143 @@
+"""Whatever an agent does with its conversations, each sampled token is trained on exactly once, as it was sampled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.rollout.agents.messages import Message, ToolCall
+from streamrl.rollout.agents.tree import Call, EpisodeTree
+from streamrl.rollout.generation import Generation
+from streamrl.types import NO_VERSION
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def assistant(text: str, **fields: object) -> Message:
+    return Message(role="assistant", content=text, **fields)  # type: ignore[arg-type]
+
+
+class Episode:
+    """An agent's side: asks, gets answers that are all different, and renders anew what continues nothing."""
+
+    def __init__(self) -> None:
+        self.tree = EpisodeTree()
+        self.sampled: list[tuple[int, float, int]] = []
+        self._next = 1000
+
+    def ask(self, messages: list[Message], *, tokens: int = 2, tools: tuple[dict[str, object], ...] = ()) -> Message:
+        parent, used = self.tree.find(messages, tools)
+        before = () if parent is None else parent.token_ids
+        prompt = (*before, *(len(message.content) for message in messages[used:]), 7)
+        ids = list(range(self._next, self._next + tokens))
+        self._next += tokens
+        logprobs, versions = [-i / 1024 for i in ids], [i % 5 for i in ids]
+        self.sampled += zip(ids, logprobs, versions, strict=True)
+        reply = assistant(f"answer {ids[0]}")
+        generation = Generation(ids, logprobs, versions, "stop", None, 0)
+        self.tree.add(Call(parent, prompt, generation), messages=messages, reply=reply, tools=tools)
+        return reply
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_sampled_token_is_trained_on_once_with_its_own_logprob_and_version(data: st.DataObject) -> None:
+    episode = Episode()
+    conversations: list[list[Message]] = []
+    for step in range(data.draw(st.integers(1, 12), label="calls")):
+        kind = data.draw(st.sampled_from(["new", "continue", "continue", "again", "edit"]), label="kind")
+        if kind == "new" or not conversations:
+            messages = [user(f"question {step}")]
+        else:
+            earlier = data.draw(st.sampled_from(conversations), label="conversation")
+            if kind == "again":  # the same request once more: another sample of the same answer
+                messages = earlier[:-1]
+            elif kind == "edit":
+                messages = [user("a summary of what was said"), *earlier[1:], user("go on")]
+            else:
+                messages = [*earlier, user(f"then {step}")]
+        reply = episode.ask(messages, tokens=data.draw(st.integers(1, 4), label="tokens"))
+        conversations.append([*messages, reply])
+
+    trained: Counter[tuple[int, float, int]] = Counter()
+    for trajectory in episode.tree.trajectories(reward=1.0):
+        mask = trajectory.loss_mask
+        assert mask.any()
+        assert not mask[0]
+        assert (trajectory.policy_versions[~mask] == NO_VERSION).all()
+        assert (trajectory.behavior_logprobs[~mask] == 0).all()
+        values = (trajectory.input_ids, trajectory.behavior_logprobs, trajectory.policy_versions)
+        trained.update(zip(*(value[mask].tolist() for value in values), strict=True))
+    assert trained == Counter(episode.sampled)
+    assert sum(t.turns for t in episode.tree.trajectories(reward=1.0)) == len(episode.tree.calls)
+
+
+def test_a_conversation_that_goes_on_is_one_trajectory() -> None:
+    episode = Episode()
+    messages = [user("hello")]
+    for text in ("one", "two", "three"):
+        messages = [*messages, episode.ask(messages), user(text)]
+    (trajectory,) = episode.tree.trajectories(reward=0.5)
+    assert trajectory.turns == 3
+    assert trajectory.input_ids.tolist() == [5, 7, 1000, 1001, 3, 7, 1002, 1003, 3, 7, 1004, 1005]
+    assert np.flatnonzero(trajectory.loss_mask).tolist() == [2, 3, 6, 7, 10, 11]
+    assert trajectory.reward == 0.5
+
+
+def test_what_two_branches_share_is_trained_on_in_the_first() -> None:
+    episode = Episode()
+    first = [user("hello")]
+    reply = episode.ask(first)
+    episode.ask([*first, reply, user("left")])
+    episode.ask([*first, reply, user("right")])
+    left, right = episode.tree.trajectories(reward=1.0)
+    assert left.input_ids.tolist()[:4] == right.input_ids.tolist()[:4]
+    assert (left.turns, right.turns) == (2, 1)
+    assert left.loss_mask[2:4].all()
+    assert not right.loss_mask[2:4].any()
+
+
+def test_an_answer_is_known_again_as_clients_send_it_back() -> None:
+    tree = EpisodeTree()
+    messages = [user("hello")]
+    call = ToolCall(id="call_1", name="look", arguments='{"x": 1, "y": 2}')
+    reply = assistant(" I look. ", reasoning="hm", tool_calls=(call,))
+    made = Call(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
+    tree.add(made, messages=messages, reply=reply, tools=[TOOL])
+    sent_back = assistant("I look.", tool_calls=(ToolCall(id="call_1", name="look", arguments='{"y":2,"x":1}'),))
+    result = Message(role="tool", content="nothing", tool_call_id="call_1")
+    assert tree.find([*messages, sent_back, result], [TOOL]) == (made, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [user("hello"), assistant("another answer"), user("go on")],
+        [user("hallo"), assistant("answer"), user("go on")],
+        [Message(role="system", content="be brief"), user("hello"), assistant("answer"), user("go on")],
+        [user("hello")],
+    ],
+)
+def test_another_history_continues_nothing(other: list[Message]) -> None:
+    tree = EpisodeTree()
+    made = Call(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
+    tree.add(made, messages=[user("hello")], reply=assistant("answer"), tools=[])
+    assert tree.find([user("hello"), assistant("answer"), user("go on")], []) == (made, 2)
+    assert tree.find(other, []) == (None, 0)
+    assert tree.find([user("hello"), assistant("answer"), user("go on")], [TOOL]) == (None, 0)
+
+
+def test_a_call_has_to_begin_with_what_it_continues() -> None:
+    tree = EpisodeTree()
+    generation = Generation([2], [-0.5], [0], "stop", None, 0)
+    parent = Call(None, (1,), generation)
+    with pytest.raises(ValueError, match="does not begin with its parent's 2"):
+        tree.add(Call(parent, (1, 3), generation), messages=[user("a")], reply=assistant("b"), tools=[])

@@ -1,0 +1,169 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.protocols import common
+from streamrl.rollout.agents.protocols.common import Call
+
+error = common.openai_error
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: common.Content = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: str = "text"
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: _ResponseFormat | None = None
+    logit_bias: dict[str, float] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    modalities: list[str] | None = None
+
+
+def parse(raw: bytes) -> Call:
+    """Check a request's body."""
+    body = common.decode(raw, _Body)
+    if not body.messages:
+        raise RequestRefused("messages: there are none")
+    common.refuse_present(
+        {
+            "logit_bias": body.logit_bias,
+            "frequency_penalty": body.frequency_penalty,
+            "presence_penalty": body.presence_penalty,
+            "response_format": body.response_format is not None and body.response_format.type != "text",
+            "modalities": body.modalities not in (None, [], ["text"]),
+            "tool_choice": body.tool_choice not in (None, "auto", "none"),
+            "top_logprobs": (body.top_logprobs or 0) > 1,
+        }
+    )
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    n = 1 if body.n is None else body.n
+    common.check_counts(n, limit, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
+    tools = () if body.tool_choice == "none" else tuple(body.tools or ())
+    for tool in tools:
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestRefused("tools: only functions with a name are supported")
+    return Call(
+        request=ChatRequest(
+            messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+            tools=tools,
+            n=n,
+            max_tokens=limit,
+            stop=common.stops(body.stop),
+        ),
+        model=body.model,
+        stream=bool(body.stream),
+        logprobs=bool(body.logprobs),
+        stream_usage=body.stream_options is not None and body.stream_options.include_usage,
+        overridden=common.present({"temperature": body.temperature, "top_p": body.top_p}),
+    )
+
+
+def _message(message: _Message, index: int) -> Message:
+    return Message(
+        role="system" if message.role == "developer" else message.role,
+        content=common.text_of(message.content, f"messages[{index}]"),
+        reasoning=message.reasoning_content or "",
+        tool_calls=tuple(
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id or "",
+    )
+
+
+def _spoken(message: Message, *, indexed: bool) -> dict[str, Any]:
+    spoken: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.tool_calls else "")}
+    if message.reasoning:
+        spoken["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        spoken["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            | ({"index": index} if indexed else {})
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return spoken
+
+
+def _logprobs(completion: Completion) -> dict[str, Any]:
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, logprob in zip(completion.token_texts, completion.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _head(call: Call, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
+
+
+def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the answer's body."""
+    choices = [
+        {
+            "index": index,
+            "message": _spoken(completion.message, indexed=False),
+            "finish_reason": completion.finish_reason,
+            "logprobs": _logprobs(completion) if call.logprobs else None,
+        }
+        for index, completion in enumerate(completions)
+    ]
+    return {**_head(call, "chat.completion"), "choices": choices, "usage": common.usage(completions)}
+
+
+def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
+    """Return the answer as server-sent events."""
+    head = _head(call, "chat.completion.chunk")
+    for index, completion in enumerate(completions):
+        delta = _spoken(completion.message, indexed=True)
+        logprobs = _logprobs(completion) if call.logprobs else None
+        first = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
+        yield common.event({**head, "choices": [first]})
+        last = {"index": index, "delta": {}, "finish_reason": completion.finish_reason, "logprobs": None}
+        yield common.event({**head, "choices": [last]})
+    if call.stream_usage:
+        yield common.event({**head, "choices": [], "usage": common.usage(completions)})
+    yield b"data: [DONE]\n\n"

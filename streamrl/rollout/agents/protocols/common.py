@@ -1,0 +1,106 @@
+"""What the protocols share: checked calls, text parts, events, and refusals by name."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+
+MAX_SAMPLES = 256
+"""Answers to one request."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A request that a protocol has checked, with what its answer's form depends on."""
+
+    request: ChatRequest
+    model: str
+    stream: bool = False
+    logprobs: bool = False
+    stream_usage: bool = False
+    overridden: tuple[str, ...] = ()
+    """Settings of the request that the run's own replace."""
+    previous: str = ""
+    """The earlier response that this request continues (`previous_response_id`)."""
+    id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str = "text"
+    text: str = ""
+
+
+Content = str | list[Part] | None
+Body = TypeVar("Body")
+
+
+def decode(body: bytes, kind: type[Body]) -> Body:
+    """Return `body` as a `kind`, or refuse it with the name of what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRefused(f"the request's body cannot be read: {error}") from None
+
+
+def text_of(content: Content, where: str) -> str:
+    """Return the text of `content`; parts that are not text are refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text"):
+            raise RequestRefused(f"{where}: content of type {part.type!r} is not supported, only text")
+    return "".join(part.text for part in content)
+
+
+def stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop strings; empty ones are refused."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in found:
+        raise RequestRefused("stop: an empty string cannot end an answer")
+    return found
+
+
+def check_counts(n: int, max_tokens: int | None, field: str) -> None:
+    """Refuse numbers of answers or tokens that make no sense."""
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RequestRefused(f"n: {n} is not between 1 and {MAX_SAMPLES}")
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestRefused(f"{field}: {max_tokens} is less than 1")
+
+
+def refuse_present(fields: Mapping[str, Any]) -> None:
+    """Refuse the first field that asks for something."""
+    for name, value in fields.items():
+        if value:
+            raise RequestRefused(f"{name}: not supported, because it changes the policy's probabilities or its input")
+
+
+def present(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the fields that are given."""
+    return tuple(name for name, value in fields.items() if value is not None)
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, int]:
+    """Return the counts of tokens as OpenAI names them."""
+    prompt = len(completions[0].prompt_ids) if completions else 0
+    output = sum(len(completion.output_ids) for completion in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """Return one server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def openai_error(status: int, kind: str, message: str) -> dict[str, Any]:
+    """Return an error's body in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

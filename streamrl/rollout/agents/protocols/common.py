@@ -25,6 +25,8 @@ class Call(msgspec.Struct, frozen=True):
     stream_usage: bool = False
     overridden: tuple[str, ...] = ()
     """Settings of the request that the run's own replace."""
+    instructions: int = 0
+    """How many of the first messages do not carry over to a response that continues this one."""
     previous: str = ""
     """The earlier response that this request continues (`previous_response_id`)."""
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)

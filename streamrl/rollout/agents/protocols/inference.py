@@ -1,0 +1,71 @@
+"""The token endpoint of the verifiers ecosystem: `POST /inference/v1/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.rollout.agents.messages import ChatRequest, Completion
+from streamrl.rollout.agents.protocols import common
+from streamrl.rollout.agents.protocols.common import Call
+
+error = common.openai_error
+
+
+class _Sampling(msgspec.Struct):
+    n: int = 1
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+
+class _Body(msgspec.Struct):
+    token_ids: list[int]
+    model: str = ""
+    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+
+
+def parse(raw: bytes) -> Call:
+    """Check a request's body."""
+    body = common.decode(raw, _Body)
+    asked = body.sampling_params
+    common.check_counts(asked.n, asked.max_tokens, "sampling_params.max_tokens")
+    return Call(
+        request=ChatRequest(
+            prompt=tuple(body.token_ids),
+            n=asked.n,
+            max_tokens=asked.max_tokens,
+            stop=common.stops(asked.stop),
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ),
+        model=body.model,
+        overridden=common.present({"temperature": asked.temperature, "top_p": asked.top_p}),
+    )
+
+
+def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the answer's body."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": completion.output_ids,
+            "finish_reason": completion.finish_reason,
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": logprob}
+                    for token, logprob in zip(completion.output_ids, completion.logprobs, strict=True)
+                ]
+            },
+        }
+        for index, completion in enumerate(completions)
+    ]
+    return {"request_id": call.id, "choices": choices}
+
+
+def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
+    """Never asked for: the endpoint does not stream."""
+    yield common.event(reply(call, completions))

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
-from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
+from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference
 from streamrl.rollout.agents.protocols.common import Call
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ CLOSE_SECONDS = 1.0
 PROTOCOLS: dict[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
-    "/v1/responses": responses,
     "/v1/messages": anthropic,
     "/inference/v1/generate": inference,
 }
@@ -203,7 +202,7 @@ class Gateway:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_retrieve)
-        if protocol is responses:
+        if path == "/v1/responses":
             task.add_done_callback(lambda done: _remember(asked, call, done))
         generation = _Generation(call, task)
         asked.by_body[digest] = generation

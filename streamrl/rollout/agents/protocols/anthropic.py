@@ -1,0 +1,164 @@
+"""Anthropic's messages: `POST /v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.protocols import common
+from streamrl.rollout.agents.protocols.common import Call
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+    tool_use_id: str = ""
+    content: common.Content = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _Choice(msgspec.Struct):
+    type: str = "auto"
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    max_tokens: int
+    model: str = ""
+    system: common.Content = None
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def parse(raw: bytes) -> Call:
+    """Check a request's body."""
+    body = common.decode(raw, _Body)
+    common.check_counts(1, body.max_tokens, "max_tokens")
+    choice = body.tool_choice.type if body.tool_choice else "auto"
+    common.refuse_present({"tool_choice": choice not in ("auto", "none")})
+    messages = [Message(role="system", content=system)] if (system := common.text_of(body.system, "system")) else []
+    for index, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{index}]")
+    tools = tuple(
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+        }
+        for tool in (body.tools or () if choice != "none" else ())
+    )
+    return Call(
+        request=ChatRequest(
+            messages=tuple(messages),
+            tools=tools,
+            max_tokens=body.max_tokens,
+            stop=common.stops(body.stop_sequences),
+        ),
+        model=body.model,
+        stream=bool(body.stream),
+        overridden=common.present({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}),
+    )
+
+
+def _messages(message: _Message, where: str) -> list[Message]:
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    results, texts, thoughts, calls = [], [], [], []
+    for block in message.content:
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "thinking":
+                thoughts.append(block.thinking)
+            case "tool_use":
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=bytes(block.input).decode()))
+            case "tool_result":
+                content = common.text_of(block.content, where)
+                results.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
+            case other:
+                raise RequestRefused(f"{where}: content of type {other!r} is not supported")
+    if texts or thoughts or calls or not results:
+        said = Message(message.role, "".join(texts), "".join(thoughts), tuple(calls))
+        results.append(said)
+    return results
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        try:
+            msgspec.json.decode(call.arguments, type=dict)
+            arguments = msgspec.Raw(call.arguments.encode())
+        except (msgspec.DecodeError, RecursionError):  # the policy may write what is not JSON; the API has no word for it
+            arguments = msgspec.Raw(msgspec.json.encode({"_malformed": call.arguments}))
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    return blocks
+
+
+def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the answer's body."""
+    said = completions[0]
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[said.finish_reason]
+    return {
+        "id": f"msg_{call.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": _blocks(said.message),
+        "stop_reason": "stop_sequence" if said.matched_stop else reason,
+        "stop_sequence": said.matched_stop or None,
+        "usage": {"input_tokens": len(said.prompt_ids), "output_tokens": len(said.output_ids)},
+    }
+
+
+def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
+    """Return the answer as server-sent events."""
+    whole = reply(call, completions)
+    start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield common.event({"type": "message_start", "message": start}, "message_start")
+    for index, block in enumerate(whole["content"]):
+        match block["type"]:
+            case "text":
+                empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            case "thinking":
+                empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+            case _:
+                written = bytes(block["input"]).decode()
+                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
+        opened = {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield common.event(opened, "content_block_start")
+        yield common.event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+        yield common.event({"type": "content_block_stop", "index": index}, "content_block_stop")
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    yield common.event({"type": "message_delta", "delta": end, "usage": whole["usage"]}, "message_delta")
+    yield common.event({"type": "message_stop"}, "message_stop")
+
+
+def error(status: int, kind: str, message: str) -> dict[str, Any]:
+    """Return an error's body."""
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -68,7 +68,7 @@ async def test_chat(served, tools):
 
 
 async def test_messages(served):
-    url, episode, _ = served
+    url, _, _ = served
     tools = [{"name": "add", "input_schema": {"type": "object"}}]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="secret") as client:
         asked = {"model": "m", "max_tokens": 10, "messages": ASKED}

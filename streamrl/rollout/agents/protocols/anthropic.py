@@ -114,7 +114,10 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
         try:
             msgspec.json.decode(call.arguments, type=dict)
             arguments = msgspec.Raw(call.arguments.encode())
-        except (msgspec.DecodeError, RecursionError):  # the policy may write what is not JSON; the API has no word for it
+        except (
+            msgspec.DecodeError,
+            RecursionError,
+        ):  # the policy may write what is not JSON; the API has no word for it
             arguments = msgspec.Raw(msgspec.json.encode({"_malformed": call.arguments}))
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks

@@ -84,7 +84,11 @@ def parse(raw: bytes) -> Call:
     tools = () if body.tool_choice == "none" else tuple(body.tools or ())
     for tool in tools:
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
             raise RequestRefused("tools: only functions with a name are supported")
     return Call(
         request=ChatRequest(

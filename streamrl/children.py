@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import io
 import os
+import re
+import select
 import signal
-from collections.abc import AsyncIterator
+import sys
+import traceback
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
+from typing import BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+_TRACEBACK_LINES = 12
+_SECRET = re.compile(r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+"""Names of environment variables that look like secrets."""
 
 
 @asynccontextmanager
@@ -47,3 +59,70 @@ def describe_exit(code: int | None) -> str:
     if code > 128 and code - 128 in set(signal.Signals):
         return f"was stopped by {signal.Signals(code - 128).name}"
     return f"ended with exit code {code}"
+
+
+def without_secrets(
+    environment: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str]
+) -> dict[str, str]:
+    """Return `environment` for code that may run what a model wrote.
+
+    Variables that look like secrets are left out unless they are `passed`; those `withheld` are left out in any case.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in withheld and (name in passed or not _SECRET.search(name))
+    }
+
+
+# --- in a child that runs code of the user's ---
+
+
+def take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Return where calls come in and replies go out; the user's code gets other streams."""
+    calls_in = os.fdopen(os.dup(0), "rb")
+    replies_out = os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    return calls_in, replies_out
+
+
+def die_with_parent() -> None:
+    """On Linux, ask the kernel: what the user's code does, such as holding the interpreter lock, cannot put it off."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_the_rest_after_death() -> None:
+    """On Linux, leave a process behind that waits for the end of this one and then kills what the function has started.
+
+    Nobody else could, where the rollout worker was killed. It is no child of this process, because the user's code may
+    wait for all children of its own.
+    """
+    leader = os.getpid()
+    if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:
+        return
+    if first := os.fork():
+        os.waitpid(first, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            watched = os.pidfd_open(leader)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):  # nobody is to wait for the end of what it does not write
+                os.dup2(nothing, descriptor)
+            select.select([watched], [], [])
+            os.killpg(leader, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def traceback_tail(error: BaseException) -> str:
+    """Return the last lines of the traceback."""
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(lines[-_TRACEBACK_LINES:])

@@ -49,6 +49,10 @@ class RewardTimeout(RewardError):
     """A reward function that did not answer in time."""
 
 
+class AgentError(StreamRLError):
+    """An agent's episode that failed, never ended, or never asked the policy for anything."""
+
+
 class WireError(StreamRLError):
     """A message that breaks the wire format."""
 

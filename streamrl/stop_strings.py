@@ -23,6 +23,10 @@ class StopStrings:
         self.reach = max((len(string) for string in strings), default=0) + TAIL_MARGIN if strings else 0
         """Tokens that a string may lie across, at most."""
 
+    def and_also(self, strings: Sequence[str]) -> StopStrings:
+        """Return these and `strings`."""
+        return StopStrings([*self._strings, *strings], self._decode)
+
     def at_the_end(self, tokens: Sequence[int]) -> str | None:
         """Return the first of the strings that is in the text of the last `reach` of `tokens`, if one is."""
         if not self._strings:

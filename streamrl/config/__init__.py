@@ -17,6 +17,7 @@ import msgspec
 from streamrl.config.checks import found_in
 from streamrl.config.fields import Section
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
+from streamrl.config.sections import AgentConfig as AgentConfig
 from streamrl.config.sections import Config as Config
 from streamrl.config.sections import DataConfig as DataConfig
 from streamrl.config.sections import EvaluationConfig as EvaluationConfig

@@ -6,7 +6,7 @@ import math
 
 from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import Config
+from streamrl.config.sections import Config, WorkflowConfig
 from streamrl.config.trainer import role_config
 
 
@@ -17,6 +17,13 @@ def found_in(config: Config) -> list[str]:
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')
     if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
+    agent = config.rollout.agent
+    if agent.function and agent.command:
+        problems.append("rollout.agent has both a function and a command; an episode is one of them")
+    if agent.used and config.rollout.workflow != WorkflowConfig():
+        problems.append("rollout.agent takes the place of rollout.workflow; leave one of them out")
+    if agent.used and config.reward_model.path is not None:
+        problems.append("rollout.agent scores its episodes; there is no place for a reward_model")
     if config.data.max_prompt_tokens + 1 > config.gserver.max_context:
         problems.append("data.max_prompt_tokens must be smaller than gserver.max_context")
     if config.rollout.sampling.max_new_tokens >= config.gserver.max_context:

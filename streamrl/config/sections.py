@@ -152,6 +152,36 @@ class RewardConfig(Section, frozen=True):
     """What using all of them costs."""
 
 
+class AgentConfig(Section, frozen=True):
+    """Programs that talk to the policy as to any model server, instead of a workflow (docs/agents.md)."""
+
+    function: str = ""
+    """`module:function`, called as `function(task, policy)`; it may be a coroutine."""
+    command: list[str] = []
+    """A program and its arguments, started for each episode; `{name}` in them is that field of the task."""
+    scored_by: Literal["agent", "reward"] = "agent"
+    """`agent`: by what the function returns, the last line that the program prints, or `notify_score`; `reward`: the
+    function of [rollout.reward] judges the last thing that the policy said."""
+    processes: Positive = 1
+    """In which episodes of a `function` run, in each of them many at the same time."""
+    timeout_seconds: PositiveFloat = 300.0
+    """Longest time of an episode, from its start to its score."""
+    memory_mb: NonNegative = 4096
+    """Address space of one process of an agent; 0: no limit."""
+    max_calls: Positive = 128
+    """Most answers that an episode gets from the policy."""
+    environment: list[str] = []
+    """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
+    that agents get nonetheless."""
+    on_error: Literal["reject", "zero"] = "reject"
+    """An episode that fails or is never scored: give its group up, or let it score 0."""
+
+    @property
+    def used(self) -> bool:
+        """Whether there is one."""
+        return bool(self.function or self.command)
+
+
 class RolloutConfig(Section, frozen=True):
     """The rollout workers."""
 
@@ -176,6 +206,7 @@ class RolloutConfig(Section, frozen=True):
     """Before the first replacement; each further one waits twice as long, a minute at most."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = WorkflowConfig()
+    agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
 
 

@@ -35,6 +35,10 @@ class Activity:
         self.groups_rejected = 0
         self.groups_uniform = 0
         self.reward_errors = 0
+        self.episodes = 0
+        """Of agents; this and the next two count those that ended with something to train on."""
+        self.calls = 0
+        self.trajectories = 0
         self.reward_busy_seconds: Callable[[], float] = float
         """Returns how long the reward processes have been busy; 0 where there are none."""
         self._under_way: Counter[str] = Counter()
@@ -68,6 +72,12 @@ class Activity:
             "reward_busy_seconds_total": self.reward_busy_seconds(),
             "reward_errors_total": self.reward_errors,
         }
+        if self.episodes:
+            stats |= {
+                "agent_episodes_total": self.episodes,
+                "agent_calls_total": self.calls,
+                "agent_trajectories_total": self.trajectories,
+            }
         if self._rewards:
             stats["reward_mean"] = sum(self._rewards) / len(self._rewards)
         return stats
@@ -127,6 +137,12 @@ class Activity:
     def log_reason(self, what: str, reason: BaseException) -> None:
         """Log `what` happened and why, unless the log has had enough of these for now."""
         self._reasons.log(what, reason)
+
+    def episode_ended(self, *, calls: int, trajectories: int) -> None:
+        """Count an agent's episode, in which the policy was asked for `calls` answers."""
+        self.episodes += 1
+        self.calls += calls
+        self.trajectories += trajectories
 
     @contextmanager
     def _in(self, stage: str) -> Iterator[None]:

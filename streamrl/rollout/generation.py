@@ -102,15 +102,19 @@ class Generator:
         max_new_tokens: int,
         rid: str,
         route: GroupRoute,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
 
-        The request travels together with those that siblings on the same `route` make at the same moment.
+        `stop` and `stop_token_ids` end it besides those of the run. The request travels together with those that
+        siblings on the same `route` make at the same moment.
 
         Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
         `DeadlineExceeded` when no token has come for `patience` seconds.
         """
         response = _PartialResponse()
+        endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
         retry = Retry(
             f"request {rid}",
             patience=self._patience,
@@ -124,7 +128,7 @@ class Generator:
             budget = min(max_new_tokens - before, self._tokens_per_request)
             request = GenerateRequest(
                 input_ids=[*input_ids, *response.ids],
-                sampling_params=self._params(budget, rid=rid, position=before),
+                sampling_params=self._params(budget, rid, before, stop, stop_token_ids),
                 rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
             )
@@ -141,7 +145,7 @@ class Generator:
             reply = with_version_spans(unmixed(reply), oldest=version)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
-            if ending := self._endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
+            if ending := endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
                 length, matched = ending
                 retry.succeeded()
                 return response.up_to(length, finish_reason="stop", matched=matched)
@@ -162,7 +166,9 @@ class Generator:
             reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
             return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
-    def _params(self, max_new_tokens: int, *, rid: str, position: int) -> SamplingParams:
+    def _params(
+        self, max_new_tokens: int, rid: str, position: int, stop: Sequence[str], stop_token_ids: Sequence[int]
+    ) -> SamplingParams:
         """Each request has a seed of its own, which depends on the run's seed, `rid` and its first token's position."""
         sampling = self._sampling
         digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
@@ -172,8 +178,8 @@ class Generator:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             max_new_tokens=max_new_tokens,
-            stop=sampling.stop or None,
-            stop_token_ids=sampling.stop_token_ids or None,
+            stop=[*sampling.stop, *stop] or None,
+            stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids] or None,
             sampling_seed=int.from_bytes(digest, "little") >> 1,
         )
 
@@ -258,6 +264,12 @@ class Endings:
     def __init__(self, *, tokens: Collection[int], strings: StopStrings) -> None:
         self._tokens = tokens
         self._strings = strings
+
+    def and_also(self, *, tokens: Collection[int], strings: Sequence[str]) -> Endings:
+        """Return these and others."""
+        if not tokens and not strings:
+            return self
+        return Endings(tokens={*self._tokens, *tokens}, strings=self._strings.and_also(strings))
 
     def overlooked(self, output_ids: Sequence[int], *, earlier: int, reported: bool) -> tuple[int, str | int] | None:
         """Return after how many of `output_ids` the response has ended, and which token or string ended it.

@@ -23,7 +23,7 @@ from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, Traje
 
 
 class GroupMaker:
-    """Runs the workflow once for each sibling of a prompt, all at the same time."""
+    """Runs the workflow once for each sibling of a prompt, all at the same time: each is an episode."""
 
     def __init__(
         self,
@@ -73,18 +73,20 @@ class GroupMaker:
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        trajectories = [task.result() for task in siblings]
+        of_episodes = [task.result() for task in siblings]
+        trajectories = [trajectory for found in of_episodes for trajectory in found]
         return TrajectoryGroup.from_trajectories(
             seq=seq,
             worker=self._worker,
             prompt_length=shared_prefix(trajectories),
             trajectories=trajectories,
             generation_seconds=time.monotonic() - started,
+            episodes=[episode for episode, found in enumerate(of_episodes) for _ in found],
         )
 
     async def _sibling(
         self, prompt: Prompt, sibling: int, route: GroupRoute, before_scoring: BeforeScoring | None
-    ) -> Trajectory:
+    ) -> list[Trajectory]:
         session = Session(
             prompt=prompt,
             sibling=sibling,
@@ -98,9 +100,13 @@ class GroupMaker:
             activity=self._activity,
             before_scoring=before_scoring,
         )
-        trajectory = await self._workflow.run(prompt, session)
-        check_trajectory(trajectory)
-        return trajectory
+        found = await self._workflow.run(prompt, session)
+        trajectories = found if isinstance(found, list) else [found]
+        if not trajectories:
+            raise WireError("a workflow that returned no trajectory: the policy was not asked for anything")
+        for trajectory in trajectories:
+            check_trajectory(trajectory)
+        return trajectories
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -17,12 +17,15 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
+from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.runner import agents_of
+from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows.base import load_workflow
+from streamrl.rollout.workflows.base import Workflow, load_workflow
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import gserver_key, manager_key
@@ -89,17 +92,19 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
     Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be had.
     """
     joined.membership.waiting_for = "reward processes and tokenizer"
-    rewards = None if config.reward_model.path is not None else RewardPool.of(config)
+    agent = config.rollout.agent
+    scored_elsewhere = config.reward_model.path is not None or (agent.used and agent.scored_by == "agent")
+    rewards = None if scored_elsewhere else RewardPool.of(config)
     if rewards is not None:
         joined.at_exit.push_async_callback(rewards.close)
         pool = rewards
         joined.activity.reward_busy_seconds = lambda: pool.busy_seconds
-    workflow = load_workflow(config.rollout.workflow)
     async with asyncio.TaskGroup() as starting:
         if rewards is not None:
             starting.create_task(rewards.start())
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
+    workflow = await _open_workflow(config, joined=joined, chat=chat)
     client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=gserver_key(config))
     joined.at_exit.push_async_callback(client.close)
     joined.membership.on_unanswering = client.give_up
@@ -124,6 +129,23 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
         activity=joined.activity,
     )
     return maker, prompts
+
+
+async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer) -> Workflow:
+    """Return what makes trajectories; an agent's processes and the server that they ask are closed at exit."""
+    agent = config.rollout.agent
+    if not agent.used:
+        return load_workflow(config.rollout.workflow)
+    joined.membership.waiting_for = "the agent's processes"
+    agents = agents_of(config)
+    joined.at_exit.push_async_callback(agents.close)
+    await agents.start()
+    episodes = EpisodeTable()
+    model = Path(config.model.path).name
+    gateway = Gateway(episodes, model=model)
+    joined.at_exit.push_async_callback(gateway.close)
+    url = await gateway.start()
+    return AgentWorkflow(agent, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=chat, model=model)
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:

@@ -27,7 +27,7 @@ class CodePoints:
         return "".join(map(chr, token_ids))
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, str]], *, tools: object, tokenize: bool, add_generation_prompt: bool
     ) -> str:
         return "".join(message["content"] for message in conversation)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -45,6 +46,15 @@ class EpisodeCalls(Protocol):
 
     async def complete(self, request: ChatRequest) -> Sequence[Completion]:
         """Return the answers to `request`; raises `RequestRefused`."""
+
+    def score(self, value: float) -> None:
+        """Take what the agent says that the episode is worth; raises `RequestRefused`."""
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Body of `POST /{episode}/score`."""
+
+    score: float
 
 
 class Episodes(Protocol):
@@ -100,6 +110,7 @@ class Gateway:
         app = web.Application(client_max_size=body_limit)
         for prefix in ("", "/{episode}"):
             app.router.add_get(prefix + "/v1/models", self._models)
+            app.router.add_post(prefix + "/score", self._score)
             for path, protocol in PROTOCOLS.items():
                 app.router.add_post(prefix + path, self._handler(path, protocol))
         self._runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None)
@@ -136,6 +147,20 @@ class Gateway:
             return _json(chat.error(refused.status, refused.kind, str(refused)), refused.status)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "streamrl"}
         return _json({"object": "list", "data": [model]})
+
+    async def _score(self, request: web.Request) -> web.Response:
+        try:
+            _, episode = self._find(request)
+            try:
+                score = msgspec.json.decode(await request.read(), type=Score).score
+            except msgspec.DecodeError as error:
+                raise RequestRefused(f'the body must be {{"score": NUMBER}}: {error}') from None
+            if not math.isfinite(score):
+                raise RequestRefused(f"a score of {score} is not finite")
+            episode.score(score)
+        except RequestRefused as refused:
+            return _json(chat.error(refused.status, refused.kind, str(refused)), refused.status)
+        return _json({})
 
     def _handler(self, path: str, protocol: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -60,8 +60,16 @@ class EpisodeTree:
                 return call, index + 1
         return None, 0
 
-    def add(self, call: Call, *, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]]) -> None:
-        """Record a call that asked `messages` and was answered `reply`.
+    def find_tokens(self, prompt_ids: Sequence[int]) -> Call | None:
+        """Return the call with the most tokens that `prompt_ids` begin with, if there is one."""
+        asked = tuple(prompt_ids)
+        found = [call for call in self.calls if asked[: len(call.token_ids)] == call.token_ids]
+        return max(found, key=lambda call: len(call.token_ids), default=None)
+
+    def add(
+        self, call: Call, *, messages: Sequence[Message] | None, reply: Message, tools: Sequence[dict[str, Any]]
+    ) -> None:
+        """Record a call that asked `messages` (None: plain tokens) and was answered `reply`.
 
         Raises `ValueError` when it does not begin with its parent's tokens.
         """
@@ -69,8 +77,15 @@ class EpisodeTree:
         if call.prompt_ids[: len(before)] != before:
             raise ValueError(f"a call of {len(call.prompt_ids)} tokens does not begin with its parent's {len(before)}")
         self.calls.append(call)
+        if messages is None:
+            return
         *_, (_, digest) = _digests([*messages, reply], tools)
         self._by_conversation[digest] = call
+
+    def drop_leaf(self, call: Call) -> None:
+        """Take back a call whose answer nobody has received, unless another continues it."""
+        if all(other.parent is not call for other in self.calls):
+            self.calls = [other for other in self.calls if other is not call]
 
     def trajectories(self, *, reward: float) -> list[Trajectory]:
         """Return one trajectory for each leaf, oldest leaf first; all of them carry `reward`.

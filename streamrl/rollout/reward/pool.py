@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import msgspec
 
+from streamrl.children import without_secrets
 from streamrl.config import Config
 from streamrl.errors import RewardError, RewardTimeout, WireError
 from streamrl.rollout.reward.protocol import (
@@ -40,9 +40,6 @@ from streamrl.types import Prompt
 
 _EXIT_SECONDS = 2.0
 """A process whose pipe closed gets this long to leave its exit status."""
-
-_SECRET = re.compile(r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Names of environment variables that look like secrets."""
 
 _decoder: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardReply)
 
@@ -268,20 +265,6 @@ class _Child:
         if self._process is None:
             raise ConnectionError("the process is gone")
         return self._process
-
-
-def without_secrets(
-    environment: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str]
-) -> dict[str, str]:
-    """Return `environment` for code that may run what a model wrote.
-
-    Variables that look like secrets are left out unless they are `passed`; those `withheld` are left out in any case.
-    """
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in withheld and (name in passed or not _SECRET.search(name))
-    }
 
 
 def _exit_text(status: int | None) -> str:

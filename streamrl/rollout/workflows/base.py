@@ -49,8 +49,11 @@ BeforeScoring = Callable[[int], Awaitable[None]]
 class Workflow(Protocol):
     """Makes one sibling's trajectory."""
 
-    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
-        """Return the sibling's trajectory; an error that this raises rejects the whole group."""
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory | list[Trajectory]:
+        """Return the sibling's trajectory, or all of them where there are several conversations.
+
+        An error that this raises rejects the whole group.
+        """
 
 
 class Session:
@@ -89,11 +92,18 @@ class Session:
         self._before_scoring = before_scoring
         self._requests = 0
 
-    async def generate(self, input_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> Generation:
         """Let the policy continue `input_ids`, for up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
 
-        Fewer where `max_context` leaves no room for so many. Raises `DataError` when it leaves no room at all, and
-        what `Generator.generate` raises.
+        Fewer where `max_context` leaves no room for so many. `stop` and `stop_token_ids` end it besides those of the
+        run. Raises `DataError` when there is no room at all, and what `Generator.generate` raises.
         """
         room = self.max_context - len(input_ids)
         if room < 1:
@@ -109,6 +119,8 @@ class Session:
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
                 rid=rid,
                 route=self._route,
+                stop=stop,
+                stop_token_ids=stop_token_ids,
             )
         self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
         return generation
@@ -123,15 +135,27 @@ class Session:
             text=text, finish_reason=generation.finish_reason, output_tokens=len(generation.output_ids), turn=turn
         )
 
+    def episode_ended(self, *, calls: int, trajectories: int) -> None:
+        """Count an agent's episode."""
+        self._activity.episode_ended(calls=calls, trajectories=trajectories)
+
+    def log_failure(self, error: Exception) -> None:
+        """Log why an episode scores 0."""
+        self._activity.log_reason("an episode scores 0", error)
+
+    async def generated(self) -> None:
+        """Wait, with all that was generated, until the sibling may be scored; `score` does it, too."""
+        if self._before_scoring is not None:
+            with self._activity.waiting_to_be_scored():
+                await self._before_scoring(self.sibling)
+
     async def score(self, response: Response) -> float:
         """Return the reward function's judgement, less what a response of this length costs.
 
         0 where a reward model of the trainer will score. Raises `RewardError` when the reward function fails, unless
         `rollout.reward.on_error = "zero"` counts that as 0.
         """
-        if self._before_scoring is not None:
-            with self._activity.waiting_to_be_scored():
-                await self._before_scoring(self.sibling)
+        await self.generated()
         if self._rewards is None:
             return 0.0
         with self._activity.scoring():

@@ -144,6 +144,7 @@ def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
     whole = reply(call, completions)
     start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     yield common.event({"type": "message_start", "message": start}, "message_start")
+    empty: dict[str, Any]
     for index, block in enumerate(whole["content"]):
         match block["type"]:
             case "text":

@@ -1,0 +1,36 @@
+"""An agent of several turns: find a number from 1 to 7 in three guesses, told each time whether it is higher or lower.
+
+It is written against OpenAI's client and knows nothing of streamrl; examples/guess_number.toml trains it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from openai import AsyncOpenAI
+
+HIGHEST, GUESSES = 7, 3
+
+_client = AsyncOpenAI(base_url="http://localhost", api_key="of each episode")
+"""Shared, because a client of one's own costs an episode twenty milliseconds."""
+
+
+def numbers(index: int, seed: int) -> dict[str, Any]:
+    """Return row `index` of the data: a number to find."""
+    return {"prompt": "?", "answer": random.Random(f"{seed}/{index}").randint(1, HIGHEST)}
+
+
+async def play(task: dict[str, Any], policy: Any) -> float:
+    """Play one game; it is worth 1 if the number is found."""
+    client = _client.with_options(base_url=policy.base_url, api_key=policy.api_key)
+    messages: list[Any] = list(task["messages"])
+    for _ in range(GUESSES):
+        reply = await client.chat.completions.create(model=policy.model, messages=messages)
+        said = reply.choices[0].message.content or ""
+        guess = int(said) if said.isdecimal() else None
+        if guess == task["answer"]:
+            return 1.0
+        hint = "!" if guess is None else ">" if task["answer"] > guess else "<"
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": hint}]
+    return 0.0

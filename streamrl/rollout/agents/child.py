@@ -1,0 +1,125 @@
+"""A process in which episodes of an agent's function run: `python -m streamrl.rollout.agents.child`.
+
+Started by `FunctionAgents`. A coroutine function shares the event loop with the other episodes of its process; a plain
+one gets a thread. Invariant: the process ends with its parent, and what the function has started ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+
+from streamrl.children import (
+    die_with_parent,
+    end_the_rest_after_death,
+    reading,
+    take_standard_streams,
+    traceback_tail,
+)
+from streamrl.errors import StreamRLError
+from streamrl.importing import load_object
+from streamrl.rollout.agents.pipe import Begin, Ended, Failed, FromAgents, Ready, Setup, ToAgents, frame, read_body
+from streamrl.rollout.agents.policy import Policy
+
+MOST_THREADS = 256
+"""Plain functions that run at the same time in one process."""
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    die_with_parent()
+    end_the_rest_after_death()
+    calls_in, replies_out = take_standard_streams()
+    asyncio.run(_serve(os.dup(calls_in.fileno()), replies_out))
+
+
+async def _serve(calls_in: int, replies_out: BinaryIO) -> None:
+    decoder = msgspec.msgpack.Decoder(ToAgents)
+    running: dict[int, asyncio.Task[None]] = {}
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+
+    def reply(message: FromAgents) -> None:
+        replies_out.write(frame(message))
+        replies_out.flush()
+
+    async with reading(calls_in) as reader:
+        function: Callable[..., Any] | None = None
+        while True:
+            try:
+                call = decoder.decode(await read_body(reader))
+            except asyncio.IncompleteReadError:
+                os._exit(0)  # the parent is gone, and threads may hang in the user's function
+            if isinstance(call, Setup):
+                function = _load(call, reply)
+            elif isinstance(call, Begin):
+                if function is None:
+                    reply(Failed(call.episode, "it came before the setup"))
+                    continue
+                task = asyncio.create_task(_run(function, call, reply), name=f"episode {call.episode}")
+                running[call.episode] = task
+                task.add_done_callback(partial(_forget, running, call.episode))
+            elif (found := running.get(call.episode)) is not None:
+                found.cancel()
+
+
+def _forget(running: dict[int, asyncio.Task[None]], episode: int, _: asyncio.Task[None]) -> None:
+    running.pop(episode, None)
+
+
+def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., Any] | None:
+    if setup.memory_mb:
+        most = setup.memory_mb << 20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        function: Callable[..., Any] = load_object(setup.function, key="rollout.agent.function")
+        inspect.signature(function).bind(None, None)
+    except StreamRLError as error:
+        reply(Failed(-1, str(error)))
+    except TypeError as error:
+        reply(Failed(-1, f"it must take (task, policy): {error}"))
+    except Exception as error:  # the user's module may raise anything: the parent reports it
+        reply(Failed(-1, traceback_tail(error)))
+    else:
+        reply(Ready())
+        return function
+    return None
+
+
+async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[FromAgents], None]) -> None:
+    policy = Policy(begin.access)
+    try:
+        if inspect.iscoroutinefunction(function):
+            value = await function(begin.task, policy)
+        else:
+            value = await asyncio.to_thread(function, begin.task, policy)
+        reply(Ended(begin.episode, as_score(value)))
+    except asyncio.CancelledError:
+        reply(Failed(begin.episode, "it was cancelled"))
+    except BaseException as error:  # the user's function may raise anything: the parent reports it
+        reply(Failed(begin.episode, traceback_tail(error)))
+
+
+def as_score(value: object) -> float | None:
+    """Return what an agent returned as its score; raises `ValueError` when it is none."""
+    if value is None:
+        return None
+    try:
+        score = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); a score is a number") from None
+    if not math.isfinite(score):
+        raise ValueError(f"it returned {score}; a score is a finite number")
+    return score
+
+
+if __name__ == "__main__":
+    main()

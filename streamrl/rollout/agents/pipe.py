@@ -1,0 +1,85 @@
+"""What a rollout worker and the processes in which agents' functions run say to each other over a pipe.
+
+A frame is the length of its body (4 bytes, little endian) and the body in msgpack. The worker sends one `Setup`, then
+any number of `Begin`s and `Cancel`s; the process replies `Ready`, and for each `Begin` one `Ended` or `Failed`, in any
+order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+LENGTH_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    """Which function to serve; the reply is `Ready`, or `Failed` with `episode` -1."""
+
+    function: str
+    """As `rollout.agent.function`."""
+    memory_mb: int
+    """Address space that the process may have; 0: no limit."""
+
+
+class Access(msgspec.Struct, frozen=True):
+    """How an episode's agent reaches the policy."""
+
+    base_url: str
+    """For OpenAI's client; it ends in `/v1`."""
+    anthropic_base_url: str
+    """For Anthropic's client."""
+    api_key: str
+    """The episode's own; no other opens it, and it opens no other."""
+    model: str
+    """The name under which the policy is asked. Any other is answered, too."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Run the function once."""
+
+    episode: int
+    task: dict[str, Any]
+    access: Access
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Nobody waits for this episode any more."""
+
+    episode: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The function is imported."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """What the function returned: a finite number, or nothing."""
+
+    episode: int
+    score: float | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The function could not be imported, raised, returned something else, or was cancelled."""
+
+    episode: int
+    message: str
+
+
+ToAgents = Setup | Begin | Cancel
+FromAgents = Ready | Ended | Failed
+
+
+def frame(message: ToAgents | FromAgents) -> bytes:
+    """Return `message` as it goes through the pipe; raises `TypeError` for values that msgpack has no type for."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+async def read_body(reader: asyncio.StreamReader) -> bytes:
+    """Return the body of the next frame; raises `IncompleteReadError` at the end of the pipe."""
+    header = await reader.readexactly(LENGTH_BYTES)
+    return await reader.readexactly(int.from_bytes(header, "little"))

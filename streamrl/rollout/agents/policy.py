@@ -1,0 +1,32 @@
+"""`Policy`: what an agent's function is given to reach the policy in training."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+from streamrl.rollout.agents.pipe import Access
+
+SCORE_SECONDS = 30.0
+
+
+class Policy:
+    """A model server of the episode's own; any client of OpenAI's or Anthropic's APIs talks to it."""
+
+    def __init__(self, access: Access) -> None:
+        self.base_url = access.base_url
+        """For OpenAI's client."""
+        self.anthropic_base_url = access.anthropic_base_url
+        """For Anthropic's client."""
+        self.api_key = access.api_key
+        self.model = access.model
+
+    def notify_score(self, score: float) -> None:
+        """Say what the episode is worth, instead of returning it; may be said again, the last one counts."""
+        request = urllib.request.Request(
+            f"{self.base_url.removesuffix('/v1')}/score",
+            data=json.dumps({"score": score}).encode(),
+            headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SCORE_SECONDS):
+            pass

@@ -1,0 +1,290 @@
+"""Where agents run: `FunctionAgents` in a few processes with many episodes each, `CommandAgents` in one for each.
+
+Owns the processes. Invariants: an episode that is cancelled, or hangs, keeps nothing running; a process that died is
+replaced before the next episode; after `close` none is left, nor anything that it has started. Agents see none of the
+user's secrets unless they are to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.children import describe_exit, kill_group, without_secrets
+from streamrl.config import Config
+from streamrl.errors import AgentError
+from streamrl.rollout.agents.pipe import (
+    Access,
+    Begin,
+    Cancel,
+    Ended,
+    Failed,
+    FromAgents,
+    Ready,
+    Setup,
+    frame,
+    read_body,
+)
+
+START_SECONDS = 120.0
+CANCEL_SECONDS = 2.0
+"""A process that has not ended a cancelled episode by then hangs, and is replaced."""
+TAIL_LINES = 12
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+class Agents(Protocol):
+    """Run episodes."""
+
+    async def start(self) -> None:
+        """Raises `AgentError` when there is nothing that could run."""
+
+    async def close(self) -> None:
+        """End every episode and every process."""
+
+    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+        """Run one episode, and return its score if the agent gave one; raises `AgentError` when it fails."""
+
+
+def agents_of(config: Config) -> Agents:
+    """Return the agents that `config.rollout.agent` describes, not yet started."""
+    agent = config.rollout.agent
+    environment = without_secrets(
+        os.environ,
+        passed=agent.environment,
+        withheld=(config.manager.api_key_env, config.gserver.api_key_env),
+    )
+    if agent.command:
+        return CommandAgents(agent.command, memory_mb=agent.memory_mb, environment=environment)
+    return FunctionAgents(Setup(agent.function, agent.memory_mb), processes=agent.processes, environment=environment)
+
+
+# --- functions ---
+
+
+class FunctionAgents:
+    """Runs a function of the user's in `processes` processes."""
+
+    def __init__(self, setup: Setup, *, processes: int, environment: Mapping[str, str]) -> None:
+        self._processes = [_AgentProcess(setup, environment) for _ in range(processes)]
+
+    async def start(self) -> None:
+        try:
+            await asyncio.gather(*(process.ready() for process in self._processes))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+        process = min(self._processes, key=lambda process: process.running)
+        return await process.run(task, access)
+
+
+class _AgentProcess:
+    """One process and its successors."""
+
+    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
+        self._setup = setup
+        self._environment = environment
+        self._episodes = itertools.count()
+        self._waiting: dict[int, asyncio.Future[float | None]] = {}
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def running(self) -> int:
+        """Episodes under way."""
+        return len(self._waiting)
+
+    async def ready(self) -> None:
+        """Wait until there is a process that has imported the function; raises `AgentError`."""
+        async with self._starting:
+            if self._reading is None or self._reading.done():
+                await self._start()
+
+    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+        episode = next(self._episodes)
+        future: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._waiting[episode] = future
+        try:
+            await self.ready()
+            self._send(Begin(episode, task, access))
+            return await future
+        except TypeError as error:
+            raise AgentError(f"the task cannot be sent to the agent: {error}") from error
+        except asyncio.CancelledError:
+            if not future.done():
+                await asyncio.shield(self._cancel(episode, future))
+            raise
+        finally:
+            self._waiting.pop(episode, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # seen
+
+    async def stop(self) -> None:
+        """End the process for good."""
+        if self._process is not None:
+            kill_group(self._process.pid)
+            await self._process.wait()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _cancel(self, episode: int, future: asyncio.Future[float | None]) -> None:
+        """Have the episode ended; end the whole process where it does not react."""
+        with contextlib.suppress(ConnectionError):
+            self._send(Cancel(episode))
+        await asyncio.wait((future,), timeout=CANCEL_SECONDS)
+        if not future.done() and self._process is not None:
+            future.cancel()
+            kill_group(self._process.pid)
+
+    async def _start(self) -> None:
+        what = f"rollout.agent.function {self._setup.function}"
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "streamrl.rollout.agents.child"),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=self._environment,
+            start_new_session=True,
+        )
+        self._send(self._setup)
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                reply = _decoder.decode(await read_body(self._process.stdout))
+        except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+            kill_group(self._process.pid)
+            ended = describe_exit(await self._process.wait())
+            raise AgentError(f"{what} could not be imported: its process {ended}; its own words are above") from error
+        if isinstance(reply, Failed):
+            await self.stop()
+            raise AgentError(f"{what} cannot be used: {reply.message}")
+        self._reading = asyncio.create_task(self._read(self._process), name="replies of an agent's process")
+
+    async def _read(self, process: Process) -> None:
+        """Hand replies over until the process ends; whoever waits then hears of it."""
+        assert process.stdout is not None
+        why = "broke the protocol"
+        try:
+            while True:
+                self._take(_decoder.decode(await read_body(process.stdout)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            why = describe_exit(await process.wait())
+        except msgspec.DecodeError:
+            pass
+        finally:
+            kill_group(process.pid)
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(AgentError(f"the agent's process {why}, perhaps because of another episode"))
+
+    def _take(self, reply: FromAgents) -> None:
+        if isinstance(reply, Ready):
+            return
+        future = self._waiting.get(reply.episode)
+        if future is None or future.done():
+            return
+        if isinstance(reply, Ended):
+            future.set_result(reply.score)
+        else:
+            future.set_exception(AgentError(f"the agent failed: {reply.message}"))
+
+    def _send(self, message: Setup | Begin | Cancel) -> None:
+        if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
+            raise ConnectionError("the agent's process is gone")
+        self._process.stdin.write(frame(message))
+
+
+_decoder: msgspec.msgpack.Decoder[FromAgents] = msgspec.msgpack.Decoder(FromAgents)
+
+
+# --- programs ---
+
+
+class CommandAgents:
+    """Starts a program for each episode."""
+
+    def __init__(self, command: Sequence[str], *, memory_mb: int, environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._memory_mb = memory_mb
+        self._environment = environment
+        self._leaders: set[int] = set()
+
+    async def start(self) -> None:
+        """Nothing to start before there are episodes."""
+
+    async def close(self) -> None:
+        for leader in self._leaders:
+            kill_group(leader)
+
+    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "streamrl.rollout.agents.command", str(self._memory_mb)),
+            *(_filled(word, task) for word in self._command),
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**self._environment, **_variables(task, access)},
+            start_new_session=True,
+        )
+        self._leaders.add(process.pid)
+        try:
+            lines = await _last_lines(process)
+            status = await process.wait()
+        finally:
+            kill_group(process.pid)
+            self._leaders.discard(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                await asyncio.shield(process.wait())
+        if status:
+            said = "\n".join(lines)
+            raise AgentError(f"the agent {self._command[0]} {describe_exit(status)}; it said last:\n{said}")
+        with contextlib.suppress(ValueError, IndexError):
+            return float(lines[-1])
+        return None
+
+
+def _filled(word: str, task: Mapping[str, Any]) -> str:
+    """Put fields of the task in the place of their `{names}`; other braces stay."""
+    return _NAME.sub(lambda found: str(task[found.group(1)]) if found.group(1) in task else found.group(0), word)
+
+
+def _variables(task: Mapping[str, Any], access: Access) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "ANTHROPIC_BASE_URL": access.anthropic_base_url,
+        "ANTHROPIC_API_KEY": access.api_key,
+        "STREAMRL_MODEL": access.model,
+        "STREAMRL_TASK": json.dumps(task),
+        "STREAMRL_SCORE_URL": f"{access.anthropic_base_url}/score",
+    }
+
+
+async def _last_lines(process: Process) -> list[str]:
+    """Read all that a program prints, and return the last lines that are not empty."""
+    assert process.stdout is not None
+    rest = b""
+    lines: deque[str] = deque(maxlen=TAIL_LINES)
+    while piece := await process.stdout.read(1 << 16):
+        *whole, rest = (rest + piece).split(b"\n")
+        rest = rest[-(1 << 16) :]
+        lines.extend(line.decode(errors="replace") for line in whole if line.strip())
+    if rest.strip():
+        lines.append(rest.decode(errors="replace"))
+    return list(lines)

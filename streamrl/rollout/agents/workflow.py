@@ -1,0 +1,263 @@
+"""`AgentWorkflow`: one episode of an agent for each sibling, from its task to its trajectories.
+
+`Episode` is what the gateway knows of it: it answers the agent's calls with the policy, and keeps them in an
+`EpisodeTree`. Invariant: what is trained on is exactly what the agent was answered before its episode ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.config import AgentConfig
+from streamrl.errors import AgentError, DataError, StreamRLError
+from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway
+from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+from streamrl.rollout.agents.pipe import Access
+from streamrl.rollout.agents.rendering import Renderer, TemplateRenderer
+from streamrl.rollout.agents.runner import Agents
+from streamrl.rollout.agents.tree import Call, EpisodeTree
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.workflows.base import Session
+from streamrl.types import Prompt, Trajectory
+
+
+class Episode:
+    """One agent at work on one task."""
+
+    def __init__(self, session: Session, renderer: Renderer, *, max_calls: int) -> None:
+        self.key = secrets.token_urlsafe(24)
+        """Opens this episode and no other."""
+        self.name = f"{session.prompt.seq}-{session.sibling}-{secrets.token_hex(4)}"
+        """Its part of the URL."""
+        self.calls = 0
+        """Answers that were asked for."""
+        self.last: Completion | None = None
+        """What the policy said last."""
+        self.failure: StreamRLError | None = None
+        """Why the policy could not answer, if it could not: the episode is worth nothing then."""
+        self._session = session
+        self._renderer = renderer
+        self._max_calls = max_calls
+        self._tree = EpisodeTree()
+        self._undelivered: dict[tuple[int, ...], list[Call]] = {}
+        self._ended = False
+        self._score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    # --- for the gateway ---
+
+    async def complete(self, request: ChatRequest) -> Sequence[Completion]:
+        """Return the policy's answers; raises `RequestRefused`."""
+        self._check_open()
+        if self.calls + request.n > self._max_calls:
+            raise RequestRefused(
+                f"this episode has had {self.calls} answers, and rollout.agent.max_calls = {self._max_calls}"
+            )
+        self.calls += request.n
+        parent, prompt_ids = self._tokens_of(request)
+        room = self._session.max_context - len(prompt_ids)
+        if room < 1:
+            raise RequestRefused(
+                f"the conversation has {len(prompt_ids)} tokens, and gserver.max_context = "
+                f"{self._session.max_context} leaves no room for an answer",
+                kind="context_length_exceeded",
+            )
+        answers = [self._answer(request, parent, prompt_ids) for _ in range(request.n)]
+        try:
+            return await asyncio.gather(*answers)
+        except StreamRLError as error:
+            self.failure = error
+            raise RequestRefused(f"the policy cannot be asked: {error}", status=503, kind="api_error") from error
+
+    def delivered(self, completions: Sequence[Completion]) -> None:
+        """The agent has these."""
+        for completion in completions:
+            self._undelivered.pop(_identity(completion), None)
+
+    def score(self, value: float) -> None:
+        """Take the agent's word for what the episode is worth; the last one counts."""
+        self._check_open()
+        if self._score.done():
+            self._score = asyncio.get_running_loop().create_future()
+        self._score.set_result(value)
+
+    # --- for the workflow ---
+
+    async def scored(self) -> float:
+        """Wait for a score, and return it."""
+        await asyncio.shield(self._score)
+        return self._score.result()
+
+    def end(self) -> None:
+        """Nothing that happens from now on belongs to the episode."""
+        self._ended = True
+
+    def trajectories(self, *, reward: float) -> list[Trajectory]:
+        """Return what was said, without answers that nobody has received."""
+        for calls in self._undelivered.values():
+            for call in calls:
+                self._tree.drop_leaf(call)
+        return self._tree.trajectories(reward=reward)
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise RequestRefused("this episode has ended", status=410, kind="invalid_request_error")
+
+    def _tokens_of(self, request: ChatRequest) -> tuple[Call | None, list[int]]:
+        """Return the call that is continued, if one is, and all tokens that the policy is to continue."""
+        if request.prompt is not None:
+            chat = self._session.chat
+            try:
+                ids = chat.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+            except DataError as error:
+                raise RequestRefused(str(error)) from error
+            if not ids:
+                raise RequestRefused("prompt: it has no tokens")
+            return self._tree.find_tokens(ids), ids
+        parent, known = self._tree.find(request.messages, request.tools)
+        new = request.messages[known:]
+        if parent is None or not new:
+            return None, self._renderer.render(request.messages, request.tools)
+        return parent, [*parent.token_ids, *self._renderer.extend(parent.generation.output_ids, new, request.tools)]
+
+    async def _answer(self, request: ChatRequest, parent: Call | None, prompt_ids: list[int]) -> Completion:
+        most = self._session.sampling.max_new_tokens
+        generation = await self._session.generate(
+            prompt_ids,
+            max_new_tokens=min(most, request.max_tokens or most),
+            stop=request.stop,
+            stop_token_ids=request.stop_token_ids,
+        )
+        self._check_open()
+        matched = generation.matched if isinstance(generation.matched, str) else ""
+        message = self._renderer.parse(generation.output_ids, matched_stop=matched, tools=request.tools)
+        call = Call(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation)
+        messages = request.messages if request.prompt is None else None
+        self._tree.add(call, messages=messages, reply=message, tools=request.tools)
+        chat = self._session.chat
+        completion = Completion(
+            message=message,
+            finish_reason="tool_calls" if message.tool_calls else generation.finish_reason,
+            prompt_ids=call.prompt_ids,
+            output_ids=tuple(generation.output_ids),
+            logprobs=tuple(generation.logprobs),
+            token_texts=tuple(chat.decode([token]) for token in generation.output_ids),
+            matched_stop=matched,
+        )
+        self._undelivered.setdefault(_identity(completion), []).append(call)
+        self.last = completion
+        return completion
+
+
+def _identity(completion: Completion) -> tuple[int, ...]:
+    return (len(completion.prompt_ids), *completion.output_ids)
+
+
+class EpisodeTable:
+    """The episodes that run now, for the gateway."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Episode] = {}
+
+    def find(self, key: str, episode: str) -> EpisodeCalls | None:
+        """Return the episode with this key, unless the URL names another."""
+        found = self._by_key.get(key)
+        return None if found is None or episode not in ("", found.name) else found
+
+    def add(self, episode: Episode) -> None:
+        self._by_key[episode.key] = episode
+
+    def remove(self, episode: Episode) -> None:
+        del self._by_key[episode.key]
+
+
+class AgentWorkflow:
+    """A `Workflow` whose siblings are episodes of an agent."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        agents: Agents,
+        gateway: Gateway,
+        url: str,
+        episodes: EpisodeTable,
+        chat: ChatTokenizer,
+        model: str,
+    ) -> None:
+        """`url`: the gateway's. `model`: the name under which agents ask for the policy."""
+        self._config = config
+        self._agents = agents
+        self._gateway = gateway
+        self._url = url
+        self._episodes = episodes
+        self._renderer = TemplateRenderer(chat)
+        self._model = model
+
+    async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
+        episode = Episode(session, self._renderer, max_calls=self._config.max_calls)
+        self._episodes.add(episode)
+        try:
+            reward = await self._play(prompt, session, episode)
+        finally:
+            episode.end()
+            self._episodes.remove(episode)
+            self._gateway.forget(episode.key)
+        trajectories = episode.trajectories(reward=reward)
+        if not trajectories:
+            raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
+        session.episode_ended(calls=episode.calls, trajectories=len(trajectories))
+        return trajectories
+
+    async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> float:
+        """Return the score of an episode, once it has one."""
+        seconds = self._config.timeout_seconds
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    score = await self._agents.run(task_of(prompt), self._access(episode))
+                    if self._config.scored_by == "reward":
+                        return await session.score(_response(episode, session))
+                    if score is None:
+                        score = await episode.scored()
+            except TimeoutError as error:
+                raise AgentError(
+                    f"seq {prompt.seq}: no score within rollout.agent.timeout_seconds = {seconds:g}, after "
+                    f"{episode.calls} answers of the policy"
+                ) from error
+            if episode.failure is not None:
+                raise episode.failure
+            await session.generated()
+            return score
+        except AgentError as error:
+            if self._config.on_error == "reject" or not episode.calls:
+                raise
+            session.log_failure(error)
+            await session.generated()
+            return 0.0
+
+    def _access(self, episode: Episode) -> Access:
+        base = f"{self._url}/{episode.name}"
+        return Access(base_url=f"{base}/v1", anthropic_base_url=base, api_key=episode.key, model=self._model)
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """Return what an agent gets to see of a row: its columns, with `messages`, `question` and `answer`."""
+    question = prompt.messages[-1]["content"] if prompt.messages else ""
+    return {"question": question, **prompt.metadata, "messages": prompt.messages, "answer": prompt.answer}
+
+
+def _response(episode: Episode, session: Session) -> Response:
+    """Return what the policy said last, for a reward function."""
+    last = episode.last
+    if last is None:
+        raise AgentError("the agent ended without a word of the policy")
+    return Response(
+        text=last.message.content,
+        finish_reason="length" if last.finish_reason == "length" else "stop",
+        output_tokens=len(last.output_ids),
+        turn=episode.calls,
+    )

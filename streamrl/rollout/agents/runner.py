@@ -124,7 +124,7 @@ class _AgentProcess:
         try:
             await self.ready()
             self._send(Begin(episode, task, access))
-            return await future
+            return await asyncio.shield(future)
         except TypeError as error:
             raise AgentError(f"the task cannot be sent to the agent: {error}") from error
         except asyncio.CancelledError:
@@ -149,9 +149,9 @@ class _AgentProcess:
         with contextlib.suppress(ConnectionError):
             self._send(Cancel(episode))
         await asyncio.wait((future,), timeout=CANCEL_SECONDS)
-        if not future.done() and self._process is not None:
-            future.cancel()
+        if not future.done() and self._process is not None and self._reading is not None:
             kill_group(self._process.pid)
+            await asyncio.wait((self._reading,))
 
     async def _start(self) -> None:
         what = f"rollout.agent.function {self._setup.function}"

@@ -1,0 +1,221 @@
+"""Episodes from an agent's first call to its trajectories: agents in processes of their own, a scripted gserver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.config import AgentConfig, Config, RolloutConfig
+from streamrl.errors import AgentError, StreamRLError
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.runner import agents_of
+from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
+from streamrl.rollout.groups import check_trajectory
+from streamrl.types import Prompt, Trajectory
+from tests.rollout.sessions import CHAT, PROMPT, parts, session
+
+SOLVE = AgentConfig(function="tests.rollout.agents.user_agents:solve", timeout_seconds=60)
+OPENING = "{user\n1+1?}\n{assistant\n"
+
+
+def task(question: str) -> Prompt:
+    return msgspec.structs.replace(PROMPT, messages=[{"role": "user", "content": question}], answer=2)
+
+
+@asynccontextmanager
+async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
+    agents = agents_of(Config(rollout=RolloutConfig(agent=config)))
+    episodes = EpisodeTable()
+    gateway = Gateway(episodes, model="policy")
+    try:
+        await agents.start()
+        url = await gateway.start()
+        yield AgentWorkflow(
+            config, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=CHAT, model="policy"
+        )
+    finally:
+        await gateway.close()
+        await agents.close()
+
+
+async def play(config: AgentConfig, question: str, *texts: str, **more: Any) -> list[Trajectory]:
+    """Play one episode of `question` in which the policy says `texts`."""
+    async with playing(config) as workflow, session(*texts, rewards=None, **more) as (made, _):
+        found = await workflow.run(task(question), made)
+    for trajectory in found:
+        check_trajectory(trajectory)
+    return found
+
+
+async def test_two_turns_are_one_trajectory() -> None:
+    (found,) = await play(SOLVE, "twice", "Two<|im_end|>", "Yes<|im_end|>")
+    assert parts(found) == [
+        (False, OPENING),
+        (True, "Two}"),
+        (False, "\n{user\nSure?}\n{assistant\n"),
+        (True, "Yes}"),
+    ]
+    assert (found.reward, found.turns, found.finish_reason) == (1.0, 2, "stop")
+    assert set(found.policy_versions[found.loss_mask].tolist()) == {0, 1}
+
+
+async def test_branches_train_each_sampled_token_once() -> None:
+    activity = Activity(idle="nothing")
+    said = ["Two<|im_end|>", "Yes<|im_end|>", "So<|im_end|>", "Else<|im_end|>"]
+    found = await play(SOLVE, "branches", *said, activity=activity)
+    trained = [[text for sampled, text in parts(trajectory) if sampled] for trajectory in found]
+    assert trained == [["Two}", "Yes}"], ["So}"], ["Else}"]]
+    assert "Two}" in "".join(text for _, text in parts(found[1]))
+    assert [trajectory.reward for trajectory in found] == [1.0] * 3
+    stats = activity.stats()
+    assert (stats["agent_episodes_total"], stats["agent_calls_total"], stats["agent_trajectories_total"]) == (1, 4, 3)
+
+
+async def test_several_answers_to_one_call_are_trajectories() -> None:
+    found = await play(SOLVE, "several", "a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
+    assert sorted(parts(trajectory)[-1][1] for trajectory in found) == ["a}", "b}", "c}"]
+
+
+async def test_a_score_that_is_notified_counts_and_the_last_one_does() -> None:
+    (found,) = await play(SOLVE, "notify 0.25 0.75", "Two<|im_end|>")
+    assert found.reward == 0.75
+
+
+async def test_a_plain_function_runs_in_a_thread() -> None:
+    plain = AgentConfig(function="tests.rollout.agents.user_agents:plain")
+    (found,) = await play(plain, "x", "Two<|im_end|>")
+    assert found.reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("question", "says"),
+    [
+        ("nothing", "never asked the policy"),
+        ("raise", "LookupError: no such tool"),
+        ("text", "'good' .str.; a score is a number"),
+        ("exit", "the agent's process ended with exit code 7"),
+        ("memory", "MemoryError"),
+        ("none", r"no score within rollout.agent.timeout_seconds = 2, after [01] answers"),
+        ("hang", r"no score within rollout.agent.timeout_seconds = 2, after [01] answers"),
+        ("spin", r"no score within rollout.agent.timeout_seconds = 2, after 0 answers"),
+        ("long", "leaves no room for an answer"),
+        ("flood", r"rollout.agent.max_calls = 3"),
+    ],
+)
+async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, says: str) -> None:
+    waiting = question in ("none", "hang", "spin")
+    config = msgspec.structs.replace(SOLVE, timeout_seconds=2 if waiting else 60, max_calls=3, memory_mb=2000)
+    async with playing(config) as workflow:
+        async with session(*["Two<|im_end|>"] * 3, rewards=None) as (made, _):
+            with pytest.raises(AgentError, match=says):
+                await workflow.run(task(question), made)
+        workflow._config = SOLVE  # the next one has time to start a process
+        async with session("Two<|im_end|>", rewards=None) as (made, _):
+            assert [one.reward for one in await workflow.run(task("once"), made)] == [0.5]
+
+
+async def test_what_failed_scores_zero_where_it_is_to() -> None:
+    config = msgspec.structs.replace(SOLVE, on_error="zero")
+    (found,) = await play(config, "raise", "Two<|im_end|>")
+    assert found.reward == 0.0
+    with pytest.raises(AgentError, match="LookupError|never asked|number"):
+        await play(config, "text")
+
+
+async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
+    async with playing(SOLVE) as workflow, session("", rewards=None) as (made, _):
+        with pytest.raises(StreamRLError, match="without a single token"):
+            await workflow.run(task("once"), made)
+
+
+async def test_many_at_the_same_time_in_one_process() -> None:
+    async with playing(SOLVE) as workflow:
+        async with asyncio.TaskGroup() as group, session(*["Two<|im_end|>"] * 20, rewards=None) as (made, _):
+            tasks = [group.create_task(workflow.run(task("once"), made)) for _ in range(20)]
+            await asyncio.gather(*tasks)
+    assert np.mean([found.reward for one in tasks for found in one.result()]) == 0.5
+
+
+async def test_a_function_that_cannot_be_used_says_so() -> None:
+    for name, says in (("nowhere", "has no nowhere"), ("takes_one", r"it must take \(task, policy\)")):
+        config = AgentConfig(function=f"tests.rollout.agents.user_agents:{name}")
+        with pytest.raises(AgentError, match=says):
+            await agents_of(Config(rollout=RolloutConfig(agent=config))).start()
+
+
+async def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "x")
+    (without,) = await play(SOLVE, "variable MY_API_KEY", "Two<|im_end|>")
+    passed = msgspec.structs.replace(SOLVE, environment=["MY_API_KEY"])
+    (given,) = await play(passed, "variable MY_API_KEY", "Two<|im_end|>")
+    assert (without.reward, given.reward) == (0.0, 1.0)
+
+
+async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(SOLVE, timeout_seconds=2)
+    with pytest.raises(AgentError, match="no score within"):
+        await play(config, f"spawn {tmp_path}/pid")
+    await gone(int((tmp_path / "pid").read_text()))
+
+
+# --- programs ---
+
+PROGRAM = """
+import json, os, sys, openai
+client = openai.OpenAI()
+answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": sys.argv[1]}])
+print("thinking")
+print(len(answer.choices[0].message.content) + json.loads(os.environ["STREAMRL_TASK"])["answer"])
+"""
+
+
+async def test_a_program_is_an_agent() -> None:
+    config = AgentConfig(command=[sys.executable, "-c", PROGRAM, "{question}"])
+    (found,) = await play(config, "1+1?", "Two<|im_end|>")
+    assert parts(found) == [(False, OPENING), (True, "Two}")]
+    assert found.reward == 5.0
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["no-such-program"], "no-such-program ended with exit code 1.*\n.*cannot be started: no-such-program"),
+        (["sh", "-c", "echo oh no; exit 3"], "sh ended with exit code 3; it said last:\noh no"),
+        (["sh", "-c", "kill -9 $$"], "sh was ended by SIGKILL"),
+        (["sleep", "600"], "no score within rollout.agent.timeout_seconds = 2"),
+        (["echo", "not a number"], "no score within"),
+    ],
+)
+async def test_a_program_that_fails_says_so(command: list[str], says: str) -> None:
+    with pytest.raises(AgentError, match=f"(?s){says}"):
+        await play(AgentConfig(command=command, timeout_seconds=2), "x")
+
+
+async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
+    with pytest.raises(AgentError):
+        await play(AgentConfig(command=["sh", "-c", script], timeout_seconds=2), "x")
+    await gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_task_is_a_row() -> None:
+    row = msgspec.structs.replace(PROMPT, answer=2, metadata={"level": 3})
+    question = PROMPT.messages[-1]["content"]
+    assert task_of(row) == {"question": question, "messages": PROMPT.messages, "answer": 2, "level": 3}
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            await asyncio.sleep(0.02)
+    assert pid != os.getpid()

@@ -1,0 +1,92 @@
+"""Agents as a user might write them, good and bad; `task["question"]` says which."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+ASKED = [{"role": "user", "content": "1+1?"}]
+
+
+async def solve(task: dict[str, Any], policy: Any) -> Any:
+    """Do what the task says, so that one function covers all cases."""
+    async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
+
+        async def say(*messages: tuple[str, str], **more: Any) -> str:
+            written: Any = [{"role": role, "content": content} for role, content in messages]
+            answer = await client.chat.completions.create(model=policy.model, messages=written, **more)
+            return str(answer.choices[0].message.content)
+
+        match task["question"].split():
+            case ["nothing"]:
+                return 1.0
+            case ["once"]:
+                await say(("user", "1+1?"))
+                return 0.5
+            case ["none"]:
+                await say(("user", "1+1?"))
+            case ["twice"]:
+                first = await say(("user", "1+1?"))
+                second = await say(("user", "1+1?"), ("assistant", first), ("user", "Sure?"))
+                return float(len(first) == len(second))
+            case ["branches"]:
+                first = await say(("user", "1+1?"))
+                for question in ("Sure?", "Why?"):
+                    await say(("user", "1+1?"), ("assistant", first), ("user", question))
+                await say(("user", "Something else"))
+                return 1.0
+            case ["several"]:
+                await say(("user", "1+1?"), n=3)
+                return 1.0
+            case ["notify", *scores]:
+                await say(("user", "1+1?"))
+                for score in scores:
+                    await asyncio.to_thread(policy.notify_score, float(score))
+            case ["raise"]:
+                await say(("user", "1+1?"))
+                raise LookupError("no such tool")
+            case ["text"]:
+                return "good"
+            case ["hang"]:
+                await say(("user", "1+1?"))
+                await asyncio.sleep(600)
+            case ["spin"]:
+                while True:
+                    pass
+            case ["exit"]:
+                os._exit(7)
+            case ["memory"]:
+                return float(len(bytearray(1 << 40)))
+            case ["flood"]:
+                for _ in range(10_000):
+                    await say(("user", "1+1?"))
+            case ["long"]:
+                await say(("user", "x" * 1000))
+            case ["variable", name]:
+                await say(("user", "1+1?"))
+                return float(name in os.environ)
+            case ["spawn", path]:
+                Path(path).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+                while True:
+                    pass
+        return None
+
+
+def plain(task: dict[str, Any], policy: Any) -> float:
+    """No coroutine; several of these sleep at the same time."""
+    import openai
+
+    client = openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key)
+    client.chat.completions.create(model="anything", messages=ASKED)  # type: ignore[arg-type]
+    time.sleep(0.2)
+    return 0.25
+
+
+def takes_one(task: dict[str, Any]) -> float:
+    return 0.0

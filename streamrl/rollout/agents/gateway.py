@@ -1,13 +1,15 @@
 """The model server that agents ask: the APIs of OpenAI and Anthropic, answered by the policy in training.
 
-An episode is known by its random key (`Authorization: Bearer` or `x-api-key`) and, where the URL names one, by its id.
+An episode is known by its random key (`Authorization: Bearer` or `x-api-key`) and by its id, where the URL names one;
+the token endpoint, which clients ask at the server's root, takes the id from `X-Session-ID`.
 
 Retries. A request is answered with an earlier request's generation, also while that is still running, if
 - its `Idempotency-Key` has been seen in this episode,
 - its `x-stainless-retry-count` is above 0 and its path and body are those of an earlier one, or
 - its path and body are those of a request whose answer could not be delivered, because the client hung up.
-Any other identical body is a new sample: best of n by repeated calls is legitimate. A client that hangs up cancels
-nothing; the episode is told which answers were delivered.
+Any other identical body is a new sample: best of n by repeated calls is legitimate. A generation is a task of its own:
+a client that hangs up cancels only its handler. An answer is delivered once it has left this process for a connection
+that is open; the episode is told which were. The last `KEPT_REQUESTS` requests of an episode can be asked again.
 """
 
 from __future__ import annotations
@@ -15,28 +17,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
-from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused
+from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Call
 
 logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
 
 BODY_LIMIT = 8 << 20
 CONCURRENT_REQUESTS = 64
 """Of one episode."""
+KEPT_REQUESTS = 256
+"""Of one episode: how many can be asked again, and how many responses can be continued."""
 CLOSE_SECONDS = 1.0
 
 PROTOCOLS: dict[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/messages": anthropic,
+    "/v1/responses": responses,
     "/inference/v1/generate": inference,
 }
 
@@ -61,15 +67,28 @@ class Episodes(Protocol):
     """The episodes that may ask."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
-        """Return the episode with this key; `episode` is the id in the URL, or empty. An ended one may be raised as
-        a `RequestRefused` with status 410."""
+        """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
+        raised as a `RequestRefused` with status 410."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the run samples, whatever its agents ask for."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    min_p: float = 0.0
 
 
 class _Generation:
     """One generation, and whether anybody has seen its answer."""
 
-    def __init__(self, call: Call, task: asyncio.Task[Sequence[Completion]]) -> None:
+    def __init__(self, digest: bytes, call: Call, task: asyncio.Task[Sequence[Completion]]) -> None:
+        self.digest = digest
+        """Of the path and the body."""
         self.call = call
+        """Without the prompt."""
         self.task = task
         self.waiting = 0
         self.delivered = False
@@ -80,8 +99,9 @@ class _Asked:
 
     def __init__(self) -> None:
         self.by_key: dict[str, _Generation] = {}
-        self.by_body: dict[bytes, _Generation] = {}
-        self.responses: dict[str, tuple[Any, ...]] = {}
+        self.by_digest: dict[bytes, _Generation] = {}
+        self.conversations: dict[str, tuple[Message, ...]] = {}
+        """By the id of the call that they end with."""
         self.running = 0
 
 
@@ -93,6 +113,7 @@ class Gateway:
         episodes: Episodes,
         *,
         model: str,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         host: str = "127.0.0.1",
         port: int = 0,
         body_limit: int = BODY_LIMIT,
@@ -101,19 +122,21 @@ class Gateway:
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
+        self._sampling = sampling
         self._host = host
         self._port = port
         self._concurrent_requests = concurrent_requests
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, dict[str, _Asked]] = {}
+        """By the episode's key and id."""
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
-        app = web.Application(client_max_size=body_limit)
+        app = web.Application(client_max_size=body_limit, middlewares=[_refuse])
         for prefix in ("", "/{episode}"):
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_post(prefix + "/score", self._score)
             for path, protocol in PROTOCOLS.items():
                 app.router.add_post(prefix + path, self._handler(path, protocol))
-        self._runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None)
+        self._runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None, handler_cancellation=True)
 
     async def start(self) -> str:
         """Start to listen, and return the URL, without an episode's id."""
@@ -124,27 +147,33 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop listening and cancel what still runs."""
+        self._cancel()
+        await self._runner.cleanup()
+        self._cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await self._runner.cleanup()
 
     def forget(self, key: str) -> None:
         """Drop what is kept for the retries of the episode with this key, which has ended."""
         self._asked.pop(key, None)
 
-    def _find(self, request: web.Request) -> tuple[str, EpisodeCalls]:
+    def _find(self, request: web.Request) -> tuple[str, str, EpisodeCalls]:
+        """Return the key, the id and the episode that the request is for."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
-        found = self._episodes.find(key, request.match_info.get("episode", "")) if key else None
+        name = request.match_info.get("episode", "")
+        if not name and _protocol(request) is inference:
+            name = request.headers.get("X-Session-ID", "")
+        found = self._episodes.find(key, name) if key else None
         if found is None:
             raise RequestRefused("this key opens no such episode", status=401, kind="authentication_error")
-        return key, found
+        return key, name, found
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._find(request)
-        except RequestRefused as refused:
-            return _json(chat.error(refused.status, refused.kind, str(refused)), refused.status)
+        self._find(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "streamrl"}
         return _json({"object": "list", "data": [model]})
 
@@ -164,30 +193,27 @@ class Gateway:
 
     def _handler(self, path: str, protocol: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                return await self._answer(path, protocol, request)
-            except RequestRefused as refused:
-                return _json(protocol.error(refused.status, refused.kind, str(refused)), refused.status)
-            except web.HTTPRequestEntityTooLarge as large:
-                return _json(protocol.error(413, "request_too_large", str(large.text)), 413)
-            except (ConnectionError, web.HTTPException):
-                raise
-            except Exception:
-                logger.exception("a request of an agent to %s failed", path)
-                return _json(protocol.error(500, "api_error", "the server failed; its log says why"), 500)
+            return await self._answer(path, protocol, request)
 
         return handle
 
     async def _answer(self, path: str, protocol: Any, request: web.Request) -> web.StreamResponse:
-        key, episode = self._find(request)
-        asked = self._asked.setdefault(key, _Asked())
+        key, name, episode = self._find(request)
+        asked = self._asked.setdefault(key, {}).setdefault(name, _Asked())
         if asked.running >= self._concurrent_requests:
             message = f"{asked.running} requests of this episode are being answered; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
         asked.running += 1
         try:
             raw = await request.read()
-            generation = self._generation(path, protocol, request, raw, asked, episode)
+            digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
+            generation = _earlier(asked, request, digest)
+            if generation is None:
+                generation = self._begin(asked, protocol.parse(raw), digest, episode)
+            else:
+                self.retries_answered += 1
+            if idempotency_key := request.headers.get("Idempotency-Key", ""):
+                _keep(asked.by_key, idempotency_key, generation)
             generation.waiting += 1
             try:
                 found = await asyncio.shield(generation.task)
@@ -203,62 +229,117 @@ class Gateway:
                 delivered(found)
         return answer
 
-    def _generation(
-        self, path: str, protocol: Any, request: web.Request, raw: bytes, asked: _Asked, episode: EpisodeCalls
-    ) -> _Generation:
-        name = request.headers.get("Idempotency-Key", "")
-        digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
-        earlier = asked.by_key.get(name) if name else None
-        if earlier is None and (same := asked.by_body.get(digest)) is not None:
-            retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            if retried or (same.waiting == 0 and not same.delivered):
-                earlier = same
-        if earlier is not None and not _failed(earlier.task):
-            self.retries_answered += 1
-            return earlier
-        call: Call = protocol.parse(raw)
+    def _begin(self, asked: _Asked, call: Call, digest: bytes, episode: EpisodeCalls) -> _Generation:
+        """Begin the generation that answers `call`, and keep it."""
         if call.previous:
-            if call.previous not in asked.responses:
-                raise RequestRefused(f"previous_response_id: {call.previous!r} is not of this episode", status=404)
-            messages = asked.responses[call.previous] + call.request.messages
-            call = msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, messages=messages))
+            call = _continued(call, asked.conversations)
         self._warn(call)
         task = asyncio.ensure_future(episode.complete(call.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_retrieve)
-        if path == "/v1/responses":
+        task.add_done_callback(_failed)
+        if call.remembered:
             task.add_done_callback(lambda done: _remember(asked, call, done))
-        generation = _Generation(call, task)
-        asked.by_body[digest] = generation
-        if name:
-            asked.by_key[name] = generation
+        bare = msgspec.structs.replace(call.request, messages=(), prompt=None)
+        generation = _Generation(digest, msgspec.structs.replace(call, request=bare), task)
+        _keep(asked.by_digest, digest, generation)
         return generation
 
     def _warn(self, call: Call) -> None:
-        for kind in call.overridden:
-            if kind not in self._warned:
-                self._warned.add(kind)
-                logger.warning("agents ask for a %s of their own; the run's is used", kind)
-        if call.model not in ("", self._model) and "model" not in self._warned:
-            self._warned.add("model")
-            logger.warning("agents ask for the model %.100r; the policy answers", call.model)
+        for name, wanted in call.sampling.items():
+            if wanted != (own := getattr(self._sampling, name)):
+                self._warn_once(name, "agents ask for a %s of %s; the run's %s is used", name, wanted, own)
+        if call.top_logprobs:
+            self._warn_once("top_logprobs", "agents ask for top_logprobs; they get those of the sampled tokens alone")
+        if call.model not in ("", self._model):
+            self._warn_once("model", "agents ask for the model %.100r; the policy answers", call.model)
+
+    def _warn_once(self, subject: str, message: str, *values: object) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning(message, *values)
+
+
+def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation | None:
+    """Return the generation that `request` asks for again; raises `RequestRefused`."""
+    name = request.headers.get("Idempotency-Key", "")
+    earlier = asked.by_key.get(name) if name else None
+    if earlier is not None and earlier.digest != digest:
+        message = f"Idempotency-Key: {name!r} has been used for a request with another path or body"
+        raise RequestRefused(message, status=422, kind="idempotency_error")
+    if earlier is None and (same := asked.by_digest.get(digest)) is not None:
+        retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        if retried or (same.waiting == 0 and not same.delivered):
+            earlier = same
+    return None if earlier is None or _failed(earlier.task) else earlier
+
+
+def _keep(kept: dict[Key, Kept], key: Key, value: Kept) -> None:
+    """Put `value` into `kept` as its latest; only the latest `KEPT_REQUESTS` stay."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > KEPT_REQUESTS:
+        del kept[next(iter(kept))]
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
+def _continued(call: Call, conversations: Mapping[str, tuple[Message, ...]]) -> Call:
+    """Return `call` with the conversation that it continues put after its instructions."""
+    before = conversations.get(call.previous)
+    if before is None:
+        message = f"previous_response_id: not among the last {KEPT_REQUESTS} responses of this episode"
+        raise RequestRefused(message, status=404, kind="not_found_error")
+    own = call.request.messages
+    messages = own[: call.instructions] + before + own[call.instructions :]
+    return msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, messages=messages))
 
 
 def _remember(asked: _Asked, call: Call, task: asyncio.Task[Sequence[Completion]]) -> None:
     if not _failed(task):
-        said = (task.result()[0].message,)
-        instructions = call.instructions
-        asked.responses[f"resp_{call.id}"] = call.request.messages[instructions:] + said
+        said = task.result()[0].message
+        _keep(asked.conversations, call.id, (*call.request.messages[call.instructions :], said))
+
+
+def _protocol(request: web.Request) -> Any:
+    """Return the API that `request` speaks, also where its path is not one of that API's."""
+    for path, protocol in PROTOCOLS.items():
+        if request.path.endswith(path):
+            return protocol
+    return anthropic if "anthropic-version" in request.headers else chat
+
+
+@web.middleware
+async def _refuse(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer what `handler` raises in the form of the API that was asked."""
+
+    def error(status: int, kind: str, message: str) -> web.Response:
+        return _json(_protocol(request).error(status, kind, message), status)
+
+    try:
+        return await handler(request)
+    except RequestRefused as refused:
+        return error(refused.status, refused.kind, str(refused))
+    except web.HTTPRequestEntityTooLarge:
+        return error(413, "request_too_large", f"the body is larger than {request.client_max_size} bytes")
+    except web.RequestPayloadError:
+        return error(400, "invalid_request_error", "the body is not what its Content-Encoding says")
+    except web.HTTPNotFound:
+        return error(404, "not_found_error", f"there is no {request.method} {request.path}")
+    except web.HTTPMethodNotAllowed as wrong:
+        allowed = ", ".join(sorted(wrong.allowed_methods))
+        answer = error(405, "invalid_request_error", f"{request.path} takes {allowed}, not {request.method}")
+        answer.headers["Allow"] = allowed
+        return answer
+    except (ConnectionError, web.HTTPException):
+        raise
+    except Exception:
+        logger.exception("a request of an agent to %s failed", request.path)
+        return error(500, "api_error", "the server failed; its log says why")
 
 
 def _json(body: Any, status: int = 200) -> web.Response:
@@ -266,6 +347,9 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 async def _write(protocol: Any, call: Call, found: Sequence[Completion], request: web.Request) -> web.StreamResponse:
+    """Write the answer out; raises `ConnectionError` when the client hung up before all of it had left."""
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)  # so that write_eof() waits until nothing is buffered
     answer: web.StreamResponse
     if not call.stream:
         answer = _json(protocol.reply(call, found))

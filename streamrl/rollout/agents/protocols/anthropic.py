@@ -38,7 +38,7 @@ class _Choice(msgspec.Struct):
     type: str = "auto"
 
 
-class _Body(msgspec.Struct):
+class _Body(common.SamplingFields):
     messages: list[_Message]
     max_tokens: int
     model: str = ""
@@ -47,14 +47,13 @@ class _Body(msgspec.Struct):
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
 
 def parse(raw: bytes) -> Call:
     """Check a request's body."""
     body = common.decode(raw, _Body)
+    if not body.messages:
+        raise RequestRefused("messages: there are none")
     common.check_counts(1, body.max_tokens, "max_tokens")
     choice = body.tool_choice.type if body.tool_choice else "auto"
     common.refuse_present({"tool_choice": choice not in ("auto", "none")})
@@ -77,7 +76,7 @@ def parse(raw: bytes) -> Call:
         ),
         model=body.model,
         stream=bool(body.stream),
-        overridden=common.present({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}),
+        sampling=body.given(),
     )
 
 
@@ -92,7 +91,7 @@ def _messages(message: _Message, where: str) -> list[Message]:
             case "thinking":
                 thoughts.append(block.thinking)
             case "tool_use":
-                calls.append(ToolCall(id=block.id, name=block.name, arguments=bytes(block.input).decode()))
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=_arguments(block.input)))
             case "tool_result":
                 content = common.text_of(block.content, where)
                 results.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
@@ -104,6 +103,21 @@ def _messages(message: _Message, where: str) -> list[Message]:
     return results
 
 
+def _arguments(written: msgspec.Raw) -> str:
+    """Return the text of a tool call's arguments; a JSON string holds one that is not a JSON object."""
+    found = msgspec.json.decode(written)
+    return found if isinstance(found, str) else bytes(written).decode()
+
+
+def _input(arguments: str) -> msgspec.Raw:
+    """Return arguments as they were written, in a JSON string where they are not a JSON object."""
+    try:
+        msgspec.json.decode(arguments, type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        return msgspec.Raw(msgspec.json.encode(arguments))
+    return msgspec.Raw(arguments.encode())
+
+
 def _blocks(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
@@ -111,15 +125,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        try:
-            msgspec.json.decode(call.arguments, type=dict)
-            arguments = msgspec.Raw(call.arguments.encode())
-        except (
-            msgspec.DecodeError,
-            RecursionError,
-        ):  # the policy may write what is not JSON; the API has no word for it
-            arguments = msgspec.Raw(msgspec.json.encode({"_malformed": call.arguments}))
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
     return blocks
 
 
@@ -146,6 +152,7 @@ def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
     yield common.event({"type": "message_start", "message": start}, "message_start")
     empty: dict[str, Any]
     for index, block in enumerate(whole["content"]):
+        empty: dict[str, Any]
         match block["type"]:
             case "text":
                 empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -40,7 +40,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct):
+class _Body(common.SamplingFields):
     messages: list[_Message]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
@@ -57,8 +57,6 @@ class _Body(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     modalities: list[str] | None = None
 
 
@@ -75,7 +73,6 @@ def parse(raw: bytes) -> Call:
             "response_format": body.response_format is not None and body.response_format.type != "text",
             "modalities": body.modalities not in (None, [], ["text"]),
             "tool_choice": body.tool_choice not in (None, "auto", "none"),
-            "top_logprobs": (body.top_logprobs or 0) > 1,
         }
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -101,8 +98,9 @@ def parse(raw: bytes) -> Call:
         model=body.model,
         stream=bool(body.stream),
         logprobs=bool(body.logprobs),
+        top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
         stream_usage=body.stream_options is not None and body.stream_options.include_usage,
-        overridden=common.present({"temperature": body.temperature, "top_p": body.top_p}),
+        sampling=body.given(),
     )
 
 
@@ -132,12 +130,10 @@ def _spoken(message: Message, *, indexed: bool) -> dict[str, Any]:
     return spoken
 
 
-def _logprobs(completion: Completion) -> dict[str, Any]:
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-        for text, logprob in zip(completion.token_texts, completion.logprobs, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+def _logprobs(call: Call, completion: Completion) -> dict[str, Any] | None:
+    if not call.logprobs:
+        return None
+    return {"content": common.token_logprobs(completion, top=call.top_logprobs > 0), "refusal": None}
 
 
 def _head(call: Call, kind: str) -> dict[str, Any]:
@@ -151,7 +147,7 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
             "index": index,
             "message": _spoken(completion.message, indexed=False),
             "finish_reason": completion.finish_reason,
-            "logprobs": _logprobs(completion) if call.logprobs else None,
+            "logprobs": _logprobs(call, completion),
         }
         for index, completion in enumerate(completions)
     ]
@@ -163,7 +159,7 @@ def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
     head = _head(call, "chat.completion.chunk")
     for index, completion in enumerate(completions):
         delta = _spoken(completion.message, indexed=True)
-        logprobs = _logprobs(completion) if call.logprobs else None
+        logprobs = _logprobs(call, completion)
         first = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
         yield common.event({**head, "choices": [first]})
         last = {"index": index, "delta": {}, "finish_reason": completion.finish_reason, "logprobs": None}

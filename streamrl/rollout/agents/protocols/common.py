@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -23,12 +23,16 @@ class Call(msgspec.Struct, frozen=True):
     stream: bool = False
     logprobs: bool = False
     stream_usage: bool = False
-    overridden: tuple[str, ...] = ()
-    """Settings of the request that the run's own replace."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are asked for at each position."""
+    sampling: dict[str, float] = {}
+    """How the request wants to be sampled: its `temperature`, `top_p`, `top_k` and `min_p`, where it has them."""
     instructions: int = 0
-    """How many of the first messages do not carry over to a response that continues this one."""
+    """How many of the first messages do not carry over to a call that continues this one."""
     previous: str = ""
-    """The earlier response that this request continues (`previous_response_id`)."""
+    """The id of the call whose conversation this one continues."""
+    remembered: bool = False
+    """Whether a later call may continue this one's conversation."""
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
@@ -40,7 +44,23 @@ class Part(msgspec.Struct):
     text: str = ""
 
 
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The settings of sampling that a request may have."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """Return those that it has."""
+        fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
 Content = str | list[Part] | None
+TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+MAX_TOP_LOGPROBS = 20
 Body = TypeVar("Body")
 
 
@@ -57,7 +77,7 @@ def text_of(content: Content, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.type not in ("text", "input_text", "output_text"):
+        if part.type not in ("text", "input_text", "output_text", "reasoning_text"):
             raise RequestRefused(f"{where}: content of type {part.type!r} is not supported, only text")
     return "".join(part.text for part in content)
 
@@ -78,6 +98,13 @@ def check_counts(n: int, max_tokens: int | None, field: str) -> None:
         raise RequestRefused(f"{field}: {max_tokens} is less than 1")
 
 
+def check_top_logprobs(count: int | None, field: str) -> int:
+    """Return how many of the likeliest tokens are wanted; refuses numbers that make no sense."""
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise RequestRefused(f"{field}: {count} is not between 0 and {MAX_TOP_LOGPROBS}")
+    return count or 0
+
+
 def refuse_present(fields: Mapping[str, Any]) -> None:
     """Refuse the first field that asks for something."""
     for name, value in fields.items():
@@ -85,16 +112,20 @@ def refuse_present(fields: Mapping[str, Any]) -> None:
             raise RequestRefused(f"{name}: not supported, because it changes the policy's probabilities or its input")
 
 
-def present(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the fields that are given."""
-    return tuple(name for name, value in fields.items() if value is not None)
-
-
 def usage(completions: Sequence[Completion]) -> dict[str, int]:
     """Return the counts of tokens as OpenAI names them."""
     prompt = len(completions[0].prompt_ids) if completions else 0
     output = sum(len(completion.output_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def token_logprobs(completion: Completion, *, top: bool) -> list[dict[str, Any]]:
+    """Return the log-probability of each sampled token; with `top`, it is also its position's only likeliest token."""
+    tokens = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+        for text, logprob in zip(completion.token_texts, completion.logprobs, strict=True)
+    ]
+    return [{**token, "top_logprobs": [token] if top else []} for token in tokens]
 
 
 def event(data: Any, name: str = "") -> bytes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import msgspec
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion
 from streamrl.rollout.agents.protocols import common
@@ -14,8 +13,8 @@ from streamrl.rollout.agents.protocols.common import Call
 error = common.openai_error
 
 
-class _Body(msgspec.Struct):
-    prompt: str | list[int]
+class _Body(common.SamplingFields):
+    prompt: str | common.TokenIds
     model: str = ""
     n: int | None = None
     max_tokens: int | None = None
@@ -28,8 +27,6 @@ class _Body(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
 
 
 def parse(raw: bytes) -> Call:
@@ -43,7 +40,6 @@ def parse(raw: bytes) -> Call:
             "logit_bias": body.logit_bias,
             "frequency_penalty": body.frequency_penalty,
             "presence_penalty": body.presence_penalty,
-            "logprobs": (body.logprobs or 0) > 1,
         }
     )
     n = 1 if body.n is None else body.n
@@ -58,21 +54,33 @@ def parse(raw: bytes) -> Call:
         model=body.model,
         stream=bool(body.stream),
         logprobs=body.logprobs is not None,
-        overridden=common.present({"temperature": body.temperature, "top_p": body.top_p}),
+        top_logprobs=common.check_top_logprobs(body.logprobs, "logprobs"),
+        sampling=body.given(),
     )
+
+
+def _logprobs(completion: Completion, *, top: bool) -> dict[str, Any]:
+    texts, logprobs = completion.token_texts, completion.logprobs
+    sampled = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)]
+    offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))[: len(texts)]
+    return {
+        "tokens": texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": sampled if top else None,
+        "text_offset": offsets,
+    }
 
 
 def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     choices = []
     for index, completion in enumerate(completions):
-        logprobs = {"tokens": completion.token_texts, "token_logprobs": completion.logprobs, "top_logprobs": None}
         choices.append(
             {
                 "index": index,
                 "text": completion.message.content,
                 "finish_reason": completion.finish_reason,
-                "logprobs": logprobs if call.logprobs else None,
+                "logprobs": _logprobs(completion, top=call.top_logprobs > 0) if call.logprobs else None,
             }
         )
     head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}

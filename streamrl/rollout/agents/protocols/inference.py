@@ -14,17 +14,15 @@ from streamrl.rollout.agents.protocols.common import Call
 error = common.openai_error
 
 
-class _Sampling(msgspec.Struct):
+class _Sampling(common.SamplingFields):
     n: int = 1
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
 
 
 class _Body(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: common.TokenIds
     model: str = ""
     sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
 
@@ -43,7 +41,7 @@ def parse(raw: bytes) -> Call:
             stop_token_ids=tuple(asked.stop_token_ids or ()),
         ),
         model=body.model,
-        overridden=common.present({"temperature": asked.temperature, "top_p": asked.top_p}),
+        sampling=asked.given(),
     )
 
 

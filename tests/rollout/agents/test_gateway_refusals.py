@@ -1,0 +1,150 @@
+"""What the gateway refuses, and that it says so in the form of the API that was asked."""
+
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+CHAT: Any = {"messages": [{"role": "user", "content": "hello"}]}
+MESSAGES: Any = {**CHAT, "max_tokens": 5}
+
+
+@pytest.fixture
+async def send(served):
+    """Sends a raw request, and returns the status and the decoded body."""
+    async with aiohttp.ClientSession() as session:
+
+        async def sent(path, data=b"{}", *, method="POST", key="secret", **headers):
+            headers = {"Authorization": f"Bearer {key}", **headers}
+            async with session.request(method, served.root + path, data=data, headers=headers) as answer:
+                assert answer.content_type == "application/json"
+                return answer.status, await answer.json()
+
+        yield sent
+
+
+def is_openais(body):
+    return set(body) == {"error"} and {"message", "type", "param", "code"} <= set(body["error"])
+
+
+def is_anthropics(body):
+    return body["type"] == "error" and set(body["error"]) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/e1/v1/embeddings", 404, "/e1/v1/embeddings"),
+        ("GET", "/", 404, "GET /"),
+        ("GET", "/e1/v1/chat/completions", 405, "POST"),
+        ("DELETE", "/e1/v1/models", 405, "GET"),
+        ("PUT", "/inference/v1/generate", 405, "POST"),
+    ],
+)
+async def test_unknown_paths_and_methods(send, method, path, status, words):
+    found, body = await send(path, method=method)
+    assert found == status
+    assert is_openais(body)
+    assert words in body["error"]["message"]
+
+
+async def test_unknown_paths_and_methods_of_anthropic(send):
+    status, body = await send("/e1/v1/messages", method="GET")
+    assert (status, is_anthropics(body)) == (405, True)
+    status, body = await send("/e1/v1/messages/count_tokens", **{"anthropic-version": "2023-06-01"})
+    assert (status, is_anthropics(body), body["error"]["type"]) == (404, True, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"]
+)
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"null", b"\xff", b'{"a": ' + b"[" * 100_000, b'{"messages": 1, "prompt": 1, "input": 1}'],
+    ids=["empty", "cut", "list", "null", "no text", "deep", "wrong types"],
+)
+async def test_bodies_that_cannot_be_read(send, served, path, data):
+    status, body = await send("/e1" + path, data)
+    assert status == 400
+    assert is_anthropics(body) if path == "/v1/messages" else is_openais(body)
+    assert not served.episode.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "words"),
+    [
+        ("/v1/chat/completions", b'{"messages": []}', "messages"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "robot"}]}', "role"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": 3}]}', "content"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": 0}', "n: 0"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "n": "two"}', "n"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "max_tokens": -1}', "max_tokens"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "stop": [""]}', "stop"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "tools": [{"type": "web"}]}', "tools"),
+        ("/v1/completions", b'{"prompt": []}', "prompt"),
+        ("/v1/completions", b'{"prompt": [-1]}', "prompt"),
+        ("/v1/messages", b'{"messages": [], "max_tokens": 1}', "messages"),
+        ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}', "max_tokens"),
+        ("/inference/v1/generate", b'{"token_ids": []}', "token_ids"),
+        ("/inference/v1/generate", b'{"token_ids": [1.5]}', "token_ids"),
+    ],
+)
+async def test_fields_that_make_no_sense(send, served, path, data, words):
+    status, body = await send("/e1" + path, data)
+    assert status == 400
+    assert words in body["error"]["message"]
+    assert not served.episode.requests
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_bodies_that_are_too_large(send, chunked):
+    large = b" " * 50_000_000
+
+    async def chunks():
+        for start in range(0, len(large), 1 << 20):
+            yield large[start : start + (1 << 20)]
+
+    status, body = await send("/e1/v1/chat/completions", chunks() if chunked else large)
+    assert (status, is_openais(body)) == (413, True)
+    status, body = await send("/e1/v1/messages", chunks() if chunked else large)
+    assert (status, is_anthropics(body), body["error"]["type"]) == (413, True, "request_too_large")
+
+
+async def test_a_body_that_says_gzip_and_is_none(send):
+    status, body = await send("/e1/v1/chat/completions", b"plain", **{"Content-Encoding": "gzip"})
+    assert (status, is_openais(body)) == (400, True)
+
+
+async def test_a_wrong_key_and_another_episode(send):
+    for path, key in [("/e1", "other"), ("/e2", "secret"), ("/e1", "")]:
+        status, body = await send(path + "/v1/chat/completions", key=key)
+        assert (status, is_openais(body), body["error"]["type"]) == (401, True, "authentication_error")
+        status, body = await send(path + "/v1/messages", key=key)
+        assert (status, is_anthropics(body), body["error"]["type"]) == (401, True, "authentication_error")
+
+
+async def test_an_episode_that_has_ended(send, served):
+    served.episode.ended = True
+    assert (await send("/e1/v1/chat/completions"))[0] == 410
+    assert (await send("/e1/v1/models", method="GET"))[0] == 410
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret") as client:
+        with pytest.raises(openai.APIStatusError, match="ended") as refused:
+            await client.chat.completions.create(model="m", **CHAT)
+    assert refused.value.status_code == 410
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as client:
+        with pytest.raises(anthropic.APIStatusError, match="ended") as refused:
+            await client.messages.create(model="m", **MESSAGES)
+    assert refused.value.status_code == 410
+
+
+async def test_an_episode_that_fails_is_a_failure_of_the_server(send, served, monkeypatch, caplog):
+    async def fail(request):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(served.episode, "complete", fail)
+    status, body = await send("/e1/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}]}')
+    assert (status, is_openais(body)) == (500, True)
+    assert "detail" not in body["error"]["message"]
+    assert "secret detail" in caplog.text

@@ -1,0 +1,149 @@
+"""OpenAI's responses, asked by the real client."""
+
+import openai
+import pytest
+
+from streamrl.rollout.agents.messages import Message, ToolCall
+
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    "strict": False,
+}
+USER = Message("user", "hello")
+
+
+@pytest.fixture
+async def client(served):
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+async def test_text(client, served):
+    answer = await client.responses.create(model="policy", input="hello", instructions="be brief", max_output_tokens=9)
+    assert (answer.output_text, answer.status, answer.model) == ("answer 1", "completed", "policy")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (2, 2, 4)
+    (asked,) = served.episode.requests
+    assert asked.messages == (Message("system", "be brief"), USER)
+    assert (asked.max_tokens, asked.tools) == (9, ())
+    assert served.episode.seen == 1
+
+
+async def test_an_answer_that_was_cut(client, served):
+    served.episode.finish_reason = "length"
+    answer = await client.responses.create(model="policy", input="hello", max_output_tokens=2)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    stream = await client.responses.create(model="policy", input="hello", stream=True)
+    assert [event.type async for event in stream][-1] == "response.incomplete"
+
+
+async def test_log_probabilities(client):
+    include = ["message.output_text.logprobs"]
+    answer = await client.responses.create(model="policy", input="hello", include=include)
+    assert [token.logprob for token in answer.output[0].content[0].logprobs] == [-0.5, -0.25]
+
+
+async def test_items_are_messages(client, served):
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "add", "arguments": "not JSON"},
+        {"type": "function_call_output", "call_id": "1", "output": "3"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "4"}]},
+    ]
+    await client.responses.create(model="policy", input=items)
+    assert served.episode.requests[0].messages == (
+        Message("system", "be brief"),
+        USER,
+        Message("assistant", "yes", "hm", (ToolCall("1", "add", "{}"), ToolCall("2", "add", "not JSON"))),
+        Message("tool", "3", tool_call_id="1"),
+        Message("tool", "4", tool_call_id="2"),
+    )
+
+
+async def test_streamed(client, served):
+    served.episode.reasoning = "hm"
+    async with client.responses.stream(model="policy", input="hello", tools=[TOOL]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.type for event in events][:2] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "answer 1"
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "hm"
+    (arguments,) = (event for event in events if event.type == "response.function_call_arguments.done")
+    assert arguments.arguments == '{"a": 1}'
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output_text == "answer 1"
+    whole = await client.responses.create(model="policy", input="hello", tools=[TOOL])
+    assert [item.type for item in whole.output] == [item.type for item in final.output]
+
+
+@pytest.mark.parametrize("previous", [False, True])
+async def test_a_tool_call_and_its_result(client, served, previous):
+    served.episode.reasoning = "hm"
+    question = {"role": "user", "content": "hello"}
+    first = await client.responses.create(model="policy", input=[question], tools=[TOOL])
+    (call,) = (item for item in first.output if item.type == "function_call")
+    assert (call.name, call.arguments, call.call_id) == ("add", '{"a": 1}', "call_1")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    if previous:
+        asked = {"input": [result], "previous_response_id": first.id}
+    else:
+        asked = {"input": [question, *first.output, result]}
+    second = await client.responses.create(model="policy", tools=[TOOL], **asked)
+    assert second.output_text == "answer 2"
+    asked = served.episode.requests[1]
+    said = Message("assistant", "answer 1", "hm", (ToolCall("call_1", "add", '{"a": 1}'),))
+    assert asked.messages == (USER, said, Message("tool", "2", tool_call_id="call_1"))
+    function = {name: value for name, value in TOOL.items() if name != "type"}
+    assert asked.tools == ({"type": "function", "function": function},)
+
+
+async def test_a_response_that_continues_another_has_instructions_of_its_own(client, served):
+    first = await client.responses.create(model="policy", input="hello", instructions="one")
+    second = await client.responses.create(
+        model="policy", input="and now?", instructions="two", previous_response_id=first.id
+    )
+    assert second.previous_response_id == first.id
+    await client.responses.create(model="policy", input="well?", previous_response_id=second.id)
+    said = [Message("assistant", "answer 1"), Message("assistant", "answer 2")]
+    then = Message("user", "and now?")
+    assert served.episode.requests[1].messages == (Message("system", "two"), USER, said[0], then)
+    assert served.episode.requests[2].messages == (USER, said[0], then, said[1], Message("user", "well?"))
+
+
+async def test_responses_that_cannot_be_continued(client, served):
+    unstored = await client.responses.create(model="policy", input="hello", store=False)
+    for previous in (unstored.id, "resp_other"):
+        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+            await client.responses.create(model="policy", input="hello", previous_response_id=previous)
+    first = await client.responses.create(model="policy", input="hello")
+    served.gateway.forget("secret")
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        await client.responses.create(model="policy", input="hello", previous_response_id=first.id)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
+        ({"input": [{"type": "message", "content": "x"}]}, "role"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(client, served, asked, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        await client.responses.create(**{"model": "policy", "input": "hello", **asked})
+    assert not served.episode.requests

@@ -1,0 +1,128 @@
+"""Which requests the gateway answers with the generation of an earlier one."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from streamrl.rollout.agents import gateway as module
+
+ASKED: Any = [{"role": "user", "content": "hello"}]
+BODY: Any = {"model": "policy", "messages": ASKED}
+
+
+@pytest.fixture
+async def ask(served):
+    """Asks for a chat completion with aiohttp, and returns the status and the text or the error's message."""
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+
+        async def asked(body=BODY, path="/v1/chat/completions", **headers):
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            async with session.post(served.url + path, json=body, headers=headers) as answer:
+                found = await answer.json()
+            if "error" in found:
+                return answer.status, found["error"]["message"]
+            choice = found["choices"][0]
+            return answer.status, choice["text"] if "text" in choice else choice["message"]["content"]
+
+        yield asked
+
+
+async def hang_up(served, ask, body=BODY):
+    served.episode.may_answer.clear()
+    call = asyncio.create_task(ask(body))
+    await served.episode.started.wait()
+    await served.episode.found.acquire()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_client_that_hung_up_gets_the_generation_that_it_asked_for(served, ask, finished):
+    await hang_up(served, ask)
+    if finished:
+        served.episode.may_answer.set()
+        await served.episode.finished.wait()
+    again = asyncio.create_task(ask())
+    await served.episode.found.acquire()
+    served.episode.may_answer.set()
+    assert await again == (200, "answer 1")
+    assert (len(served.episode.requests), served.episode.seen, served.gateway.retries_answered) == (1, 1, 1)
+    assert await ask() == (200, "answer 2")
+
+
+async def test_a_client_that_hung_up_and_asks_something_else_is_answered_anew(served, ask):
+    await hang_up(served, ask)
+    served.episode.may_answer.set()
+    assert await ask({**BODY, "n": 2}) == (200, "answer 2")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_stayed_in_the_buffers_was_not_delivered(served, ask, stream):
+    served.episode.padding = "." * 20_000_000
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection(*served.root.removeprefix("http://").split(":"), limit=1)
+    head = "POST /e1/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await served.episode.finished.wait()
+    assert await reader.read(1)
+    writer.close()
+    await writer.wait_closed()
+    assert served.episode.seen == 0
+    async with aiohttp.ClientSession() as session:
+        url, headers = served.url + "/v1/chat/completions", {"Authorization": "Bearer secret"}
+        async with session.post(url, data=body, headers=headers) as answer:
+            assert b"answer 1" in await answer.read()
+    assert (len(served.episode.requests), served.episode.seen) == (1, 1)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_clients_that_time_out_ask_again_by_themselves(served, streamed):
+    served.episode.may_answer.clear()
+    asyncio.get_running_loop().call_later(0.35, served.episode.may_answer.set)
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", timeout=0.2, max_retries=3) as client:
+        answer = await client.chat.completions.create(model="m", messages=ASKED, stream=streamed)
+        if streamed:
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+        else:
+            text = answer.choices[0].message.content
+    assert (text, len(served.episode.requests)) == ("answer 1", 1)
+
+
+async def test_anthropics_client_asks_again_by_itself(served):
+    served.episode.may_answer.clear()
+    asyncio.get_running_loop().call_later(0.35, served.episode.may_answer.set)
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", timeout=0.2, max_retries=3) as client:
+        answer = await client.messages.create(model="m", max_tokens=5, messages=ASKED)
+    assert answer.content[0].text == "answer 1"
+    assert len(served.episode.requests) == 1
+
+
+async def test_the_same_question_again_is_a_new_sample(served, ask):
+    assert [await ask(), await ask()] == [(200, "answer 1"), (200, "answer 2")]
+    assert await ask(x_stainless_retry_count="1") == (200, "answer 2")
+    assert served.episode.seen == 2
+
+
+async def test_an_idempotency_key_is_bound_to_path_and_body(served, ask):
+    assert await ask(Idempotency_Key="k") == (200, "answer 1")
+    assert await ask(Idempotency_Key="k") == (200, "answer 1")
+    for body, path in [({**BODY, "n": 2}, "/v1/chat/completions"), ({"prompt": "x"}, "/v1/completions")]:
+        status, message = await ask(body, path, Idempotency_Key="k")
+        assert (status, "Idempotency-Key" in message) == (422, True)
+    assert await ask(Idempotency_Key="other") == (200, "answer 2")
+    assert (len(served.episode.requests), served.gateway.retries_answered) == (2, 1)
+
+
+async def test_only_the_last_requests_are_kept(served, ask, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_REQUESTS", 2)
+    for number in range(4):
+        await ask({**BODY, "max_tokens": number + 1}, Idempotency_Key=str(number))
+    assert await ask({**BODY, "max_tokens": 3}, x_stainless_retry_count="1") == (200, "answer 3")
+    assert await ask({**BODY, "max_tokens": 4}, Idempotency_Key="3") == (200, "answer 4")
+    assert await ask({**BODY, "max_tokens": 2}, x_stainless_retry_count="1") == (200, "answer 5")
+    assert await ask({**BODY, "max_tokens": 1}, Idempotency_Key="0") == (200, "answer 6")

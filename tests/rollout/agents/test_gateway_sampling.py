@@ -1,0 +1,97 @@
+"""What is answered and logged where agents ask for sampling and log-probabilities of their own."""
+
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from streamrl.rollout.agents.gateway import Sampling
+
+ASKED: Any = [{"role": "user", "content": "hello"}]
+RUN = Sampling(temperature=0.7, top_p=0.9, top_k=20)
+
+
+@pytest.fixture
+async def served(serve):
+    return await serve(sampling=RUN)
+
+
+@pytest.fixture
+async def client(served):
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+async def test_sampling_like_the_runs_is_no_warning(served, client, caplog):
+    like: Any = {"temperature": 0.7, "top_p": 0.9}
+    await client.chat.completions.create(model="policy", messages=ASKED, **like, extra_body={"top_k": 20, "min_p": 0})
+    await client.completions.create(model="policy", prompt="x", **like)
+    await client.responses.create(model="policy", input="x", **like)
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:
+        body: Any = {**like, "top_k": 20}
+        await other.messages.create(model="policy", max_tokens=1, messages=ASKED, extra_body=body)
+    await generate(served, {"temperature": 0.7, "top_p": 0.9, "top_k": 20})
+    assert not caplog.messages
+
+
+async def test_sampling_unlike_the_runs_is_one_warning_for_each_setting(served, client, caplog):
+    for temperature in (0.0, 1.0):
+        await client.chat.completions.create(model="policy", messages=ASKED, temperature=temperature, top_p=0.9)
+    assert caplog.messages == ["agents ask for a temperature of 0.0; the run's 0.7 is used"]
+    await generate(served, {"top_k": 5, "top_p": 1})
+    assert sorted(caplog.messages[1:]) == [
+        "agents ask for a top_k of 5; the run's 20 is used",
+        "agents ask for a top_p of 1.0; the run's 0.9 is used",
+    ]
+
+
+@pytest.mark.parametrize("top", [None, 0])
+async def test_log_probabilities_of_what_was_sampled(client, caplog, top):
+    extra: Any = {} if top is None else {"top_logprobs": top}
+    answer = await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, **extra)
+    tokens = answer.choices[0].logprobs.content
+    assert [(token.token, token.logprob, token.top_logprobs) for token in tokens] == [("a", -0.5, []), ("b", -0.25, [])]
+    stream = await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, stream=True, **extra)
+    streamed = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [token.logprob for found in streamed if found for token in found.content] == [-0.5, -0.25]
+    assert not caplog.messages
+
+
+async def test_of_the_likeliest_tokens_there_is_the_sampled_one(client, caplog):
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, top_logprobs=5)
+    token = answer.choices[0].logprobs.content[0]
+    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("a", -0.5)]
+    assert len(caplog.messages) == 1
+    assert "top_logprobs" in caplog.text
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, top_logprobs=21)
+
+
+async def test_log_probabilities_of_completions(client, caplog):
+    none = await client.completions.create(model="policy", prompt="x")
+    assert none.choices[0].logprobs is None
+    found = (await client.completions.create(model="policy", prompt="x", logprobs=0)).choices[0].logprobs
+    assert (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset) == (
+        ["a", "b"],
+        [-0.5, -0.25],
+        None,
+        [0, 1],
+    )
+    assert not caplog.messages
+    found = (await client.completions.create(model="policy", prompt="x", logprobs=5)).choices[0].logprobs
+    assert found.top_logprobs == [{"a": -0.5}, {"b": -0.25}]
+    assert len(caplog.messages) == 1
+
+
+async def generate(served, sampling, *, path="/inference/v1/generate", key="secret", **headers):
+    """Ask the token endpoint as verifiers does; returns the status and the body."""
+    headers = {"Authorization": f"Bearer {key}", **headers}
+    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(served.root + path, json=body, headers=headers) as answer,
+    ):
+        return answer.status, await answer.json()

@@ -1,0 +1,50 @@
+"""The token endpoint that verifiers asks, at the server's root."""
+
+import aiohttp
+import pytest
+
+
+@pytest.fixture
+async def generate(served):
+    async with aiohttp.ClientSession() as session:
+
+        async def asked(headers, *, url=served.root, **sampling):
+            body = {"model": "policy", "token_ids": [1, 2], "sampling_params": {"logprobs": 1, **sampling}}
+            headers = {"Authorization": "Bearer secret", **headers}
+            async with session.post(url + "/inference/v1/generate", json=body, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+        yield asked
+
+
+async def test_tokens_and_their_log_probabilities(served, generate):
+    status, body = await generate({"X-Session-ID": "session"}, stop_token_ids=[7], max_tokens=9, temperature=1.0)
+    assert (status, isinstance(body["request_id"], str)) == (200, True)
+    (choice,) = body["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([3, 4], "stop")
+    assert choice["logprobs"]["content"] == [
+        {"token": "token_id:3", "logprob": -0.5},
+        {"token": "token_id:4", "logprob": -0.25},
+    ]
+    (asked,) = served.episode.requests
+    assert (asked.prompt, asked.stop_token_ids, asked.max_tokens, asked.messages) == ((1, 2), (7,), 9, ())
+
+
+async def test_the_session_is_the_episode(served, generate):
+    assert (await generate({"X-Session-ID": "session"}))[0] == 200
+    assert (await generate({}))[0] == 200
+    assert (await generate({"X-Session-ID": "other"}, url=served.url))[0] == 200
+    assert served.episode.names == ["session", "", "e1"]
+    assert (await generate({"X-Session-ID": "unknown"}))[0] == 401
+    assert (await generate({"X-Session-ID": "session", "Authorization": "Bearer other"}))[0] == 401
+
+
+async def test_sessions_with_the_same_key_have_retries_of_their_own(served, generate):
+    retried = {"x-stainless-retry-count": "1"}
+    first = await generate({"X-Session-ID": "session"})
+    assert await generate({"X-Session-ID": "session", **retried}) == first
+    assert await generate({"X-Session-ID": "e1", **retried}) != first
+    assert len(served.episode.requests) == 2
+    served.gateway.forget("secret")
+    await generate({"X-Session-ID": "session", **retried})
+    assert len(served.episode.requests) == 3

@@ -17,25 +17,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
 from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Call
 
 logger = logging.getLogger(__name__)
-Key = TypeVar("Key")
-Kept = TypeVar("Kept")
 
 BODY_LIMIT = 8 << 20
 CONCURRENT_REQUESTS = 64
-"""Of one episode."""
+"""Of one episode: how many answers are generated at a time."""
 KEPT_REQUESTS = 256
-"""Of one episode: how many can be asked again, and how many responses can be continued."""
+"""Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
 
 PROTOCOLS: dict[str, Any] = {
@@ -88,21 +87,36 @@ class _Generation:
         self.digest = digest
         """Of the path and the body."""
         self.call = call
-        """Without the prompt."""
+        """Without the prompt; with the conversation, less its instructions, where a later call may continue it."""
         self.task = task
+        self.idempotency_keys: set[str] = set()
         self.waiting = 0
+        """How many clients wait for it."""
         self.delivered = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody got its answer, and nobody waits for it."""
+        return not self.delivered and self.waiting == 0
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class _Asked:
     """What one episode has asked so far."""
 
     def __init__(self) -> None:
-        self.by_key: dict[str, _Generation] = {}
-        self.by_digest: dict[bytes, _Generation] = {}
-        self.conversations: dict[str, tuple[Message, ...]] = {}
-        """By the id of the call that they end with."""
-        self.running = 0
+        self.kept: deque[_Generation] = deque(maxlen=KEPT_REQUESTS)
+        """The latest last."""
+        self.generating = 0
+
+    def done(self, task: asyncio.Task[Sequence[Completion]]) -> None:
+        """Take note of the end of a generation."""
+        self.generating -= 1
+        if not task.cancelled():
+            task.exception()  # if nobody waits any more, asyncio would log it as never retrieved
 
 
 class Gateway:
@@ -200,28 +214,21 @@ class Gateway:
     async def _answer(self, path: str, protocol: Any, request: web.Request) -> web.StreamResponse:
         key, name, episode = self._find(request)
         asked = self._asked.setdefault(key, {}).setdefault(name, _Asked())
-        if asked.running >= self._concurrent_requests:
-            message = f"{asked.running} requests of this episode are being answered; that is the limit"
-            raise RequestRefused(message, status=429, kind="rate_limit_error")
-        asked.running += 1
+        raw = await request.read()
+        digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
+        generation = _earlier(asked, request, digest)
+        if generation is None:
+            generation = self._begin(asked, protocol.parse(raw), digest, episode)
+        else:
+            self.retries_answered += 1
+        if idempotency_key := request.headers.get("Idempotency-Key", ""):
+            generation.idempotency_keys.add(idempotency_key)
+        generation.waiting += 1
         try:
-            raw = await request.read()
-            digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
-            generation = _earlier(asked, request, digest)
-            if generation is None:
-                generation = self._begin(asked, protocol.parse(raw), digest, episode)
-            else:
-                self.retries_answered += 1
-            if idempotency_key := request.headers.get("Idempotency-Key", ""):
-                _keep(asked.by_key, idempotency_key, generation)
-            generation.waiting += 1
-            try:
-                found = await asyncio.shield(generation.task)
-                answer = await _write(protocol, generation.call, found, request)
-            finally:
-                generation.waiting -= 1
+            found = await asyncio.shield(generation.task)
+            answer = await _write(protocol, generation.call, found, request)
         finally:
-            asked.running -= 1
+            generation.waiting -= 1
         if not generation.delivered:
             generation.delivered = True
             delivered = getattr(episode, "delivered", None)
@@ -231,18 +238,21 @@ class Gateway:
 
     def _begin(self, asked: _Asked, call: Call, digest: bytes, episode: EpisodeCalls) -> _Generation:
         """Begin the generation that answers `call`, and keep it."""
+        if asked.generating >= self._concurrent_requests:
+            message = f"{asked.generating} requests of this episode are being answered; that is the limit"
+            raise RequestRefused(message, status=429, kind="rate_limit_error")
         if call.previous:
-            call = _continued(call, asked.conversations)
+            call = _continued(call, asked)
         self._warn(call)
+        asked.generating += 1
         task = asyncio.ensure_future(episode.complete(call.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_failed)
-        if call.remembered:
-            task.add_done_callback(lambda done: _remember(asked, call, done))
-        bare = msgspec.structs.replace(call.request, messages=(), prompt=None)
+        task.add_done_callback(asked.done)
+        conversation = call.request.messages[call.instructions :] if call.remembered else ()
+        bare = msgspec.structs.replace(call.request, messages=conversation, prompt=None)
         generation = _Generation(digest, msgspec.structs.replace(call, request=bare), task)
-        _keep(asked.by_digest, digest, generation)
+        asked.kept.append(generation)
         return generation
 
     def _warn(self, call: Call) -> None:
@@ -263,44 +273,30 @@ class Gateway:
 def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation | None:
     """Return the generation that `request` asks for again; raises `RequestRefused`."""
     name = request.headers.get("Idempotency-Key", "")
-    earlier = asked.by_key.get(name) if name else None
-    if earlier is not None and earlier.digest != digest:
+    named = [generation for generation in asked.kept if name in generation.idempotency_keys]
+    if any(generation.digest != digest for generation in named):
         message = f"Idempotency-Key: {name!r} has been used for a request with another path or body"
         raise RequestRefused(message, status=422, kind="idempotency_error")
-    if earlier is None and (same := asked.by_digest.get(digest)) is not None:
-        retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        if retried or (same.waiting == 0 and not same.delivered):
-            earlier = same
-    return None if earlier is None or _failed(earlier.task) else earlier
+    same = [generation for generation in asked.kept if generation.digest == digest and not generation.failed]
+    retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    candidates = [
+        *(generation for generation in named if not generation.failed),
+        *(generation for generation in same if generation.abandoned),
+        *(same[-1:] if retried else ()),
+    ]
+    return candidates[0] if candidates else None
 
 
-def _keep(kept: dict[Key, Kept], key: Key, value: Kept) -> None:
-    """Put `value` into `kept` as its latest; only the latest `KEPT_REQUESTS` stay."""
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > KEPT_REQUESTS:
-        del kept[next(iter(kept))]
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _continued(call: Call, conversations: Mapping[str, tuple[Message, ...]]) -> Call:
+def _continued(call: Call, asked: _Asked) -> Call:
     """Return `call` with the conversation that it continues put after its instructions."""
-    before = conversations.get(call.previous)
-    if before is None:
-        message = f"previous_response_id: not among the last {KEPT_REQUESTS} responses of this episode"
-        raise RequestRefused(message, status=404, kind="not_found_error")
-    own = call.request.messages
-    messages = own[: call.instructions] + before + own[call.instructions :]
-    return msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, messages=messages))
-
-
-def _remember(asked: _Asked, call: Call, task: asyncio.Task[Sequence[Completion]]) -> None:
-    if not _failed(task):
-        said = task.result()[0].message
-        _keep(asked.conversations, call.id, (*call.request.messages[call.instructions :], said))
+    for earlier in asked.kept:
+        if earlier.call.id == call.previous and earlier.call.remembered and earlier.delivered:
+            before = (*earlier.call.request.messages, earlier.task.result()[0].message)
+            own = call.request.messages
+            messages = own[: call.instructions] + before + own[call.instructions :]
+            return msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, messages=messages))
+    message = f"previous_response_id: not among the answers to the last {KEPT_REQUESTS} requests of this episode"
+    raise RequestRefused(message, status=404, kind="not_found_error")
 
 
 def _protocol(request: web.Request) -> Any:

@@ -17,9 +17,10 @@ class Episode:
         self.names = []
         self.found = asyncio.Semaphore(0)
         self.ended = False
+        self.cancelled = False
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.started = asyncio.Event()
+        self.started = asyncio.Semaphore(0)
         self.finished = asyncio.Event()
         self.arguments = '{"a": 1}'
         self.reasoning = ""
@@ -29,8 +30,12 @@ class Episode:
     async def complete(self, request):
         self.requests.append(request)
         text = f"answer {len(self.requests)}" + self.padding
-        self.started.set()
-        await self.may_answer.wait()
+        self.started.release()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
         told = any(message.role == "tool" for message in request.messages)
         calls = (ToolCall("call_1", "add", self.arguments),) if request.tools and not told else ()
         said = Message("assistant", text, self.reasoning, calls)

@@ -27,6 +27,7 @@ async def streamed(client):
         return await stream.get_final_message()
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize(
     ("arguments", "found"),

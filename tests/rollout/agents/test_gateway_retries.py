@@ -35,7 +35,7 @@ async def ask(served):
 async def hang_up(served, ask, body=BODY):
     served.episode.may_answer.clear()
     call = asyncio.create_task(ask(body))
-    await served.episode.started.wait()
+    await served.episode.started.acquire()
     await served.episode.found.acquire()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -126,3 +126,44 @@ async def test_only_the_last_requests_are_kept(served, ask, monkeypatch):
     assert await ask({**BODY, "max_tokens": 4}, Idempotency_Key="3") == (200, "answer 4")
     assert await ask({**BODY, "max_tokens": 2}, x_stainless_retry_count="1") == (200, "answer 5")
     assert await ask({**BODY, "max_tokens": 1}, Idempotency_Key="0") == (200, "answer 6")
+
+
+@pytest.mark.parametrize("retried", ["0", "1"])
+async def test_of_two_that_ask_the_same_at_once_one_hangs_up(served, ask, retried):
+    served.episode.may_answer.clear()
+    first, second = [asyncio.create_task(ask()) for _ in range(2)]
+    for _ in range(2):
+        await served.episode.started.acquire()
+        await served.episode.found.acquire()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    again = asyncio.create_task(ask(x_stainless_retry_count=retried))
+    await served.episode.found.acquire()
+    served.episode.may_answer.set()
+    assert sorted([await again, await second]) == [(200, "answer 1"), (200, "answer 2")]
+    assert (len(served.episode.requests), served.episode.seen) == (2, 2)
+
+
+async def test_what_was_hung_up_on_counts_until_it_is_generated(serve):
+    served = await serve(concurrent_requests=1)
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
+        served.episode.may_answer.clear()
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="m", messages=ASKED, timeout=0.2)
+        with pytest.raises(openai.RateLimitError, match="limit"):
+            await client.chat.completions.create(model="m", messages=ASKED, n=2)
+        served.episode.may_answer.set()
+        answer = await client.chat.completions.create(model="m", messages=ASKED)
+        assert answer.choices[0].message.content == "answer 1"
+        assert len((await client.chat.completions.create(model="m", messages=ASKED, n=2)).choices) == 2
+
+
+async def test_closing_cancels_what_is_generated(served, ask):
+    served.episode.may_answer.clear()
+    call = asyncio.create_task(ask())
+    await served.episode.started.acquire()
+    async with asyncio.timeout(0.9):
+        await served.gateway.close()
+    with pytest.raises(aiohttp.ClientError):
+        await call
+    assert served.episode.cancelled

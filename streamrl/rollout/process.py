@@ -17,7 +17,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.gateway import Gateway, Sampling
 from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
@@ -142,7 +142,9 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     await agents.start()
     episodes = EpisodeTable()
     model = Path(config.model.path).name
-    gateway = Gateway(episodes, model=model)
+    own = config.rollout.sampling
+    sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
+    gateway = Gateway(episodes, model=model, sampling=sampling)
     joined.at_exit.push_async_callback(gateway.close)
     url = await gateway.start()
     return AgentWorkflow(agent, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=chat, model=model)

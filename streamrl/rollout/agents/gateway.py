@@ -192,17 +192,12 @@ class Gateway:
         return _json({"object": "list", "data": [model]})
 
     async def _score(self, request: web.Request) -> web.Response:
+        _, _, episode = self._find(request)
         try:
-            _, episode = self._find(request)
-            try:
-                score = msgspec.json.decode(await request.read(), type=Score).score
-            except msgspec.DecodeError as error:
-                raise RequestRefused(f'the body must be {{"score": NUMBER}}: {error}') from None
-            if not math.isfinite(score):
-                raise RequestRefused(f"a score of {score} is not finite")
-            episode.score(score)
-        except RequestRefused as refused:
-            return _json(chat.error(refused.status, refused.kind, str(refused)), refused.status)
+            score = msgspec.json.decode(await request.read(), type=Score).score
+        except msgspec.DecodeError as error:
+            raise RequestRefused(f'the body must be {{"score": NUMBER}}: {error}') from None
+        episode.score(score)
         return _json({})
 
     def _handler(self, path: str, protocol: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

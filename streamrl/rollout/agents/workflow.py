@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows.base import Session
 from streamrl.types import Prompt, Trajectory
+
+ENDED = "this episode has ended"
 
 
 class Episode:
@@ -104,7 +107,7 @@ class Episode:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise RequestRefused("this episode has ended", status=410, kind="invalid_request_error")
+            raise RequestRefused(ENDED, status=410)
 
     def _tokens_of(self, request: ChatRequest) -> tuple[Call | None, list[int]]:
         """Return the call that is continued, if one is, and all tokens that the policy is to continue."""
@@ -156,15 +159,22 @@ def _identity(completion: Completion) -> tuple[int, ...]:
     return (len(completion.prompt_ids), *completion.output_ids)
 
 
+ENDED_KEPT = 4096
+"""Keys of so many ended episodes are remembered, to say so to whoever still uses them."""
+
+
 class EpisodeTable:
     """The episodes that run now, for the gateway."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, Episode] = {}
+        self._ended: deque[str] = deque(maxlen=ENDED_KEPT)
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
-        """Return the episode with this key, unless the URL names another."""
+        """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
         found = self._by_key.get(key)
+        if found is None and key in self._ended:
+            raise RequestRefused(ENDED, status=410)
         return None if found is None or episode not in ("", found.name) else found
 
     def add(self, episode: Episode) -> None:
@@ -172,6 +182,7 @@ class EpisodeTable:
 
     def remove(self, episode: Episode) -> None:
         del self._by_key[episode.key]
+        self._ended.append(episode.key)
 
 
 class AgentWorkflow:

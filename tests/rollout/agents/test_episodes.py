@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from streamrl.config import AgentConfig, Config, RolloutConfig
@@ -128,7 +127,7 @@ async def test_what_failed_scores_zero_where_it_is_to() -> None:
     config = msgspec.structs.replace(SOLVE, on_error="zero")
     (found,) = await play(config, "raise", "Two<|im_end|>")
     assert found.reward == 0.0
-    with pytest.raises(AgentError, match="LookupError|never asked|number"):
+    with pytest.raises(AgentError, match=r"good.*a score is a number"):
         await play(config, "text")
 
 
@@ -139,11 +138,9 @@ async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
 
 
 async def test_many_at_the_same_time_in_one_process() -> None:
-    async with playing(SOLVE) as workflow:
-        async with asyncio.TaskGroup() as group, session(*["Two<|im_end|>"] * 20, rewards=None) as (made, _):
-            tasks = [group.create_task(workflow.run(task("once"), made)) for _ in range(20)]
-            await asyncio.gather(*tasks)
-    assert np.mean([found.reward for one in tasks for found in one.result()]) == 0.5
+    async with playing(SOLVE) as workflow, session(*["Two<|im_end|>"] * 20, rewards=None) as (made, _):
+        found = await asyncio.gather(*(workflow.run(task("once"), made) for _ in range(20)))
+    assert [trajectory.reward for one in found for trajectory in one] == [0.5] * 20
 
 
 async def test_a_function_that_cannot_be_used_says_so() -> None:
@@ -165,7 +162,7 @@ async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
     config = msgspec.structs.replace(SOLVE, timeout_seconds=2)
     with pytest.raises(AgentError, match="no score within"):
         await play(config, f"spawn {tmp_path}/pid")
-    await gone(int((tmp_path / "pid").read_text()))
+    assert is_gone(int((tmp_path / "pid").read_text()))
 
 
 # --- programs ---
@@ -205,7 +202,7 @@ async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
     with pytest.raises(AgentError):
         await play(AgentConfig(command=["sh", "-c", script], timeout_seconds=2), "x")
-    await gone(int((tmp_path / "pid").read_text()))
+    assert is_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_task_is_a_row() -> None:
@@ -214,8 +211,13 @@ def test_a_task_is_a_row() -> None:
     assert task_of(row) == {"question": question, "messages": PROMPT.messages, "answer": 2, "level": 3}
 
 
-async def gone(pid: int) -> None:
-    async with asyncio.timeout(10):
-        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-            await asyncio.sleep(0.02)
-    assert pid != os.getpid()
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, after some time for that."""
+    for _ in range(500):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False

@@ -72,10 +72,15 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                 await say(("user", "1+1?"))
                 return float(name in os.environ)
             case ["spawn", path]:
-                Path(path).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
-                while True:
-                    pass
+                spawn(path)
         return None
+
+
+def spawn(path: str) -> None:
+    """Start a process, and hang."""
+    Path(path).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    while True:
+        pass
 
 
 def plain(task: dict[str, Any], policy: Any) -> float:

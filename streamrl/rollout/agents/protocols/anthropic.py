@@ -150,7 +150,6 @@ def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
     whole = reply(call, completions)
     start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     yield common.event({"type": "message_start", "message": start}, "message_start")
-    empty: dict[str, Any]
     for index, block in enumerate(whole["content"]):
         empty: dict[str, Any]
         match block["type"]:

@@ -159,6 +159,15 @@ class AgentConfig(Section, frozen=True):
     """`module:function`, called as `function(task, policy)`; it may be a coroutine."""
     command: list[str] = []
     """A program and its arguments, started for each episode; `{name}` in them is that field of the task."""
+    remote: bool = False
+    """Agents run elsewhere: they ask `POST /episodes` of the rollout workers for a task."""
+    host: str = "127.0.0.1"
+    """Where a rollout worker serves its agents."""
+    port: NonNegative = 0
+    """Of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
+    api_key_env: str = ""
+    """Name of the environment variable with the key that whoever asks for an episode must show; empty: none. Agents
+    have keys of their own, one for each episode."""
     scored_by: Literal["agent", "reward"] = "agent"
     """`agent`: by what the function returns, the last line that the program prints, or `notify_score`; `reward`: the
     function of [rollout.reward] judges the last thing that the policy said."""
@@ -179,7 +188,7 @@ class AgentConfig(Section, frozen=True):
     @property
     def used(self) -> bool:
         """Whether there is one."""
-        return bool(self.function or self.command)
+        return bool(self.function or self.command or self.remote)
 
 
 class RolloutConfig(Section, frozen=True):

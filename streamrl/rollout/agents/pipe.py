@@ -27,14 +27,29 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 class Access(msgspec.Struct, frozen=True):
     """How an episode's agent reaches the policy."""
 
-    base_url: str
-    """For OpenAI's client; it ends in `/v1`."""
-    anthropic_base_url: str
-    """For Anthropic's client."""
+    root: str
+    """URL of the server, without the episode."""
+    id: str
+    """The episode's, in URLs."""
     api_key: str
     """The episode's own; no other opens it, and it opens no other."""
     model: str
     """The name under which the policy is asked. Any other is answered, too."""
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's client."""
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's client, which adds the `/v1`."""
+        return f"{self.root}/episodes/{self.id}"
+
+    @property
+    def score_url(self) -> str:
+        """Where the episode's score may be posted to."""
+        return f"{self.anthropic_base_url}/score"
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

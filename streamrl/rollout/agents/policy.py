@@ -20,11 +20,12 @@ class Policy:
         """For Anthropic's client."""
         self.api_key = access.api_key
         self.model = access.model
+        self._score_url = access.score_url
 
     def notify_score(self, score: float) -> None:
         """Say what the episode is worth, instead of returning it; may be said again, the last one counts."""
         request = urllib.request.Request(
-            f"{self.base_url.removesuffix('/v1')}/score",
+            self._score_url,
             data=json.dumps({"score": score}).encode(),
             headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
         )

@@ -1,4 +1,5 @@
-"""Where agents run: `FunctionAgents` in a few processes with many episodes each, `CommandAgents` in one for each.
+"""Where agents run: `FunctionAgents` in a few processes with many episodes each, `CommandAgents` in one for each,
+`RemoteAgents` wherever somebody leases an episode.
 
 Owns the processes. Invariants: an episode that is cancelled, or hangs, keeps nothing running; a process that died is
 replaced before the next episode; after `close` none is left, nor anything that it has started. Agents see none of the
@@ -11,12 +12,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -37,7 +39,11 @@ from streamrl.rollout.agents.pipe import (
     read_body,
 )
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = 120.0
+UNTAKEN_SECONDS = 60.0
+"""An episode that no agent elsewhere has asked for by then is worth a warning."""
 CANCEL_SECONDS = 2.0
 """A process that has not ended a cancelled episode by then hangs, and is replaced."""
 TAIL_LINES = 12
@@ -53,8 +59,11 @@ class Agents(Protocol):
     async def close(self) -> None:
         """End every episode and every process."""
 
-    async def run(self, task: dict[str, Any], access: Access) -> float | None:
-        """Run one episode, and return its score if the agent gave one; raises `AgentError` when it fails."""
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
+        """Run one episode, and return its score if the agent gave one; raises `AgentError` when it fails.
+
+        `begun` is called when the agent begins, from when on its time counts.
+        """
 
 
 def agents_of(config: Config) -> Agents:
@@ -65,6 +74,8 @@ def agents_of(config: Config) -> Agents:
         passed=agent.environment,
         withheld=(config.manager.api_key_env, config.gserver.api_key_env),
     )
+    if agent.remote:
+        return RemoteAgents()
     if agent.command:
         return CommandAgents(agent.command, memory_mb=agent.memory_mb, environment=environment)
     return FunctionAgents(Setup(agent.function, agent.memory_mb), processes=agent.processes, environment=environment)
@@ -89,9 +100,9 @@ class FunctionAgents:
     async def close(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
         process = min(self._processes, key=lambda process: process.running)
-        return await process.run(task, access)
+        return await process.run(task, access, begun)
 
 
 class _AgentProcess:
@@ -117,13 +128,14 @@ class _AgentProcess:
             if self._reading is None or self._reading.done():
                 await self._start()
 
-    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, begun: Callable[[], None]) -> float | None:
         episode = next(self._episodes)
         future: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
         try:
             await self.ready()
             self._send(Begin(episode, task, access))
+            begun()
             return await asyncio.shield(future)
         except TypeError as error:
             raise AgentError(f"the task cannot be sent to the agent: {error}") from error
@@ -232,7 +244,7 @@ class CommandAgents:
         for leader in self._leaders:
             kill_group(leader)
 
-    async def run(self, task: dict[str, Any], access: Access) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "streamrl.rollout.agents.command", str(self._memory_mb)),
             *(_filled(word, task) for word in self._command),
@@ -243,6 +255,7 @@ class CommandAgents:
             start_new_session=True,
         )
         self._leaders.add(process.pid)
+        begun()
         try:
             lines = await _last_lines(process)
             status = await process.wait()
@@ -272,7 +285,7 @@ def _variables(task: Mapping[str, Any], access: Access) -> dict[str, str]:
         "ANTHROPIC_API_KEY": access.api_key,
         "STREAMRL_MODEL": access.model,
         "STREAMRL_TASK": json.dumps(task),
-        "STREAMRL_SCORE_URL": f"{access.anthropic_base_url}/score",
+        "STREAMRL_SCORE_URL": access.score_url,
     }
 
 
@@ -288,3 +301,50 @@ async def _last_lines(process: Process) -> list[str]:
     if rest.strip():
         lines.append(rest.decode(errors="replace"))
     return list(lines)
+
+
+# --- elsewhere ---
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """An episode for whoever asked for one."""
+
+    task: dict[str, Any]
+    access: Access
+
+
+class RemoteAgents:
+    """Offers episodes to whoever asks; they end with a score, or at their deadline."""
+
+    def __init__(self) -> None:
+        self._offers: asyncio.Queue[tuple[Lease, asyncio.Future[None]]] = asyncio.Queue()
+        self._warned = False
+
+    async def start(self) -> None:
+        """Nothing to start: agents come by themselves."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> None:
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._offers.put_nowait((Lease(task, access), taken))
+        await asyncio.wait((taken,), timeout=UNTAKEN_SECONDS)
+        if not taken.done() and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d episodes wait for an agent: nobody asks POST %s", self._offers.qsize(), access.root + "/episodes"
+            )
+        await taken
+        begun()
+
+    async def lease(self, seconds: float) -> Lease | None:
+        """Return an episode to play; None when none is there within `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    lease, taken = await self._offers.get()
+                    if not taken.done():  # otherwise its group was given up
+                        taken.set_result(None)
+                        return lease
+        return None

@@ -228,8 +228,12 @@ class AgentWorkflow:
         seconds = self._config.timeout_seconds
         try:
             try:
-                async with asyncio.timeout(seconds):
-                    score = await self._agents.run(task_of(prompt), self._access(episode))
+                async with asyncio.timeout(None) as deadline:
+
+                    def begun() -> None:
+                        deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+                    score = await self._agents.run(task_of(prompt), self._access(episode), begun=begun)
                     if self._config.scored_by == "reward":
                         return await session.score(_response(episode, session))
                     if score is None:
@@ -251,8 +255,7 @@ class AgentWorkflow:
             return 0.0
 
     def _access(self, episode: Episode) -> Access:
-        base = f"{self._url}/{episode.name}"
-        return Access(base_url=f"{base}/v1", anthropic_base_url=base, api_key=episode.key, model=self._model)
+        return Access(root=self._url, id=episode.name, api_key=episode.key, model=self._model)
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:

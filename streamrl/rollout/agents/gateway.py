@@ -26,7 +26,7 @@ from aiohttp import web
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
 from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import Api, Call
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ KEPT_REQUESTS = 256
 """Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
 
-PROTOCOLS: dict[str, Any] = {
+PROTOCOLS: dict[str, Api] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/messages": anthropic,
@@ -102,6 +102,10 @@ class _Generation:
     @property
     def failed(self) -> bool:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.task.done() and not self.failed
 
 
 class _Asked:
@@ -200,13 +204,13 @@ class Gateway:
         episode.score(score)
         return _json({})
 
-    def _handler(self, path: str, protocol: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             return await self._answer(path, protocol, request)
 
         return handle
 
-    async def _answer(self, path: str, protocol: Any, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, path: str, protocol: Api, request: web.Request) -> web.StreamResponse:
         key, name, episode = self._find(request)
         asked = self._asked.setdefault(key, {}).setdefault(name, _Asked())
         raw = await request.read()
@@ -285,7 +289,7 @@ def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation 
 def _continued(call: Call, asked: _Asked) -> Call:
     """Return `call` with the conversation that it continues put after its instructions."""
     for earlier in asked.kept:
-        if earlier.call.id == call.previous and earlier.call.remembered and earlier.delivered:
+        if earlier.call.id == call.previous and earlier.call.remembered and earlier.succeeded:
             before = (*earlier.call.request.messages, earlier.task.result()[0].message)
             own = call.request.messages
             messages = own[: call.instructions] + before + own[call.instructions :]
@@ -294,7 +298,7 @@ def _continued(call: Call, asked: _Asked) -> Call:
     raise RequestRefused(message, status=404, kind="not_found_error")
 
 
-def _protocol(request: web.Request) -> Any:
+def _protocol(request: web.Request) -> Api:
     """Return the API that `request` speaks, also where its path is not one of that API's."""
     for path, protocol in PROTOCOLS.items():
         if request.path.endswith(path):
@@ -337,19 +341,16 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def _write(protocol: Any, call: Call, found: Sequence[Completion], request: web.Request) -> web.StreamResponse:
+async def _write(protocol: Api, call: Call, found: Sequence[Completion], request: web.Request) -> web.Response:
     """Write the answer out; raises `ConnectionError` when the client hung up before all of it had left."""
     if request.transport is not None:
         request.transport.set_write_buffer_limits(high=0)  # so that write_eof() waits until nothing is buffered
-    answer: web.StreamResponse
-    if not call.stream:
-        answer = _json(protocol.reply(call, found))
-        await answer.prepare(request)
+    if call.stream:
+        events = b"".join(protocol.events(call, found))
+        answer = web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     else:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await answer.prepare(request)
-        for event in protocol.events(call, found):
-            await answer.write(event)
+        answer = _json(protocol.reply(call, found))
+    await answer.prepare(request)
     await answer.write_eof()
     if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the client hung up")

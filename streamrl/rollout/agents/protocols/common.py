@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -35,6 +35,22 @@ class Call(msgspec.Struct, frozen=True):
     """Whether a later call may continue this one's conversation."""
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class Api(Protocol):
+    """What each of the other modules here is."""
+
+    def parse(self, raw: bytes) -> Call:
+        """Check a request's body; raises `RequestRefused`."""
+
+    def reply(self, call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the answer's body."""
+
+    def events(self, call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
+        """Return the answer as server-sent events."""
+
+    def error(self, status: int, kind: str, message: str) -> dict[str, Any]:
+        """Return an error's body."""
 
 
 class Part(msgspec.Struct):

@@ -10,9 +10,6 @@ from streamrl.config.sections import Config, WorkflowConfig
 from streamrl.config.trainer import role_config
 
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
 def found_in(config: Config) -> list[str]:
     """Return one sentence for each combination of values that cannot work."""
     problems: list[str] = []
@@ -23,8 +20,6 @@ def found_in(config: Config) -> list[str]:
     agent = config.rollout.agent
     if bool(agent.function) + bool(agent.command) + agent.remote > 1:
         problems.append("rollout.agent: an episode is one of function, command and remote")
-    if agent.host not in LOOPBACK and not agent.api_key_env:
-        problems.append("rollout.agent.host is open to others: it needs an api_key_env, or anyone could take episodes")
     if agent.used and config.rollout.workflow != WorkflowConfig():
         problems.append("rollout.agent takes the place of rollout.workflow; leave one of them out")
     if agent.used and config.reward_model.path is not None:

@@ -18,7 +18,7 @@ from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
-from streamrl.rollout.agents.runner import agents_of
+from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -28,7 +28,7 @@ from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows.base import Workflow, load_workflow
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.keys import gserver_key, manager_key
+from streamrl.transport.keys import gserver_key, is_loopback, manager_key, read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 
@@ -144,7 +144,17 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     model = Path(config.model.path).name
     own = config.rollout.sampling
     sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
-    gateway = Gateway(episodes, model=model, sampling=sampling)
+    if agent.remote and not is_loopback(agent.host) and not agent.api_key_env:
+        raise ConfigError("rollout.agent.host is open to others: it needs an api_key_env, or anyone may take episodes")
+    gateway = Gateway(
+        episodes,
+        model=model,
+        sampling=sampling,
+        leases=agents if isinstance(agents, RemoteAgents) else None,
+        lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
+        host=agent.host,
+        port=agent.port + joined.membership.index if agent.port else 0,
+    )
     joined.at_exit.push_async_callback(gateway.close)
     url = await gateway.start()
     return AgentWorkflow(agent, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=chat, model=model)

@@ -25,8 +25,10 @@ import msgspec
 from aiohttp import web
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+from streamrl.rollout.agents.pipe import Lease
 from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, Call
+from streamrl.transport.keys import HEADER, admits
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ CONCURRENT_REQUESTS = 64
 KEPT_REQUESTS = 256
 """Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
+LEASE_SECONDS = 30.0
+"""Who asks for an episode waits so long for one, and may then ask again."""
 
 PROTOCOLS: dict[str, Api] = {
     "/v1/chat/completions": chat,
@@ -57,7 +61,7 @@ class EpisodeCalls(Protocol):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Body of `POST /{episode}/score`."""
+    """Body of `POST /episodes/{episode}/score`."""
 
     score: float
 
@@ -68,6 +72,13 @@ class Episodes(Protocol):
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
         """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
         raised as a `RequestRefused` with status 410."""
+
+
+class Leases(Protocol):
+    """Episodes for agents that run elsewhere."""
+
+    async def lease(self, seconds: float) -> Lease | None:
+        """Return an episode to play; None when none is there within `seconds`."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -132,6 +143,8 @@ class Gateway:
         *,
         model: str,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        leases: Leases | None = None,
+        lease_key: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
         body_limit: int = BODY_LIMIT,
@@ -141,6 +154,8 @@ class Gateway:
         self._episodes = episodes
         self._model = model
         self._sampling = sampling
+        self._leases = leases
+        self._lease_key = lease_key
         self._host = host
         self._port = port
         self._concurrent_requests = concurrent_requests
@@ -149,7 +164,8 @@ class Gateway:
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
         app = web.Application(client_max_size=body_limit, middlewares=[_refuse])
-        for prefix in ("", "/{episode}"):
+        app.router.add_post("/episodes", self._lease)
+        for prefix in ("", "/episodes/{episode}"):
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_post(prefix + "/score", self._score)
             for path, protocol in PROTOCOLS.items():
@@ -194,6 +210,21 @@ class Gateway:
         self._find(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "streamrl"}
         return _json({"object": "list", "data": [model]})
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        if self._leases is None:
+            raise RequestRefused("this run has agents of its own (rollout.agent.remote is false)", status=404)
+        if not admits(self._lease_key, request.headers.get(HEADER)):
+            message = "whoever asks for an episode shows the key of rollout.agent.api_key_env"
+            raise RequestRefused(message, status=401, kind="authentication_error")
+        lease = await self._leases.lease(LEASE_SECONDS)
+        if lease is None:
+            return web.Response(status=204)
+        access = lease.access
+        addresses = {name: getattr(access, name) for name in ("base_url", "anthropic_base_url", "score_url")}
+        return _json(
+            {"id": access.id, "task": lease.task, "api_key": access.api_key, "model": access.model, **addresses}
+        )
 
     async def _score(self, request: web.Request) -> web.Response:
         _, _, episode = self._find(request)

@@ -52,6 +52,13 @@ class Access(msgspec.Struct, frozen=True):
         return f"{self.anthropic_base_url}/score"
 
 
+class Lease(msgspec.Struct, frozen=True):
+    """An episode for whoever asked for one."""
+
+    task: dict[str, Any]
+    access: Access
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Run the function once."""
 

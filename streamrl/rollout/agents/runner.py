@@ -33,6 +33,7 @@ from streamrl.rollout.agents.pipe import (
     Ended,
     Failed,
     FromAgents,
+    Lease,
     Ready,
     Setup,
     frame,
@@ -304,13 +305,6 @@ async def _last_lines(process: Process) -> list[str]:
 
 
 # --- elsewhere ---
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """An episode for whoever asked for one."""
-
-    task: dict[str, Any]
-    access: Access
 
 
 class RemoteAgents:

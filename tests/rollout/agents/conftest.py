@@ -51,7 +51,7 @@ class Episode:
 class Served:
     def __init__(self, url, episode, gateway):
         self.root = url
-        self.url = url + "/e1"
+        self.url = url + "/episodes/e1"
         self.episode = episode
         self.gateway = gateway
 

@@ -36,10 +36,10 @@ def is_anthropics(body):
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("POST", "/e1/v1/embeddings", 404, "/e1/v1/embeddings"),
+        ("POST", "/episodes/e1/v1/embeddings", 404, "/episodes/e1/v1/embeddings"),
         ("GET", "/", 404, "GET /"),
-        ("GET", "/e1/v1/chat/completions", 405, "POST"),
-        ("DELETE", "/e1/v1/models", 405, "GET"),
+        ("GET", "/episodes/e1/v1/chat/completions", 405, "POST"),
+        ("DELETE", "/episodes/e1/v1/models", 405, "GET"),
         ("PUT", "/inference/v1/generate", 405, "POST"),
     ],
 )
@@ -51,9 +51,9 @@ async def test_unknown_paths_and_methods(send, method, path, status, words):
 
 
 async def test_unknown_paths_and_methods_of_anthropic(send):
-    status, body = await send("/e1/v1/messages", method="GET")
+    status, body = await send("/episodes/e1/v1/messages", method="GET")
     assert (status, is_anthropics(body)) == (405, True)
-    status, body = await send("/e1/v1/messages/count_tokens", **{"anthropic-version": "2023-06-01"})
+    status, body = await send("/episodes/e1/v1/messages/count_tokens", **{"anthropic-version": "2023-06-01"})
     assert (status, is_anthropics(body), body["error"]["type"]) == (404, True, "not_found_error")
 
 
@@ -66,7 +66,7 @@ async def test_unknown_paths_and_methods_of_anthropic(send):
     ids=["empty", "cut", "list", "null", "no text", "deep", "wrong types"],
 )
 async def test_bodies_that_cannot_be_read(send, served, path, data):
-    status, body = await send("/e1" + path, data)
+    status, body = await send("/episodes/e1" + path, data)
     assert status == 400
     assert is_anthropics(body) if path == "/v1/messages" else is_openais(body)
     assert not served.episode.requests
@@ -92,7 +92,7 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
     ],
 )
 async def test_fields_that_make_no_sense(send, served, path, data, words):
-    status, body = await send("/e1" + path, data)
+    status, body = await send("/episodes/e1" + path, data)
     assert status == 400
     assert words in body["error"]["message"]
     assert not served.episode.requests
@@ -106,19 +106,19 @@ async def test_bodies_that_are_too_large(send, chunked):
         for start in range(0, len(large), 1 << 20):
             yield large[start : start + (1 << 20)]
 
-    status, body = await send("/e1/v1/chat/completions", chunks() if chunked else large)
+    status, body = await send("/episodes/e1/v1/chat/completions", chunks() if chunked else large)
     assert (status, is_openais(body)) == (413, True)
-    status, body = await send("/e1/v1/messages", chunks() if chunked else large)
+    status, body = await send("/episodes/e1/v1/messages", chunks() if chunked else large)
     assert (status, is_anthropics(body), body["error"]["type"]) == (413, True, "request_too_large")
 
 
 async def test_a_body_that_says_gzip_and_is_none(send):
-    status, body = await send("/e1/v1/chat/completions", b"plain", **{"Content-Encoding": "gzip"})
+    status, body = await send("/episodes/e1/v1/chat/completions", b"plain", **{"Content-Encoding": "gzip"})
     assert (status, is_openais(body)) == (400, True)
 
 
 async def test_a_wrong_key_and_another_episode(send):
-    for path, key in [("/e1", "other"), ("/e2", "secret"), ("/e1", "")]:
+    for path, key in [("/episodes/e1", "other"), ("/e2", "secret"), ("/episodes/e1", "")]:
         status, body = await send(path + "/v1/chat/completions", key=key)
         assert (status, is_openais(body), body["error"]["type"]) == (401, True, "authentication_error")
         status, body = await send(path + "/v1/messages", key=key)
@@ -127,8 +127,8 @@ async def test_a_wrong_key_and_another_episode(send):
 
 async def test_an_episode_that_has_ended(send, served):
     served.episode.ended = True
-    assert (await send("/e1/v1/chat/completions"))[0] == 410
-    assert (await send("/e1/v1/models", method="GET"))[0] == 410
+    assert (await send("/episodes/e1/v1/chat/completions"))[0] == 410
+    assert (await send("/episodes/e1/v1/models", method="GET"))[0] == 410
     async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret") as client:
         with pytest.raises(openai.APIStatusError, match="ended") as refused:
             await client.chat.completions.create(model="m", **CHAT)
@@ -144,7 +144,7 @@ async def test_an_episode_that_fails_is_a_failure_of_the_server(send, served, mo
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(served.episode, "complete", fail)
-    status, body = await send("/e1/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}]}')
+    status, body = await send("/episodes/e1/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}]}')
     assert (status, is_openais(body)) == (500, True)
     assert "detail" not in body["error"]["message"]
     assert "secret detail" in caplog.text

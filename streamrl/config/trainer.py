@@ -68,7 +68,8 @@ class TrainerConfig(Section, frozen=True):
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
     share_prefix: bool = True
-    """Compute the prompt of a group once, not once for each sibling."""
+    """Compute what trajectories of a group begin with in common, be it the prompt or turns of an agent, once, not once for
+    each."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, instead of keeping them."""
     save_every_epochs: NonNegative = 0

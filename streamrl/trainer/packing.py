@@ -1,12 +1,16 @@
 """Micro-batches from groups: what a row holds, who attends to whom, which position predicts what.
 
-Siblings start with the same prompt, so a row is a *tree*: the prompt once, then the branches,
-each of which sees the prompt and itself. A token keeps the position that it has in its own
-sequence, so the numbers are those of separate sequences, at a fraction of the work:
+Trajectories of a group begin alike: with the prompt, and an agent's with turns that its episodes or its calls have in
+common. So a row is a *trie*: what several trajectories begin with stands once, and each token sees the tokens on its
+own path. It keeps the position that it has in its own sequence, so the numbers are those of separate sequences, at a
+fraction of the work. `p p a a`, `p p b c c` and `p p b d d` make the row
 
-    row        p p p p a a a b b b b c c
-    branch     0 0 0 0 1 1 1 2 2 2 2 3 3
-    position   0 1 2 3 4 5 6 4 5 6 7 4 5
+    row             p  p  a  a  b  c  c  d  d
+    position        0  1  2  3  2  3  4  3  4
+    visible until   9  9  4  4  9  7  7  9  9
+
+In this order, depth first, a token's descendants follow it without a gap. So one number says who sees it: the queries
+from itself up to where they end.
 
 Pure functions over numpy; the backend turns the arrays into tensors.
 """
@@ -14,7 +18,7 @@ Pure functions over numpy; the backend turns the arrays into tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +26,6 @@ from numpy.typing import NDArray
 
 from streamrl.types import TrajectoryGroup
 
-PADDING_BRANCH = -1
 MAX_ROW_PADDING = 1 / 8
 """A row shorter than its micro-batch by more than this share opens a new micro-batch, ..."""
 SMALL_MICROBATCH_TOKENS = 512
@@ -30,16 +33,18 @@ SMALL_MICROBATCH_TOKENS = 512
 
 
 class Row(msgspec.Struct):
-    """A tree of siblings: arrays of the shape `[row_tokens]`, and of `[predicted]`."""
+    """A trie of trajectories, which all begin with its first token: arrays of the shape `[row_tokens]`, and of
+    `[predicted]`."""
 
     group: int
     """Which of the given groups."""
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    branch: NDArray[np.int64]
-    """0: prompt; k: the row's k-th sibling."""
+    visible_until: NDArray[np.int64]
+    """The first position in the row, behind the token, that no longer sees it."""
     predictors: NDArray[np.int64]
-    """Positions in the row whose hidden state predicts something, by default a sampled token."""
+    """Positions in the row whose hidden state predicts something, by default a sampled token. One may predict
+    several: a token of each trajectory that shares it."""
     targets: NDArray[np.int64]
     """Index of that token in the group's packed arrays."""
     target_ids: NDArray[np.int64]
@@ -51,8 +56,8 @@ class MicroBatch(msgspec.Struct):
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    branch: NDArray[np.int64]
-    """`PADDING_BRANCH` in the padding."""
+    visible_until: NDArray[np.int64]
+    """The first column, behind the token, that no longer sees it; padding is seen by itself alone."""
     row_index: NDArray[np.int64]
     column_index: NDArray[np.int64]
     """Row and column of the hidden state that predicts each sampled token."""
@@ -64,8 +69,8 @@ class MicroBatch(msgspec.Struct):
 
     @property
     def branched(self) -> bool:
-        """Whether any row has more than one branch; if not, plain causal attention is right."""
-        return bool(self.branch.max() > 1)
+        """Whether some token of a row does not see all before it; if not, plain causal attention is right."""
+        return bool((self.visible_until < self.visible_until[:, :1]).any())
 
     @property
     def tokens(self) -> int:
@@ -74,7 +79,7 @@ class MicroBatch(msgspec.Struct):
 
 
 Positions = Literal["sampled", "ends"]
-"""What is predicted: each sampled token, from the position before it; or something about each sibling as a whole,
+"""What is predicted: each sampled token, from the position before it; or something about each trajectory as a whole,
 from its last token."""
 
 
@@ -89,85 +94,123 @@ def pack(
     """Lay out all `groups` in micro-batches of at most `max_tokens` tokens.
 
     A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size`
-    weighs attention against the rest when siblings are spread over rows.
+    weighs attention against the rest when trajectories are spread over rows.
     """
     rows: list[Row] = []
     for index, group in enumerate(groups):
-        siblings = _siblings_per_row(group, max_tokens, hidden_size) if share_prefix else 1
-        rows += _rows(index, group, siblings, positions)
+        paths = _paths(group)
+        if share_prefix:
+            together = _cheapest_rows(_sorted(paths), max_tokens, hidden_size)
+        else:
+            together = [[path] for path in paths]
+        rows += [_row(index, group, paths, positions) for paths in together]
     rows.sort(key=lambda row: -len(row.input_ids))
     return [_stack(batch) for batch in _similar_rows(rows, max_tokens)]
 
 
-def attention_mask(branch: NDArray[np.int64]) -> NDArray[np.bool_]:
+def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
     """`[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
 
-    Earlier tokens of the same branch and of the prompt; padding sees itself alone.
+    `visible_until` is that of a `MicroBatch`. A token sees those on its own path; padding sees itself alone.
     """
-    length = branch.shape[1]
-    query, key = branch[:, :, None], branch[:, None, :]
-    causal = np.tri(length, dtype=bool)
-    visible = causal & ((query == key) | (key == 0)) & (query != PADDING_BRANCH)
-    mask: NDArray[np.bool_] = (visible | np.eye(length, dtype=bool))[:, None]
+    length = visible_until.shape[1]
+    query = np.arange(length)[:, None]
+    mask: NDArray[np.bool_] = np.tri(length, dtype=bool) & (query < visible_until[:, None, None])
     return mask
 
 
-def _siblings_per_row(group: TrajectoryGroup, max_tokens: int, hidden_size: int) -> int:
-    """How many siblings share a row: more save prompt tokens, but attend across each other in vain.
+class _Path(NamedTuple):
+    """A trajectory on its way through a trie."""
+
+    start: int
+    """Where it begins in the group's packed arrays."""
+    ids: NDArray[np.int32]
+    """`[tokens]`."""
+    shared: int = 0
+    """How many tokens it begins with that the path before it begins with, too."""
+
+
+def _paths(group: TrajectoryGroup) -> list[_Path]:
+    ends = np.cumsum(group.seqlens, dtype=np.int64)
+    starts = (ends - group.seqlens).tolist()
+    return [_Path(start, group.packed_input_ids[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)]
+
+
+def _sorted(paths: Sequence[_Path]) -> list[_Path]:
+    """`paths` in the order of their bytes: all that begin with the same tokens are neighbours, however many tokens
+    that are."""
+    found: list[_Path] = []
+    for path in sorted(paths, key=lambda path: path.ids.tobytes()):
+        found.append(path._replace(shared=_in_common(found[-1].ids, path.ids) if found else 0))
+    return found
+
+
+def _in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differs = np.append(one[:length] != other[:length], True)
+    return int(differs.argmax())
+
+
+def _cheapest_rows(paths: Sequence[_Path], max_tokens: int, hidden_size: int) -> list[list[_Path]]:
+    """Cut sorted `paths` into the rows that cost least: more in a row share more, but attend across each other in vain.
 
     For each token a layer costs about 24·hidden² for its matrices and 4·hidden·length for its
     attention, so a row costs `tokens · (1 + length / (6 · hidden))`.
     """
-    responses = group.seqlens - group.prompt_length
-    longest = group.prompt_length + np.cumsum(np.sort(responses)[::-1])
-    best, best_cost = 1, float("inf")
-    for siblings in range(1, group.size + 1):
-        if siblings > 1 and longest[siblings - 1] > max_tokens:
-            break
-        length = group.prompt_length + siblings * float(responses.mean())
-        cost = length * (1 + length / (6 * hidden_size)) / siblings
-        if cost < best_cost:
-            best, best_cost = siblings, cost
-    return best
+    shared = np.array([path.shared for path in paths])
+    own = np.array([len(path.ids) for path in paths]) - shared
+    before = np.concatenate(([0], np.cumsum(own)))
+    least = np.zeros(len(paths) + 1)  # cost of the rows of the first paths, by their number
+    firsts = []  # of the last of these rows
+    for end in range(1, len(paths) + 1):
+        tokens = shared[:end] + before[end] - before[:end]  # of a row, by its first path
+        cost = least[:end] + tokens * (1 + tokens / (6 * hidden_size))
+        cost[:-1][tokens[:-1] > max_tokens] = np.inf
+        firsts.append(int(cost.argmin()))
+        least[end] = cost[firsts[-1]]
+    rows: list[list[_Path]] = []
+    end = len(paths)
+    while end:
+        first = firsts[end - 1]
+        rows.append([paths[first]._replace(shared=0), *paths[first + 1 : end]])
+        end = first
+    return rows[::-1]
 
 
-def _rows(index: int, group: TrajectoryGroup, siblings_per_row: int, positions: Positions) -> Iterator[Row]:
-    ends = np.cumsum(group.seqlens, dtype=np.int64)
-    starts = ends - group.seqlens
-    prompt = group.prompt_length if siblings_per_row > 1 else 0
-    for first in range(0, group.size, siblings_per_row):
-        members = range(first, min(first + siblings_per_row, group.size))
-        source = [np.arange(starts[first], starts[first] + prompt)]
-        branch = [np.zeros(prompt, dtype=np.int64)]
-        position = [np.arange(prompt)]
-        predictors: list[NDArray[np.int64]] = []
-        targets: list[NDArray[np.int64]] = []
-        offset = prompt
-        for number, sibling in enumerate(members, start=1):
-            length = int(group.seqlens[sibling]) - prompt
-            own = np.arange(starts[sibling] + prompt, ends[sibling])
-            source.append(own)
-            branch.append(np.full(length, number if prompt else 1))
-            position.append(np.arange(prompt, prompt + length))
-            if positions == "ends":
-                predictors.append(np.array([offset + length - 1]))
-                targets.append(own[-1:])
-            else:
-                sampled = np.flatnonzero(group.packed_loss_mask[own])
-                before = offset + sampled - 1
-                before[sampled == 0] = prompt - 1  # the first token of a branch follows the prompt
-                predictors.append(before)
-                targets.append(own[sampled])
-            offset += length
-        yield Row(
-            group=index,
-            input_ids=group.packed_input_ids[np.concatenate(source)].astype(np.int64),
-            position_ids=np.concatenate(position),
-            branch=np.concatenate(branch),
-            predictors=np.concatenate(predictors),
-            targets=np.concatenate(targets),
-            target_ids=group.packed_input_ids[np.concatenate(targets)].astype(np.int64),
-        )
+def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: Positions) -> Row:
+    """The trie of sorted `paths`, which is of each the tokens that it does not share with the one before it."""
+    length = sum(len(path.ids) - path.shared for path in paths)
+    visible_until = np.full(length, length)
+    source: list[NDArray[np.int64]] = []
+    position: list[NDArray[np.int64]] = []
+    predictors: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []
+    columns = np.arange(0)  # of the tokens of a path
+    placed = 0
+    for path in paths:
+        own = np.arange(path.shared, len(path.ids))
+        visible_until[columns[path.shared :]] = placed  # here the path before this one is left
+        columns = np.concatenate((columns[: path.shared], own + (placed - path.shared)))
+        placed += len(own)
+        source.append(path.start + own)
+        position.append(own)
+        if positions == "ends":
+            predictors.append(columns[-1:])
+            targets.append(np.array([path.start + len(path.ids) - 1]))
+        else:
+            sampled = np.flatnonzero(group.packed_loss_mask[path.start : path.start + len(path.ids)])
+            predictors.append(columns[sampled - 1])
+            targets.append(path.start + sampled)
+    return Row(
+        group=index,
+        input_ids=group.packed_input_ids[np.concatenate(source)].astype(np.int64),
+        position_ids=np.concatenate(position),
+        visible_until=visible_until,
+        predictors=np.concatenate(predictors),
+        targets=np.concatenate(targets),
+        target_ids=group.packed_input_ids[np.concatenate(targets)].astype(np.int64),
+    )
 
 
 def _similar_rows(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
@@ -190,17 +233,17 @@ def _stack(rows: Sequence[Row]) -> MicroBatch:
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids = np.zeros(shape, dtype=np.int64)
     position_ids = np.zeros(shape, dtype=np.int64)
-    branch = np.full(shape, PADDING_BRANCH, dtype=np.int64)
+    visible_until = np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
     for i, row in enumerate(rows):
         length = len(row.input_ids)
         input_ids[i, :length] = row.input_ids
         position_ids[i, :length] = row.position_ids
-        branch[i, :length] = row.branch
+        visible_until[i, :length] = row.visible_until
     counts = [len(row.predictors) for row in rows]
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        branch=branch,
+        visible_until=visible_until,
         row_index=np.repeat(np.arange(len(rows)), counts),
         column_index=np.concatenate([row.predictors for row in rows]),
         group_index=np.repeat([row.group for row in rows], counts),

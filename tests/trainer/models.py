@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,49 @@ def random_group(
         if gaps and n > 3:
             mask[prompt + 1 : prompt + 3] = False
         masks.append(mask)
+    return group_of(seq, rng, ids, masks, prompt=prompt, versions=versions)
+
+
+def branching_group(
+    seq: int, rng: np.random.Generator, *, prompt: int = 5, turn: int = 6, versions: tuple[int, int] = (0, 1)
+) -> TrajectoryGroup:
+    """A group like an agent's: a call of one turn, and four of three turns; of these, pairs have two turns in common.
+
+    Turns are sampled, but for their last two tokens. Of several trajectories that share a token each has it in its
+    loss.
+    """
+
+    def grown(path: np.ndarray) -> np.ndarray:
+        return np.concatenate([path, rng.integers(0, VOCAB, turn)])
+
+    one = grown(rng.integers(0, VOCAB, prompt))
+    ids = [one, *(grown(two) for two in (grown(one), grown(one)) for _ in range(2))]
+    depth = [np.arange(len(path)) - prompt for path in ids]
+    masks = [(d >= 0) & (d % turn < turn - 2) for d in depth]
+    order = rng.permutation(len(ids))
+    return group_of(seq, rng, [ids[i] for i in order], [masks[i] for i in order], prompt=prompt, versions=versions)
+
+
+def group_of(
+    seq: int,
+    rng: np.random.Generator,
+    ids: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    *,
+    prompt: int,
+    versions: tuple[int, int] = (0, 1),
+) -> TrajectoryGroup:
+    """A group of trajectories with token ids and loss masks `[tokens]`, and the rest at random."""
     mask = np.concatenate(masks)
     return TrajectoryGroup(
         seq=seq,
         worker="rollout/0",
         prompt_length=prompt,
-        seqlens=np.array([prompt + n for n in lengths], np.int32),
-        rewards=rng.random(siblings).astype(np.float32),
+        seqlens=np.array([len(path) for path in ids], np.int32),
+        rewards=rng.random(len(ids)).astype(np.float32),
         packed_input_ids=np.concatenate(ids).astype(np.int32),
         packed_loss_mask=mask,
         packed_behavior_logprobs=np.where(mask, -rng.random(len(mask)) * 4, 0).astype(np.float32),
         packed_policy_versions=np.where(mask, rng.integers(*versions, len(mask)), NO_VERSION).astype(np.int32),
-        finish_reasons=["stop"] * siblings,
+        finish_reasons=["stop"] * len(ids),
     )

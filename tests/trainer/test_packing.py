@@ -1,4 +1,4 @@
-"""Packing: every sampled token predicted once, from the right place, seeing the right tokens."""
+"""Packing: every sampled token predicted once, seeing the right tokens; what a row shares computed once."""
 
 from __future__ import annotations
 
@@ -6,31 +6,52 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.trainer.packing import PADDING_BRANCH, attention_mask, pack
-from tests.trainer.models import random_group
+from streamrl.trainer.packing import attention_mask, pack
+from tests.trainer.models import branching_group, group_of, random_group
+
+ALPHABET = [7, 3, 40]
 
 
 @st.composite
-def group_lists(draw):
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    return [
-        random_group(
-            seq,
-            rng,
-            siblings=draw(st.integers(1, 5)),
-            prompt=draw(st.integers(1, 12)),
-            longest=draw(st.integers(1, 20)),
-            gaps=draw(st.booleans()),
-        )
-        for seq in range(draw(st.integers(1, 5)))
-    ]
+def group_lists(draw, most=5):
+    """Groups with prefixes in common at any depth: trajectories grow out of one another, from a small alphabet."""
+    tokens = st.lists(st.sampled_from(ALPHABET), max_size=8)
+    rng = np.random.default_rng(0)
+    groups = []
+    for seq in range(draw(st.integers(1, most))):
+        ids = [draw(st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=8))]
+        for _ in range(draw(st.integers(0, 5))):
+            parent = draw(st.sampled_from(ids))
+            ids.append(parent[: draw(st.integers(1, len(parent)))] + draw(tokens))
+        masks = [[False, *draw(st.lists(st.booleans(), min_size=len(p) - 1, max_size=len(p) - 1))] for p in ids]
+        arrays = [np.array(path) for path in ids]
+        groups.append(group_of(seq, rng, arrays, [np.array(mask, bool) for mask in masks], prompt=1))
+    return groups
 
 
-def sibling_of(group, index):
-    """Sibling, and first packed index of it, of a packed index."""
-    ends = np.cumsum(group.seqlens)
-    sibling = int(np.searchsorted(ends, index, side="right"))
-    return sibling, int(ends[sibling] - group.seqlens[sibling])
+def trajectories(group):
+    return [tuple(path.tolist()) for path in np.split(group.packed_input_ids, np.cumsum(group.seqlens)[:-1])]
+
+
+def prefixes(paths):
+    """The nodes of their trie."""
+    return {path[:end] for path in paths for end in range(1, len(path) + 1)}
+
+
+def rows_of(groups, **options):
+    """`(group, its trajectories in the row, micro-batch, row)` of all rows."""
+    for micro in pack(groups, positions="ends", **options):
+        for row in range(len(micro.input_ids)):
+            mine = micro.row_index == row
+            (index,) = set(micro.group_index[mine].tolist())
+            ends = np.cumsum(groups[index].seqlens) - 1
+            numbers = np.searchsorted(ends, micro.target_index[mine])
+            assert ends[numbers].tolist() == micro.target_index[mine].tolist()
+            yield index, numbers.tolist(), micro, row
+
+
+def cost(tokens, hidden):
+    return tokens * (1 + tokens / (6 * hidden))
 
 
 @given(group_lists(), st.booleans(), st.sampled_from([16, 64, 4096]), st.sampled_from([4, 64]))
@@ -39,36 +60,75 @@ def test_every_sampled_token_sees_exactly_its_own_past(groups, share, max_tokens
     longest = max(int(group.seqlens.max()) for group in groups)
     for micro in pack(groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden):
         assert micro.tokens <= max(max_tokens, longest)
-        mask = attention_mask(micro.branch)
+        mask = attention_mask(micro.visible_until)
         places = zip(micro.row_index, micro.column_index, micro.group_index, micro.target_index, strict=True)
-        for row, column, index, target in places:
+        for number, (row, column, index, target) in enumerate(places):
             group = groups[index]
-            sibling, start = sibling_of(group, target)
+            ends = np.cumsum(group.seqlens)
+            trajectory = int(np.searchsorted(ends, target, side="right"))
+            start = int(ends[trajectory] - group.seqlens[trajectory])
             visible = np.flatnonzero(mask[row, 0, column])
-            past = np.arange(start, target)
-            assert micro.input_ids[row, visible].tolist() == group.packed_input_ids[past].tolist()
+            assert micro.input_ids[row, visible].tolist() == group.packed_input_ids[start:target].tolist()
             assert micro.position_ids[row, visible].tolist() == list(range(target - start))
+            assert micro.target_ids[number] == group.packed_input_ids[target]
             seen.append((int(index), int(target)))
-            assert 0 <= sibling < group.size
     wanted = [(i, int(t)) for i, g in enumerate(groups) for t in np.flatnonzero(g.packed_loss_mask)]
     assert sorted(seen) == wanted
 
 
+@given(group_lists(), st.booleans(), st.sampled_from([16, 4096]), st.sampled_from([4, 64, 4096]))
+def test_a_row_has_each_token_of_its_trie_once_and_it_sees_its_own_path(groups, share, max_tokens, hidden):
+    found = []
+    for index, numbers, micro, row in rows_of(groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden):
+        nodes = prefixes([trajectories(groups[index])[number] for number in numbers])
+        mask = attention_mask(micro.visible_until)[row, 0]
+        paths = [tuple(micro.input_ids[row, visible].tolist()) for visible in mask]
+        assert sorted(paths[: len(nodes)]) == sorted(nodes)
+        assert micro.position_ids[row, : len(nodes)].tolist() == [len(path) - 1 for path in paths[: len(nodes)]]
+        assert mask[len(nodes) :].nonzero()[1].tolist() == list(range(len(nodes), len(mask)))  # padding sees itself
+        causal = np.tri(len(nodes), dtype=bool)
+        assert micro.branched or (mask[: len(nodes), : len(nodes)] == causal).all()
+        assert len(numbers) == 1 or share
+        found += [(index, number) for number in numbers]
+    assert sorted(found) == [(i, number) for i, group in enumerate(groups) for number in range(group.size)]
+
+
+@given(group_lists(most=1), st.sampled_from([16, 4096]), st.sampled_from([2, 64, 4096]))
+def test_no_other_rows_of_neighbours_cost_less(groups, max_tokens, hidden):
+    paths = sorted(trajectories(groups[0]))
+    least = [0.0]
+    for end in range(1, len(paths) + 1):
+        sizes = [(first, len(prefixes(paths[first:end]))) for first in range(end)]
+        allowed = [(first, size) for first, size in sizes if size <= max_tokens or first == end - 1]
+        least.append(min(least[first] + cost(size, hidden) for first, size in allowed))
+    rows = rows_of(groups, max_tokens=max_tokens, share_prefix=True, hidden_size=hidden)
+    sizes = [len(prefixes([trajectories(groups[0])[number] for number in numbers])) for _, numbers, _, _ in rows]
+    assert np.isclose(sum(cost(size, hidden) for size in sizes), least[-1])
+
+
 @given(group_lists())
-def test_padding_sees_itself_alone(groups):
-    for micro in pack(groups, max_tokens=4096, share_prefix=True, hidden_size=64):
-        mask = attention_mask(micro.branch)
-        for row, column in zip(*np.nonzero(micro.branch == PADDING_BRANCH), strict=True):
-            assert np.flatnonzero(mask[row, 0, column]).tolist() == [column]
+def test_one_row_computes_each_token_of_the_trie_once(groups):
+    for group in groups:
+        micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=1_000_000)  # attention costs nothing
+        assert sum(micro.tokens for micro in micros) == len(prefixes(trajectories(group)))
 
 
-def test_siblings_share_the_prompt_when_that_saves_work():
-    rng = np.random.default_rng(0)
-    group = random_group(0, rng, siblings=8, prompt=40, longest=8)
-    shared = sum(m.tokens for m in pack([group], max_tokens=4096, share_prefix=True, hidden_size=512))
-    apart = sum(m.tokens for m in pack([group], max_tokens=4096, share_prefix=False, hidden_size=512))
-    assert shared == 40 + int((group.seqlens - 40).sum())
-    assert apart >= int(group.seqlens.sum())
+def test_trajectories_share_what_they_begin_with_when_that_saves_work():
+    group = branching_group(0, np.random.default_rng(0), prompt=40, turn=10)
+    (shared,) = pack([group], max_tokens=4096, share_prefix=True, hidden_size=512)
+    apart = pack([group], max_tokens=4096, share_prefix=False, hidden_size=512)
+    assert shared.branched
+    assert shared.tokens == 40 + 10 + 2 * 10 + 4 * 10
+    assert sum(micro.tokens for micro in apart) >= int(group.seqlens.sum())
+
+
+def test_a_conversation_that_only_grows_needs_no_mask():
+    history = np.arange(40)
+    calls = [history[:length] for length in (10, 20, 30, 40)]
+    group = group_of(0, np.random.default_rng(0), calls, [call % 10 > 5 for call in calls], prompt=5)
+    (micro,) = pack([group], max_tokens=4096, share_prefix=True, hidden_size=512)
+    assert micro.input_ids.tolist() == [history.tolist()]
+    assert not micro.branched
 
 
 def test_long_responses_to_short_prompts_are_not_packed_together():

@@ -34,7 +34,7 @@ from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.optimizer import AdamW
-from streamrl.trainer.packing import PADDING_BRANCH, MicroBatch, attention_mask
+from streamrl.trainer.packing import MicroBatch, attention_mask
 
 # --- shards ---
 
@@ -245,7 +245,7 @@ class TorchModel:
         return self._optimizer
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
-        mask = self._tensor(attention_mask(micro.branch)) if micro.branched else None
+        mask = self._tensor(attention_mask(micro.visible_until)) if micro.branched else None
         # without a mask positions count up from 0 anyway, and saying so would look like packing
         positions = self._tensor(micro.position_ids) if micro.branched else None
         with torch.autocast(self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16):
@@ -348,7 +348,7 @@ class _Net(nn.Module):
 _EMPTY = MicroBatch(
     input_ids=np.zeros((1, 1), np.int64),
     position_ids=np.zeros((1, 1), np.int64),
-    branch=np.full((1, 1), PADDING_BRANCH),
+    visible_until=np.ones((1, 1), np.int64),
     row_index=np.zeros(1, np.int64),
     column_index=np.zeros(1, np.int64),
     group_index=np.zeros(1, np.int64),

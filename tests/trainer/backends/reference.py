@@ -33,7 +33,7 @@ from streamrl.trainer.backends.base import ModelSpec, Output
 from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.types import TrajectoryGroup
-from tests.trainer.models import SHAPE, random_group
+from tests.trainer.models import SHAPE, branching_group, random_group
 
 SMALL: dict[str, Any] = {**SHAPE, "initializer_range": 0.1}
 KINDS: dict[str, Callable[[], Any]] = {
@@ -96,9 +96,14 @@ def make_spec(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def make_groups(step: int = 0, count: int = 3) -> list[TrajectoryGroup]:
-    """Groups of several lengths, some with feedback tokens."""
+    """Groups of several lengths, some with feedback tokens; every third one branches after each turn."""
     rng = np.random.default_rng(step)
-    return [random_group(10 * step + i, rng, prompt=3 + 2 * i, gaps=i % 2 == 1) for i in range(count)]
+    return [
+        branching_group(10 * step + i, rng)
+        if i % 3 == 2
+        else random_group(10 * step + i, rng, prompt=3 + 2 * i, gaps=i % 2 == 1)
+        for i in range(count)
+    ]
 
 
 def micro_batches(

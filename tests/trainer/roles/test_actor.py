@@ -25,7 +25,7 @@ from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
 from tests.forked import Forked
-from tests.trainer.models import KINDS, random_group, save_model
+from tests.trainer.models import KINDS, branching_group, random_group, save_model
 
 # a large eps keeps AdamW from turning rounding noise of tiny gradients into whole steps
 LONGEST = 9
@@ -144,7 +144,7 @@ def reference_prediction(model, group, temperature=1.0):
 def test_logprobs_equal_transformers(tmp_path, kind, share_prefix):
     folder = save_model(tmp_path / "model", kind)
     trainer = msgspec.structs.replace(TRAINER, share_prefix=share_prefix)
-    groups = make_groups()
+    groups = [*make_groups(), branching_group(5, np.random.default_rng(0))]
     got = make_backend(folder, trainer=trainer, temperature=0.7).logprobs(groups, reference=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for group, values in zip(groups, got, strict=True):

@@ -2,7 +2,7 @@
 
 Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own
 elsewhere. Its fused norm-and-linear is left aside, so parameters have the same names either way.
-Attention is ours: rows of a micro-batch are trees of siblings.
+Attention is ours: rows of a micro-batch are tries of trajectories.
 
 Log-probabilities and entropies from logits whose vocabulary is cut over the tensor ranks.
 
@@ -10,7 +10,7 @@ No rank ever sees all logits of a token: each sums over its own part, and the su
 
 One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
-Rows of a micro-batch are trees of siblings, so rotary positions are our own, as is attention
+Rows of a micro-batch are tries of trajectories, so rotary positions are our own, as is attention
 (`layers.py`). The head is computed at the predicted positions alone.
 """
 
@@ -201,7 +201,7 @@ def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device, *, temp
     return Batch(
         input_ids=tensor(micro.input_ids),
         rotation=shape.rotation(tensor(micro.position_ids)),
-        mask=tensor(attention_mask(micro.branch)) if micro.branched else None,
+        mask=tensor(attention_mask(micro.visible_until)) if micro.branched else None,
         columns=tensor(micro.column_index),
         rows=tensor(micro.row_index),
         targets=tensor(micro.target_ids),

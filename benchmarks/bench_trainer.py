@@ -5,12 +5,14 @@
 Groups of sibling responses with ragged (log-normal) lengths behind a common prompt go through one
 optimizer step of GRPO: forward, backward, gradient clipping, AdamW, in float32. All contenders
 compute the same loss of the same tokens and the same gradient, which is checked in every round, and
-count the sampled tokens only:
+count the sampled tokens only. Another batch is of agents: four episodes of eight turns behind one
+prompt, each of which goes on in two ways after its fourth turn. Every call of the model is a sequence,
+whose context is all that the episode has had until then.
 
 | contender | how it lays the sequences out |
 |---|---|
-| `streamrl` | each group's prompt once, siblings behind it (`trainer.share_prefix`), rows of similar length |
-| `streamrl, separate` | the same without sharing the prompt |
+| `streamrl` | what sequences of a group begin with in common once (`trainer.share_prefix`), rows of similar length |
+| `streamrl, separate` | the same with each sequence as a row of its own |
 | `streamrl, Megatron` | as `streamrl`, on Megatron Core in one process; needs `megatron.core` |
 | `padded` | transformers and plain torch: micro-batches of padded sequences in the order of their arrival |
 | `unpadded` | transformers and plain torch: sequences one after another, without padding |
@@ -19,7 +21,7 @@ count the sampled tokens only:
 TRL pads all sequences to the longest prompt and the longest completion of the batch, and then cuts
 it into micro-batches of equal numbers of sequences; several numbers are tried, and the fastest is
 reported. Its step includes the entropy, as streamrl's does, and its own metrics; generation, rewards
-and advantages are left out for all. To have its row:
+and advantages are left out for all. It takes no part in the agents' batch. To have its row:
 
     pip install trl==1.16.0
 
@@ -41,17 +43,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from common import write_results
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from training_batch import (
+    BRANCHES,
+    EPISODES,
     LONGEST,
     MEAN,
     MICRO_TOKENS,
     PROMPT,
     SIBLINGS,
     SIGMA,
+    TURN_TOKENS,
+    TURNS,
     Found,
     Step,
+    make_agents_groups,
     make_groups,
     sampled,
     trainable_tokens,
@@ -83,11 +91,22 @@ class Case(NamedTuple):
     model: dict[str, Any]
     """The section [model]."""
     groups: int
+    agents: bool = False
+    """Whether groups are calls of agents."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, agents" if self.agents else self.name
+
+    def make_groups(self, vocabulary: NDArray[np.int64], *, seed: int) -> list[TrajectoryGroup]:
+        make = make_agents_groups if self.agents else make_groups
+        return make(vocabulary, count=self.groups, seed=seed)
 
 
 CASES = (
     Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 2),
     Case("SmolLM2-135M", {"path": "smollm2-135m-instruct"}, 1),
+    Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 1, agents=True),
 )
 
 
@@ -96,11 +115,11 @@ def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]
     folder = ensure_checkpoint(from_dict({"model": case.model}))
     vocabulary = trainable_tokens(folder)
     with ExitStack() as stack:
-        contenders, notes = make_contenders(folder, make_groups(vocabulary, count=case.groups, seed=0), stack, console)
+        contenders, notes = make_contenders(case, folder, case.make_groups(vocabulary, seed=0), stack, console)
         rates: dict[str, list[float]] = {contender: [] for contender in contenders}
         cpu_rates: dict[str, list[float]] = {contender: [] for contender in contenders}
         for round_ in range(rounds + 1):
-            groups = make_groups(vocabulary, count=case.groups, seed=round_)
+            groups = case.make_groups(vocabulary, seed=round_)
             answers = {}
             for contender, step in contenders.items():
                 answers[contender], spent = timed(step, groups)
@@ -108,10 +127,10 @@ def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]
                     rates[contender].append(sampled(groups) / spent.seconds)
                     cpu_rates[contender].append(sampled(groups) / spent.cpu_seconds)
             check(answers)
-            console.print(f"{case.name}: round {round_} of {rounds} done", style="dim")
+            console.print(f"{case.title}: round {round_} of {rounds} done", style="dim")
     return [
         {
-            "model": case.name,
+            "model": case.title,
             "groups": case.groups,
             "contender": contender,
             "tokens_per_second": round(median(rates[contender]), 1),
@@ -131,7 +150,7 @@ def ratio(rates: list[float], others: list[float]) -> float:
 
 
 def make_contenders(
-    folder: Path, trial: list[TrajectoryGroup], stack: ExitStack, console: Console
+    case: Case, folder: Path, trial: list[TrajectoryGroup], stack: ExitStack, console: Console
 ) -> tuple[dict[str, Step], dict[str, str]]:
     """The contenders that can run here, and what a reader of their figures should know."""
     model = torch_model(folder)
@@ -147,7 +166,7 @@ def make_contenders(
         megatron = stack.enter_context(megatron_model(folder))
         contenders["streamrl, Megatron"] = streamrl_step(megatron, share_prefix=True)
         notes["streamrl, Megatron"] = f"{version('megatron-core')}; one process"
-    if importable("trl"):
+    if importable("trl") and not case.agents:
         from training_trl import TRLStep
 
         trl = TRLStep(folder)
@@ -231,6 +250,7 @@ def main() -> None:
         "siblings": SIBLINGS,
         "prompt_tokens": PROMPT,
         "response_tokens": {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST},
+        "agents": {"episodes": EPISODES, "turns": TURNS, "branches": BRANCHES, "turn_tokens": TURN_TOKENS},
         "microbatch_tokens": MICRO_TOKENS,
         "quick": options.quick,
     }

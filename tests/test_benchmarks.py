@@ -32,11 +32,12 @@ def test_module_imports(name):
     importlib.import_module(name)
 
 
-def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path):
+@pytest.mark.parametrize("agents", [False, True])
+def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path, agents):
     bench = importlib.import_module("bench_trainer")
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
     monkeypatch.setattr(bench, "importable", lambda module: False)  # neither TRL nor a process group here
-    rows = bench.measure(bench.Case("tiny", TINY, 2), rounds=1, console=Console(quiet=True))
+    rows = bench.measure(bench.Case("tiny", TINY, 1 + (not agents), agents), rounds=1, console=Console(quiet=True))
     assert [row["contender"] for row in rows] == ["streamrl", "streamrl, separate", "padded", "unpadded"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
 

@@ -68,8 +68,7 @@ class TrainerConfig(Section, frozen=True):
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
     share_prefix: bool = True
-    """Compute what trajectories of a group begin with in common, be it the prompt or turns of an agent, once, not once for
-    each."""
+    """Compute once what trajectories of a group begin with in common: the prompt, an agent's turns."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, instead of keeping them."""
     save_every_epochs: NonNegative = 0

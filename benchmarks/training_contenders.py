@@ -87,7 +87,9 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
             )
             for group in groups
         ]
-        minibatch = Minibatch(loss_tokens=sampled(groups), episodes=sum(int(group.episodes[-1]) + 1 for group in groups))
+        minibatch = Minibatch(
+            loss_tokens=sampled(groups), episodes=sum(int(group.episodes[-1]) + 1 for group in groups)
+        )
         credits = actor.begin_step(items, policy_version=0, given=False)
         found = actor.train_step(items, credits, minibatch, before_update=lambda: None)
         return Found(found.sums["loss"], found.maxima["grad_norm"])

@@ -1,4 +1,4 @@
-"""An agent of several turns: find a number from 1 to 7 in three guesses, told each time whether it is higher or lower.
+"""An agent of several turns: find a number, told after each guess whether it is higher or lower.
 
 It is written against OpenAI's client and knows nothing of streamrl; examples/guess_number.toml trains it.
 """
@@ -10,22 +10,21 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-HIGHEST, GUESSES = 7, 3
-
 _client = AsyncOpenAI(base_url="http://localhost", api_key="of each episode")
-"""Shared, because a client of one's own costs an episode twenty milliseconds."""
+"""Shared, because a client of its own costs an episode twenty milliseconds."""
 
 
-def numbers(index: int, seed: int) -> dict[str, Any]:
-    """Return row `index` of the data: a number to find."""
-    return {"prompt": "?", "answer": random.Random(f"{seed}/{index}").randint(1, HIGHEST)}
+def numbers(index: int, seed: int, *, highest: int = 7, guesses: int = 3) -> dict[str, Any]:
+    """Return row `index` of the data: a number from 1 to `highest`, to be found in so many `guesses`."""
+    number = random.Random(f"guess/{seed}/{index}").randint(1, highest)
+    return {"prompt": "?", "answer": number, "guesses": guesses}
 
 
 async def play(task: dict[str, Any], policy: Any) -> float:
     """Play one game; it is worth 1 if the number is found."""
     client = _client.with_options(base_url=policy.base_url, api_key=policy.api_key)
     messages: list[Any] = list(task["messages"])
-    for _ in range(GUESSES):
+    for _ in range(task["guesses"]):
         reply = await client.chat.completions.create(model=policy.model, messages=messages)
         said = reply.choices[0].message.content or ""
         guess = int(said) if said.isdecimal() else None

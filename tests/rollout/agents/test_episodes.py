@@ -10,14 +10,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
+from openai import AsyncOpenAI
 
 from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, StreamRLError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.runner import agents_of
+from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
 from streamrl.types import Prompt, Trajectory
@@ -35,7 +37,8 @@ def task(question: str) -> Prompt:
 async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
     agents = agents_of(Config(rollout=RolloutConfig(agent=config)))
     episodes = EpisodeTable()
-    gateway = Gateway(episodes, model="policy")
+    leases = agents if isinstance(agents, RemoteAgents) else None
+    gateway = Gateway(episodes, model="policy", leases=leases)
     try:
         await agents.start()
         url = await gateway.start()
@@ -221,3 +224,37 @@ def is_gone(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+# --- elsewhere ---
+
+
+async def test_an_agent_elsewhere_leases_episodes() -> None:
+    config = AgentConfig(remote=True, timeout_seconds=5)
+    async with playing(config) as workflow, session("Two<|im_end|>", rewards=None) as (made, _):
+        playing_it = asyncio.create_task(workflow.run(task("1+1?"), made))
+        async with aiohttp.ClientSession() as asking:
+            async with asking.post(f"{workflow._url}/episodes") as answer:
+                lease = await answer.json()
+            assert lease["task"]["question"] == "1+1?"
+            async with AsyncOpenAI(base_url=lease["base_url"], api_key=lease["api_key"]) as client:
+                await client.chat.completions.create(model=lease["model"], messages=lease["task"]["messages"])
+            for key, status in (("another", 401), (lease["api_key"], 200)):
+                shown = {"Authorization": f"Bearer {key}"}
+                async with asking.post(lease["score_url"], json={"score": 0.5}, headers=shown) as answer:
+                    assert answer.status == status
+            (found,) = await playing_it
+            assert found.reward == 0.5
+            assert parts(found) == [(False, OPENING), (True, "Two}")]
+            shown = {"Authorization": f"Bearer {lease['api_key']}"}
+            async with asking.post(lease["score_url"], json={"score": 0.5}, headers=shown) as answer:
+                assert answer.status == 410
+
+
+async def test_who_asks_for_an_episode_shows_the_key_where_there_is_one() -> None:
+    gateway = Gateway(EpisodeTable(), model="policy", leases=RemoteAgents(), lease_key="0123456789abcdef")
+    url = await gateway.start()
+    async with aiohttp.ClientSession() as asking, asking.post(f"{url}/episodes") as answer:
+        assert answer.status == 401
+        assert "rollout.agent.api_key_env" in await answer.text()
+    await gateway.close()

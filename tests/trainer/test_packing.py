@@ -90,7 +90,7 @@ def test_a_row_has_each_token_of_its_trie_once_and_it_sees_its_own_path(groups, 
         assert micro.branched or (mask[: len(nodes), : len(nodes)] == causal).all()
         assert len(numbers) == 1 or share
         found += [(index, number) for number in numbers]
-    assert sorted(found) == [(i, number) for i, group in enumerate(groups) for number in range(group.size)]
+    assert sorted(found) == [(i, number) for i, group in enumerate(groups) for number in range(len(group.seqlens))]
 
 
 @given(group_lists(most=1), st.sampled_from([16, 4096]), st.sampled_from([2, 64, 4096]))

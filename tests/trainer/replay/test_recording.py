@@ -138,7 +138,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(recording, "FORMAT", "99")
     write_step(tmp_path / "new", make_step())
     monkeypatch.undo()
-    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 1"):
+    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 2"):
         read_step(tmp_path / "new")
     rank = write_part(tmp_path, range(1, 2))
     part = msgspec.json.decode((rank / "part.json").read_bytes(), type=Part)

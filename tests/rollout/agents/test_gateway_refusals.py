@@ -89,6 +89,7 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
         ("/v1/messages", b'{"messages": [{"role": "user", "content": "x"}]}', "max_tokens"),
         ("/inference/v1/generate", b'{"token_ids": []}', "token_ids"),
         ("/inference/v1/generate", b'{"token_ids": [1.5]}', "token_ids"),
+        ("/inference/v1/generate", b'{"token_ids": [1], "features": {"mm_hashes": {}}}', "features"),
     ],
 )
 async def test_fields_that_make_no_sense(send, served, path, data, words):

@@ -25,11 +25,14 @@ class _Body(msgspec.Struct):
     token_ids: common.TokenIds
     model: str = ""
     sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    features: Any = None
+    content_parts: Any = None
 
 
 def parse(raw: bytes) -> Call:
     """Check a request's body."""
     body = common.decode(raw, _Body)
+    common.refuse_present({"features": body.features, "content_parts": body.content_parts})
     asked = body.sampling_params
     common.check_counts(asked.n, asked.max_tokens, "sampling_params.max_tokens")
     return Call(
@@ -51,7 +54,7 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
         {
             "index": index,
             "token_ids": completion.output_ids,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": "length" if completion.finish_reason == "length" else "stop",
             "logprobs": {
                 "content": [
                     {"token": f"token_id:{token}", "logprob": logprob}

@@ -186,7 +186,7 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
         "top_p": call.sampling.get("top_p"),
         "usage": {
             "input_tokens": len(said.prompt_ids),
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": len(said.output_ids),
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(said.prompt_ids) + len(said.output_ids),

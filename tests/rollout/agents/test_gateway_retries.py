@@ -80,24 +80,32 @@ async def test_an_answer_that_stayed_in_the_buffers_was_not_delivered(served, as
     assert (len(served.episode.requests), served.episode.seen) == (1, 1)
 
 
+async def answer_the_second(episode):
+    """Let the episode answer when it has been asked a second time."""
+    episode.may_answer.clear()
+    for _ in range(2):
+        await episode.found.acquire()
+    episode.may_answer.set()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_clients_that_time_out_ask_again_by_themselves(served, streamed):
-    served.episode.may_answer.clear()
-    asyncio.get_running_loop().call_later(0.35, served.episode.may_answer.set)
-    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", timeout=0.2, max_retries=3) as client:
+    answering = asyncio.create_task(answer_the_second(served.episode))
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", timeout=0.5, max_retries=5) as client:
         answer = await client.chat.completions.create(model="m", messages=ASKED, stream=streamed)
         if streamed:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
         else:
             text = answer.choices[0].message.content
+    await answering
     assert (text, len(served.episode.requests)) == ("answer 1", 1)
 
 
 async def test_anthropics_client_asks_again_by_itself(served):
-    served.episode.may_answer.clear()
-    asyncio.get_running_loop().call_later(0.35, served.episode.may_answer.set)
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", timeout=0.2, max_retries=3) as client:
+    answering = asyncio.create_task(answer_the_second(served.episode))
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", timeout=0.5, max_retries=5) as client:
         answer = await client.messages.create(model="m", max_tokens=5, messages=ASKED)
+    await answering
     assert answer.content[0].text == "answer 1"
     assert len(served.episode.requests) == 1
 

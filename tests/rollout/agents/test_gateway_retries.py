@@ -155,23 +155,24 @@ async def test_of_two_that_ask_the_same_at_once_one_hangs_up(served, ask, retrie
 async def test_what_was_hung_up_on_counts_until_it_is_generated(serve):
     served = await serve(concurrent_requests=1)
     async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
-        served.episode.may_answer.clear()
-        with pytest.raises(openai.APITimeoutError):
-            await client.chat.completions.create(model="m", messages=ASKED, timeout=0.2)
+        await hang_up(served, lambda body: client.chat.completions.create(**body))
         with pytest.raises(openai.RateLimitError, match="limit"):
             await client.chat.completions.create(model="m", messages=ASKED, n=2)
         served.episode.may_answer.set()
-        answer = await client.chat.completions.create(model="m", messages=ASKED)
+        answer = await client.chat.completions.create(**BODY)
         assert answer.choices[0].message.content == "answer 1"
         assert len((await client.chat.completions.create(model="m", messages=ASKED, n=2)).choices) == 2
 
 
-async def test_closing_cancels_what_is_generated(served, ask):
+async def test_closing_cancels_what_is_generated(serve, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 60)
+    served = await serve()
     served.episode.may_answer.clear()
-    call = asyncio.create_task(ask())
-    await served.episode.started.acquire()
-    async with asyncio.timeout(0.9):
-        await served.gateway.close()
-    with pytest.raises(aiohttp.ClientError):
-        await call
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        call = asyncio.create_task(session.post(served.url + "/v1/chat/completions", json=BODY))
+        await served.episode.started.acquire()
+        async with asyncio.timeout(20):
+            await served.gateway.close()
+        with pytest.raises(aiohttp.ClientError):
+            await call
     assert served.episode.cancelled

@@ -38,7 +38,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Api(Protocol):
-    """What each of the other modules here is."""
+    """One API that agents speak; each of the other modules here is one."""
 
     def parse(self, raw: bytes) -> Call:
         """Check a request's body; raises `RequestRefused`."""
@@ -136,7 +136,7 @@ def usage(completions: Sequence[Completion]) -> dict[str, int]:
 
 
 def token_logprobs(completion: Completion, *, top: bool) -> list[dict[str, Any]]:
-    """Return the log-probability of each sampled token; with `top`, it is also its position's only likeliest token."""
+    """Return the log-probability of each sampled token; with `top`, also as the only one of its `top_logprobs`."""
     tokens = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
         for text, logprob in zip(completion.token_texts, completion.logprobs, strict=True)

@@ -119,7 +119,7 @@ async def test_a_body_that_says_gzip_and_is_none(send):
 
 
 async def test_a_wrong_key_and_another_episode(send):
-    for path, key in [("/episodes/e1", "other"), ("/e2", "secret"), ("/episodes/e1", "")]:
+    for path, key in [("/episodes/e1", "other"), ("/episodes/e2", "secret"), ("/episodes/e1", "")]:
         status, body = await send(path + "/v1/chat/completions", key=key)
         assert (status, is_openais(body), body["error"]["type"]) == (401, True, "authentication_error")
         status, body = await send(path + "/v1/messages", key=key)

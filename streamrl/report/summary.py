@@ -96,6 +96,16 @@ class Summary(msgspec.Struct, frozen=True):
     logprob_diff_mean: float | None
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
+    episodes: int = 0
+    """Of agents, that ended with something to train on; 0 where a workflow made the responses."""
+    calls_per_episode: float | None = None
+    """Answers of the policy."""
+    trajectories_per_episode: float | None = None
+    """Conversations that no other continues: 1 where histories only grow."""
+    agent_generation_share: float | None = None
+    """Share of the episodes' time in which they waited for the policy; the rest is the agents' own, tools included."""
+    agent_retries: int = 0
+    """Requests of agents that were answered with an earlier one's answer."""
     health: list[HealthChange] = []
     """When the run's health changed; empty if it was healthy all the time."""
 
@@ -126,11 +136,9 @@ def summarize(records: Records, *, name: str) -> Summary:
     aged = sum(ages.values())
     trained = sum(values(steps, "tokens_trained"))
     masked = sum(values(steps, "tokens_masked"))
-    generated = sum(
-        growth(entries, "tokens_generated_total")
-        for process, entries in records.heartbeats.items()
-        if process.startswith("gserver/")
-    )
+    generated = _counted(records, "gserver", "tokens_generated_total")
+    episodes = _counted(records, "rollout", "agent_episodes_total")
+    agents = _counted(records, "rollout", "agent_seconds_total")
     step_seconds = sum(values(steps, "step_seconds"))
     state = status.state if status else "unknown"
     return Summary(
@@ -165,6 +173,11 @@ def summarize(records: Records, *, name: str) -> Summary:
         overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
         logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
         logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+        episodes=int(episodes),
+        calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
+        trajectories_per_episode=ratio(_counted(records, "rollout", "agent_trajectories_total"), episodes),
+        agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
+        agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
     )
 
@@ -229,6 +242,15 @@ def summary_table(summary: Summary) -> Table:
     row("trained on", f"{s.tokens_trained:,}", f"tokens; {_text(s.tokens_trained_per_second, ',.0f')} per second")
     row("generation busy", f"{_text(s.generation_busy_share, '.0%')}", "of the gservers' time")
     row("trainer waits", f"{_text(s.trainer_wait_share, '.0%')}", "for data, of the steps' time", last=True)
+    if s.episodes:
+        row(
+            "agents' episodes",
+            f"{s.episodes:,}",
+            f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
+            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy; "
+            f"{s.agent_retries} retries answered",
+            last=True,
+        )
     row(
         "weight update",
         f"{_text(s.weight_update_seconds_mean, '.3f')} s",
@@ -280,6 +302,12 @@ def mean(numbers: Sequence[float]) -> float | None:
 def ratio(part: float, whole: float) -> float | None:
     """Return `part` / `whole`; None unless `whole` is above 0."""
     return part / whole if whole > 0 else None
+
+
+def _counted(records: Records, role: str, name: str) -> float:
+    """How much the counter `name` has grown in all processes of `role`."""
+    found = records.heartbeats.items()
+    return sum(growth(entries, name) for process, entries in found if process.startswith(f"{role}/"))
 
 
 def _seconds(steps: Sequence[StepReport]) -> float:

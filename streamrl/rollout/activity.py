@@ -35,10 +35,10 @@ class Activity:
         self.groups_rejected = 0
         self.groups_uniform = 0
         self.reward_errors = 0
-        self.episodes = 0
-        """Of agents; this and the next two count those that ended with something to train on."""
-        self.calls = 0
-        self.trajectories = 0
+        self.episodes: Counter[str] = Counter()
+        """Of agents: figures of those that ended with something to train on, by name."""
+        self.agent_retries: Callable[[], int] = int
+        """Returns how many requests of agents were answered with an earlier one's answer."""
         self.reward_busy_seconds: Callable[[], float] = float
         """Returns how long the reward processes have been busy; 0 where there are none."""
         self._under_way: Counter[str] = Counter()
@@ -46,6 +46,8 @@ class Activity:
         self._tokens = 0
         self._interruptions = 0
         self._reward_seconds = 0.0
+        self._agent_seconds = 0.0
+        self._agent_generation_seconds = 0.0
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
@@ -73,10 +75,11 @@ class Activity:
             "reward_errors_total": self.reward_errors,
         }
         if self.episodes:
+            stats |= self.episodes
             stats |= {
-                "agent_episodes_total": self.episodes,
-                "agent_calls_total": self.calls,
-                "agent_trajectories_total": self.trajectories,
+                "agent_retries_total": self.agent_retries(),
+                "agent_seconds_total": self._agent_seconds,
+                "agent_generation_seconds_total": self._agent_generation_seconds,
             }
         if self._rewards:
             stats["reward_mean"] = sum(self._rewards) / len(self._rewards)
@@ -138,11 +141,13 @@ class Activity:
         """Log `what` happened and why, unless the log has had enough of these for now."""
         self._reasons.log(what, reason)
 
-    def episode_ended(self, *, calls: int, trajectories: int) -> None:
-        """Count an agent's episode, in which the policy was asked for `calls` answers."""
-        self.episodes += 1
-        self.calls += calls
-        self.trajectories += trajectories
+    def episode_ended(self, *, calls: int, trajectories: int, seconds: float, generation_seconds: float) -> None:
+        """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers."""
+        self.episodes["agent_episodes_total"] += 1
+        self.episodes["agent_calls_total"] += calls
+        self.episodes["agent_trajectories_total"] += trajectories
+        self._agent_seconds += seconds
+        self._agent_generation_seconds += generation_seconds
 
     @contextmanager
     def _in(self, stage: str) -> Iterator[None]:

@@ -156,6 +156,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         port=agent.port + joined.membership.index if agent.port else 0,
     )
     joined.at_exit.push_async_callback(gateway.close)
+    joined.activity.agent_retries = lambda: gateway.retries_answered
     url = await gateway.start()
     return AgentWorkflow(agent, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=chat, model=model)
 

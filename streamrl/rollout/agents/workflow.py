@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,8 @@ class Episode:
         """Its part of the URL."""
         self.calls = 0
         """Answers that were asked for."""
+        self.generation_seconds = 0.0
+        """How long the agent has waited for them."""
         self.last: Completion | None = None
         """What the policy said last."""
         self.failure: StreamRLError | None = None
@@ -69,11 +72,14 @@ class Episode:
                 kind="context_length_exceeded",
             )
         answers = [self._answer(request, parent, prompt_ids) for _ in range(request.n)]
+        asked = time.monotonic()
         try:
             return await asyncio.gather(*answers)
         except StreamRLError as error:
             self.failure = error
             raise RequestRefused(f"the policy cannot be asked: {error}", status=503, kind="api_error") from error
+        finally:
+            self.generation_seconds += time.monotonic() - asked
 
     def delivered(self, completions: Sequence[Completion]) -> None:
         """The agent has these."""
@@ -211,6 +217,7 @@ class AgentWorkflow:
     async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
         episode = Episode(session, self._renderer, max_calls=self._config.max_calls)
         self._episodes.add(episode)
+        began = time.monotonic()
         try:
             reward = await self._play(prompt, session, episode)
         finally:
@@ -220,7 +227,12 @@ class AgentWorkflow:
         trajectories = episode.trajectories(reward=reward)
         if not trajectories:
             raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
-        session.episode_ended(calls=episode.calls, trajectories=len(trajectories))
+        session.activity.episode_ended(
+            calls=episode.calls,
+            trajectories=len(trajectories),
+            seconds=time.monotonic() - began,
+            generation_seconds=episode.generation_seconds,
+        )
         return trajectories
 
     async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> float:
@@ -250,7 +262,7 @@ class AgentWorkflow:
         except AgentError as error:
             if self._config.on_error == "reject" or not episode.calls:
                 raise
-            session.log_failure(error)
+            session.activity.log_reason("an episode scores 0", error)
             await session.generated()
             return 0.0
 

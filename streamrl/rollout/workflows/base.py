@@ -135,13 +135,10 @@ class Session:
             text=text, finish_reason=generation.finish_reason, output_tokens=len(generation.output_ids), turn=turn
         )
 
-    def episode_ended(self, *, calls: int, trajectories: int) -> None:
-        """Count an agent's episode."""
-        self._activity.episode_ended(calls=calls, trajectories=trajectories)
-
-    def log_failure(self, error: Exception) -> None:
-        """Log why an episode scores 0."""
-        self._activity.log_reason("an episode scores 0", error)
+    @property
+    def activity(self) -> Activity:
+        """Where what is done is counted and logged."""
+        return self._activity
 
     async def generated(self) -> None:
         """Wait, with all that was generated, until the sibling may be scored; `score` does it, too."""

@@ -27,6 +27,7 @@ from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
 from streamrl.models import check_checkpoint, ensure_checkpoint
 from streamrl.processor import avoid_broken_instructions
+from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.pool import RewardPool
@@ -172,8 +173,13 @@ def _find_sglang(python: str) -> str:
 
 def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name: str) -> None:
     """What a rollout worker does before its first request; `name` is put before what is said."""
-    with found.part(f"{name}rollout.workflow"):
-        load_workflow(config.rollout.workflow)
+    agent = config.rollout.agent
+    if agent.used:
+        with found.part(f"{name}rollout.agent"):
+            found.tried.append(f"{name}{asyncio.run(_start_agents(config))}")
+    else:
+        with found.part(f"{name}rollout.workflow"):
+            load_workflow(config.rollout.workflow)
     prompts: PromptSource | None = None
     first: Prompt | None = None
     with found.part(f"{name}data"):
@@ -186,11 +192,31 @@ def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name:
         _read_rows(prompts, found, name=name)
     if config.reward_model.path is not None:
         found.untried.append(f"{name}the reward model was found and not run")
+    elif agent.used and agent.scored_by == "agent":
+        found.untried.append(f"{name}no episode of the agent was played")
     elif first is None:
         found.untried.append(f"{name}the reward function, without a prompt")
     else:
         with found.part(f"{name}rollout.reward"):
             found.tried.append(f"{name}{asyncio.run(_score(config, first))}")
+
+
+async def _start_agents(config: Config) -> str:
+    """Import the agent's function in a process of its own, or find its program; what came of it."""
+    agent = config.rollout.agent
+    if agent.remote:
+        return "agents come by themselves (rollout.agent.remote)"
+    if agent.command:
+        program = shutil.which(agent.command[0])
+        if program is None:
+            raise ConfigError(f"rollout.agent.command: there is no program {agent.command[0]}")
+        return f"the agent's program is {program}"
+    agents = agents_of(config)
+    try:
+        await agents.start()
+    finally:
+        await agents.close()
+    return f"the agent's function {agent.function} was imported"
 
 
 def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, name: str) -> Prompt:

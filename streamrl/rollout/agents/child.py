@@ -85,9 +85,9 @@ def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., An
     except StreamRLError as error:
         reply(Failed(-1, str(error)))
     except TypeError as error:
-        reply(Failed(-1, f"it must take (task, policy): {error}"))
+        reply(Failed(-1, f"rollout.agent.function = {setup.function!r} must take (task, policy): {error}"))
     except Exception as error:  # the user's module may raise anything: the parent reports it
-        reply(Failed(-1, traceback_tail(error)))
+        reply(Failed(-1, f"rollout.agent.function = {setup.function!r} cannot be imported:\n{traceback_tail(error)}"))
     else:
         reply(Ready())
         return function

@@ -186,7 +186,7 @@ class _AgentProcess:
             raise AgentError(f"{what} could not be imported: its process {ended}; its own words are above") from error
         if isinstance(reply, Failed):
             await self.stop()
-            raise AgentError(f"{what} cannot be used: {reply.message}")
+            raise AgentError(reply.message)
         self._reading = asyncio.create_task(self._read(self._process), name="replies of an agent's process")
 
     async def _read(self, process: Process) -> None:

@@ -147,7 +147,7 @@ async def test_many_at_the_same_time_in_one_process() -> None:
 
 
 async def test_a_function_that_cannot_be_used_says_so() -> None:
-    for name, says in (("nowhere", "has no nowhere"), ("takes_one", r"it must take \(task, policy\)")):
+    for name, says in (("nowhere", "has no nowhere"), ("takes_one", r"must take \(task, policy\)")):
         config = AgentConfig(function=f"tests.rollout.agents.user_agents:{name}")
         with pytest.raises(AgentError, match=says):
             await agents_of(Config(rollout=RolloutConfig(agent=config))).start()

@@ -1,0 +1,249 @@
+"""What the gateway costs agents: calls a second through it, and through `/generate` directly.
+
+    python benchmarks/bench_agents.py [--quick]
+
+64 episodes of several turns at the same time, on an embedded engine with a model from scratch. "direct" keeps its own
+token ids and asks the gserver; "gateway" speaks `/v1/chat/completions` over plain HTTP, as a client that costs nothing
+would, to the gateway in a process of its own, as a rollout worker has it. Answers end where the model ends them, and
+after 32 tokens; rounds alternate. What the gateway renders in a turn is counted: it must not grow with the conversation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from common import write_results
+from engine_contenders import Served
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.config import Config, GserverConfig, ModelConfig, RewardConfig, SamplingConfig, ScratchConfig
+from streamrl.models import ensure_checkpoint
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.rendering import TemplateRenderer
+from streamrl.rollout.agents.workflow import Episode, EpisodeTable
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.generation import Generator, GroupRoute
+from streamrl.rollout.workflows.base import Session
+from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+from streamrl.types import Prompt
+
+EPISODES, TURNS, TOKENS = 64, 8, 32
+QUESTION, FEEDBACK = "0123456789" * 3, "012345="
+CONFIG = Config(
+    model=ModelConfig(
+        path="scratch",
+        scratch=ScratchConfig(
+            alphabet="0123456789= ",
+            hidden_size=256,
+            layers=4,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            max_position_embeddings=1024,
+        ),
+    ),
+    gserver=GserverConfig(dtype="float32", max_running=EPISODES, max_context=1024),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    rounds = 2 if parser.parse_args().quick else 5
+    folder = ensure_checkpoint(CONFIG)
+    served = Served("embedded", CONFIG, folder)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    worker = context.Process(target=_serve_gateway, args=(served.url, folder, there))
+    worker.start()
+    rates: dict[str, list[float]] = {"direct": [], "gateway": []}
+    first = conversations = later = 0
+    try:
+        for number in range(rounds + 1):  # the first warms up
+            direct = asyncio.run(_directly(served.url, folder))
+            here.send("begin")
+            through = asyncio.run(_through_gateway(here.recv()))
+            here.send("end")
+            first, conversations, later = here.recv()
+            if number:
+                rates["direct"].append(EPISODES * TURNS / direct)
+                rates["gateway"].append(EPISODES * TURNS / through)
+    finally:
+        here.close()
+        worker.join(30)
+        served.close()
+    ratio = median(g / d for g, d in zip(rates["gateway"], rates["direct"], strict=True))
+    row = {
+        "direct_calls_per_second": median(rates["direct"]),
+        "gateway_calls_per_second": median(rates["gateway"]),
+        "ratio": ratio,
+        "tokens_rendered_first": first,
+        "tokens_rendered_later": later,
+        "conversations_rendered": conversations,
+    }
+    settings = {"episodes": EPISODES, "turns": TURNS, "tokens": TOKENS, "rounds": rounds}
+    path = write_results("bench_agents", settings, [row])
+    table = Table(title=f"{EPISODES} episodes at the same time, {TURNS} calls each of {TOKENS} tokens")
+    for heading in (
+        "direct, calls/s",
+        "gateway, calls/s",
+        "ratio",
+        "tokens rendered in the first turn, in a later one",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        f"{row['direct_calls_per_second']:.1f}",
+        f"{row['gateway_calls_per_second']:.1f}",
+        f"{ratio:.2f}",
+        f"{first}, {later}",
+    )
+    Console().print(table)
+    Console().print(f"written to {path}")
+
+
+# --- contenders ---
+
+
+async def _directly(url: str, folder: Path) -> float:
+    """Seconds that all episodes take without a gateway."""
+    chat = ChatTokenizer.load(folder)
+    client = GenerationClient(timeout=600)
+    feedback = chat.encode(FEEDBACK)
+
+    async def episode(number: int) -> None:
+        ids = chat.encode(QUESTION)
+        for turn in range(TURNS):
+            sampling = SamplingParams(max_new_tokens=TOKENS)
+            request = GenerateRequest(
+                input_ids=ids,
+                sampling_params=sampling,
+                rid=f"direct/{number}/{turn}/{time.time()}",
+                return_logprob=True,
+            )
+            ids = [*ids, *(await client.generate(url, request)).output_ids, *feedback]
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(episode, range(EPISODES)))
+    seconds = time.perf_counter() - began
+    await client.close()
+    return seconds
+
+
+async def _through_gateway(access: list[tuple[str, str]]) -> float:
+    """Seconds that all episodes take; `access`: URL and key of each."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def episode(url: str, key: str) -> None:
+            messages = [{"role": "user", "content": QUESTION}]
+            for _ in range(TURNS):
+                body = {"model": "policy", "messages": messages, "max_tokens": TOKENS}
+                async with client.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                    answer.raise_for_status()
+                    said = (await answer.json())["choices"][0]["message"]["content"]
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": FEEDBACK}]
+
+        began = time.perf_counter()
+        await asyncio.gather(*(episode(url, key) for url, key in access))
+        return time.perf_counter() - began
+
+
+# --- the gateway, in a process of its own ---
+
+
+class _Counting(TemplateRenderer):
+    """Keeps how many tokens it makes."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        super().__init__(chat)
+        self.whole: list[int] = []
+        self.later: list[int] = []
+
+    def render(self, messages: Any, tools: Any) -> list[int]:
+        ids = super().render(messages, tools)
+        self.whole.append(len(ids))
+        return ids
+
+    def extend(self, output_ids: Any, messages: Any, tools: Any) -> list[int]:
+        ids = super().extend(output_ids, messages, tools)
+        self.later.append(len(ids))
+        return ids
+
+
+def _serve_gateway(gserver: str, folder: Path, pipe: Connection) -> None:
+    asyncio.run(_gateway(gserver, folder, pipe))
+
+
+async def _gateway(gserver: str, folder: Path, pipe: Connection) -> None:
+    chat = ChatTokenizer.load(folder)
+    client = GenerationClient(timeout=600)
+    sampling = SamplingConfig(max_new_tokens=TOKENS)
+    generator = Generator(
+        client,
+        sampling=sampling,
+        seed=0,
+        patience=600,
+        tokens_per_request=4096,
+        decode=chat.decode,
+        eos_token_ids=(),
+        policy_version=int,
+    )
+    table = EpisodeTable()
+    gateway = Gateway(table, model="policy")
+    url = await gateway.start()
+    while await _received(pipe):
+        renderer = _Counting(chat)
+        episodes = [
+            Episode(_session(seq, chat, generator, gserver, sampling), renderer, max_calls=TURNS)
+            for seq in range(EPISODES)
+        ]
+        for episode in episodes:
+            table.add(episode)
+        pipe.send([(f"{url}/episodes/{episode.name}/v1/chat/completions", episode.key) for episode in episodes])
+        await _received(pipe)
+        for episode in episodes:
+            table.remove(episode)
+            gateway.forget(episode.key)
+        pipe.send((max(renderer.whole), len(renderer.whole), max(renderer.later)))
+    await gateway.close()
+    await client.close()
+
+
+def _session(seq: int, chat: ChatTokenizer, generator: Generator, gserver: str, sampling: SamplingConfig) -> Session:
+    async def no_other(failed: str) -> str:
+        return failed
+
+    messages = [{"role": "user", "content": QUESTION}]
+    return Session(
+        prompt=Prompt(seq, seq, 0, messages, chat.render(messages), None, {}),
+        sibling=0,
+        generator=generator,
+        route=GroupRoute(gserver, find_another=no_other),
+        rewards=None,
+        reward=RewardConfig(),
+        chat=chat,
+        sampling=sampling,
+        max_context=CONFIG.gserver.max_context,
+        activity=Activity(idle="nothing"),
+    )
+
+
+async def _received(pipe: Connection) -> str:
+    """What the benchmark says; empty when it has gone."""
+    try:
+        return str(await asyncio.to_thread(pipe.recv))
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,8 @@
 64 episodes of several turns at the same time, on an embedded engine with a model from scratch. "direct" keeps its own
 token ids and asks the gserver; "gateway" speaks `/v1/chat/completions` over plain HTTP, as a client that costs nothing
 would, to the gateway in a process of its own, as a rollout worker has it. Answers end where the model ends them, and
-after 32 tokens; rounds alternate. What the gateway renders in a turn is counted: it must not grow with the conversation.
+after 32 tokens; rounds alternate. What the gateway renders in a turn is counted: it must not grow with the
+conversation.
 """
 
 from __future__ import annotations

@@ -73,6 +73,9 @@ class Episodes(Protocol):
         """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
         raised as a `RequestRefused` with status 410."""
 
+    def ended_with(self, key: str, score: float) -> bool:
+        """Whether the episode with this key has ended, and with this score: a client says it again."""
+
 
 class Leases(Protocol):
     """Episodes for agents that run elsewhere."""
@@ -196,8 +199,7 @@ class Gateway:
 
     def _find(self, request: web.Request) -> tuple[str, str, EpisodeCalls]:
         """Return the key, the id and the episode that the request is for."""
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = request.headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
+        key = _key(request)
         name = request.match_info.get("episode", "")
         if not name and _protocol(request) is inference:
             name = request.headers.get("X-Session-ID", "")
@@ -227,12 +229,13 @@ class Gateway:
         )
 
     async def _score(self, request: web.Request) -> web.Response:
-        _, _, episode = self._find(request)
         try:
             score = msgspec.json.decode(await request.read(), type=Score).score
         except msgspec.DecodeError as error:
             raise RequestRefused(f'the body must be {{"score": NUMBER}}: {error}') from None
-        episode.score(score)
+        if not self._episodes.ended_with(_key(request), score):
+            _, _, episode = self._find(request)
+            episode.score(score)
         return _json({})
 
     def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -298,6 +301,12 @@ class Gateway:
         if subject not in self._warned:
             self._warned.add(subject)
             logger.warning(message, *values)
+
+
+def _key(request: web.Request) -> str:
+    """Return the key that `request` shows, in the way of either API."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return request.headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation | None:

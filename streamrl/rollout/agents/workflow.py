@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ class Episode:
         self._renderer = renderer
         self._max_calls = max_calls
         self._tree = EpisodeTree()
-        self._undelivered: dict[tuple[int, ...], list[Call]] = {}
+        self._undelivered: list[tuple[Completion, Call]] = []
         self._ended = False
         self._score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
@@ -83,8 +83,8 @@ class Episode:
 
     def delivered(self, completions: Sequence[Completion]) -> None:
         """The agent has these."""
-        for completion in completions:
-            self._undelivered.pop(_identity(completion), None)
+        had = set(map(id, completions))
+        self._undelivered = [answer for answer in self._undelivered if id(answer[0]) not in had]
 
     def score(self, value: float) -> None:
         """Take the agent's word for what the episode is worth; the last one counts."""
@@ -94,6 +94,11 @@ class Episode:
         self._score.set_result(value)
 
     # --- for the workflow ---
+
+    @property
+    def notified(self) -> float | None:
+        """The score that the agent has notified, if it has."""
+        return self._score.result() if self._score.done() else None
 
     async def scored(self) -> float:
         """Wait for a score, and return it."""
@@ -106,9 +111,8 @@ class Episode:
 
     def trajectories(self, *, reward: float) -> list[Trajectory]:
         """Return what was said, without answers that nobody has received."""
-        for calls in self._undelivered.values():
-            for call in calls:
-                self._tree.drop_leaf(call)
+        for _, call in self._undelivered:
+            self._tree.drop_leaf(call)
         return self._tree.trajectories(reward=reward)
 
     def _check_open(self) -> None:
@@ -156,17 +160,13 @@ class Episode:
             token_texts=tuple(chat.decode([token]) for token in generation.output_ids),
             matched_stop=matched,
         )
-        self._undelivered.setdefault(_identity(completion), []).append(call)
+        self._undelivered.append((completion, call))
         self.last = completion
         return completion
 
 
-def _identity(completion: Completion) -> tuple[int, ...]:
-    return (len(completion.prompt_ids), *completion.output_ids)
-
-
 ENDED_KEPT = 4096
-"""Keys of so many ended episodes are remembered, to say so to whoever still uses them."""
+"""So many ended episodes are remembered, to say so to whoever still asks."""
 
 
 class EpisodeTable:
@@ -174,7 +174,8 @@ class EpisodeTable:
 
     def __init__(self) -> None:
         self._by_key: dict[str, Episode] = {}
-        self._ended: deque[str] = deque(maxlen=ENDED_KEPT)
+        self._ended: OrderedDict[str, float | None] = OrderedDict()
+        """Key → the score that was notified."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
         """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
@@ -183,12 +184,20 @@ class EpisodeTable:
             raise RequestRefused(ENDED, status=410)
         return None if found is None or episode not in ("", found.name) else found
 
+    def ended_with(self, key: str, score: float) -> bool:
+        """Whether this is the score that the episode, which has ended, was notified of: it is said again."""
+        return self._ended.get(key) == score
+
     def add(self, episode: Episode) -> None:
+        """Let its agent ask."""
         self._by_key[episode.key] = episode
 
     def remove(self, episode: Episode) -> None:
+        """It has ended."""
         del self._by_key[episode.key]
-        self._ended.append(episode.key)
+        self._ended[episode.key] = episode.notified
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
 
 
 class AgentWorkflow:
@@ -246,9 +255,7 @@ class AgentWorkflow:
                         deadline.reschedule(asyncio.get_running_loop().time() + seconds)
 
                     score = await self._agents.run(task_of(prompt), self._access(episode), begun=begun)
-                    if self._config.scored_by == "reward":
-                        return await session.score(_response(episode, session))
-                    if score is None:
+                    if score is None and self._config.scored_by == "agent":
                         score = await episode.scored()
             except TimeoutError as error:
                 raise AgentError(
@@ -257,9 +264,14 @@ class AgentWorkflow:
                 ) from error
             if episode.failure is not None:
                 raise episode.failure
+            if self._config.scored_by == "reward":
+                return await session.score(_response(episode))
             await session.generated()
+            assert score is not None
             return score
         except AgentError as error:
+            if episode.failure is not None:
+                raise episode.failure from error
             if self._config.on_error == "reject" or not episode.calls:
                 raise
             session.activity.log_reason("an episode scores 0", error)
@@ -276,7 +288,7 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     return {"question": question, **prompt.metadata, "messages": prompt.messages, "answer": prompt.answer}
 
 
-def _response(episode: Episode, session: Session) -> Response:
+def _response(episode: Episode) -> Response:
     """Return what the policy said last, for a reward function."""
     last = episode.last
     if last is None:

@@ -64,6 +64,9 @@ async def serve():
         episode = Episode()
 
         class Only:
+            def ended_with(self, key, score):
+                return False
+
             def find(self, key, name):
                 if key != "secret":
                     return None

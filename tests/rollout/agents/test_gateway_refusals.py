@@ -149,3 +149,10 @@ async def test_an_episode_that_fails_is_a_failure_of_the_server(send, served, mo
     assert (status, is_openais(body)) == (500, True)
     assert "detail" not in body["error"]["message"]
     assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"score": "high"}', b'{"score": null}', b'{"score": NaN}'])
+async def test_a_score_is_a_number(send, body):
+    status, refused = await send("/episodes/e1/score", body)
+    assert status == 400
+    assert '{"score": NUMBER}' in refused["error"]["message"]

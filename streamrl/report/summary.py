@@ -102,6 +102,9 @@ class Summary(msgspec.Struct, frozen=True):
     """Answers of the policy."""
     trajectories_per_episode: float | None = None
     """Conversations that no other continues: 1 where histories only grow."""
+    agent_rewritten: int = 0
+    """Calls whose history has answers that the policy never gave, so that they begin a conversation anew: edited by the
+    agent, or written otherwise by its client."""
     agent_generation_share: float | None = None
     """Share of the episodes' time in which they waited for the policy; the rest is the agents' own, tools included."""
     agent_retries: int = 0
@@ -176,6 +179,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         episodes=int(episodes),
         calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
         trajectories_per_episode=ratio(_counted(records, "rollout", "agent_trajectories_total"), episodes),
+        agent_rewritten=int(_counted(records, "rollout", "agent_rewritten_total")),
         agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
         agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
@@ -247,7 +251,8 @@ def summary_table(summary: Summary) -> Table:
             "agents' episodes",
             f"{s.episodes:,}",
             f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
-            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy; "
+            f"each; {s.agent_rewritten} with a rewritten history; {_text(s.agent_generation_share, '.0%')} of their time "
+            "waited for the policy; "
             f"{s.agent_retries} retries answered",
             last=True,
         )

@@ -141,11 +141,17 @@ class Activity:
         """Log `what` happened and why, unless the log has had enough of these for now."""
         self._reasons.log(what, reason)
 
-    def episode_ended(self, *, calls: int, trajectories: int, seconds: float, generation_seconds: float) -> None:
-        """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers."""
+    def episode_ended(
+        self, *, calls: int, trajectories: int, rewritten: int, seconds: float, generation_seconds: float
+    ) -> None:
+        """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers.
+
+        `rewritten`: calls whose history has answers that the policy never gave.
+        """
         self.episodes["agent_episodes_total"] += 1
         self.episodes["agent_calls_total"] += calls
         self.episodes["agent_trajectories_total"] += trajectories
+        self.episodes["agent_rewritten_total"] += rewritten
         self._agent_seconds += seconds
         self._agent_generation_seconds += generation_seconds
 

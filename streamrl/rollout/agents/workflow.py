@@ -39,6 +39,8 @@ class Episode:
         """Its part of the URL."""
         self.calls = 0
         """Answers that were asked for."""
+        self.rewritten = 0
+        """Calls whose history has answers that the policy never gave in it: they begin a conversation anew."""
         self.generation_seconds = 0.0
         """How long the agent has waited for them."""
         self.last: Completion | None = None
@@ -133,6 +135,7 @@ class Episode:
         parent, known = self._tree.find(request.messages, request.tools)
         new = request.messages[known:]
         if parent is None or not new:
+            self.rewritten += any(message.role == "assistant" for message in request.messages)
             return None, self._renderer.render(request.messages, request.tools)
         return parent, [*parent.token_ids, *self._renderer.extend(parent.generation.output_ids, new, request.tools)]
 
@@ -239,6 +242,7 @@ class AgentWorkflow:
         session.activity.episode_ended(
             calls=episode.calls,
             trajectories=len(trajectories),
+            rewritten=episode.rewritten,
             seconds=time.monotonic() - began,
             generation_seconds=episode.generation_seconds,
         )

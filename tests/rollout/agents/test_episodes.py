@@ -81,6 +81,14 @@ async def test_branches_train_each_sampled_token_once() -> None:
     assert [trajectory.reward for trajectory in found] == [1.0] * 3
     stats = activity.stats()
     assert (stats["agent_episodes_total"], stats["agent_calls_total"], stats["agent_trajectories_total"]) == (1, 4, 3)
+    assert stats["agent_rewritten_total"] == 0
+
+
+async def test_a_rewritten_history_is_a_conversation_of_its_own() -> None:
+    activity = Activity(idle="nothing")
+    found = await play(SOLVE, "rewrite", "Two<|im_end|>", "Yes<|im_end|>", activity=activity)
+    assert [[text for sampled, text in parts(trajectory) if sampled] for trajectory in found] == [["Two}"], ["Yes}"]]
+    assert activity.stats()["agent_rewritten_total"] == 1
 
 
 async def test_several_answers_to_one_call_are_trajectories() -> None:

@@ -35,6 +35,10 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                 first = await say(("user", "1+1?"))
                 second = await say(("user", "1+1?"), ("assistant", first), ("user", "Sure?"))
                 return float(len(first) == len(second))
+            case ["rewrite"]:
+                await say(("user", "1+1?"))
+                await say(("user", "1+1?"), ("assistant", "Three"), ("user", "Sure?"))
+                return 1.0
             case ["branches"]:
                 first = await say(("user", "1+1?"))
                 for question in ("Sure?", "Why?"):

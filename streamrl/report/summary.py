@@ -251,9 +251,8 @@ def summary_table(summary: Summary) -> Table:
             "agents' episodes",
             f"{s.episodes:,}",
             f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
-            f"each; {s.agent_rewritten} with a rewritten history; {_text(s.agent_generation_share, '.0%')} of their time "
-            "waited for the policy; "
-            f"{s.agent_retries} retries answered",
+            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy; "
+            f"{s.agent_rewritten} calls with a rewritten history, {s.agent_retries} retries answered",
             last=True,
         )
     row(

@@ -69,7 +69,7 @@ class Dataset(RuleBasedStateMachine):
         assert [group.seq for group in found if group is not None] == sorted(self.held)
         assert [seq for seq in range(10) if self.dataset.knows(seq)] == sorted(self.known)
         assert len(self.told) == self.stored
-        group_bytes = 2 * 8 + 12 * 13
+        group_bytes = 2 * 12 + 12 * 13
         assert self.dataset.stats() == {
             "groups_stored_total": self.stored,
             "groups_duplicated_total": self.duplicated,

@@ -1,12 +1,9 @@
-"""Groups that are held until they are trained on or dropped, in admission order and by age. Pure.
-
-Nothing here looks at all groups: adding, removing and asking cost the same, but for a logarithm,
-however many are held.
-
-The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
+"""The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
 
 Pure state machines without I/O or clocks (times are passed in). The gserver manager owns the
-`Ledger`; the master calls `select_batch` when it forms a training batch.
+`Ledger`; the master calls `select_batch` on its `ReadyGroups` when it forms a training batch.
+Nothing here looks at all groups: adding, removing and asking cost the same, but for a logarithm, however many
+there are.
 
 With P groups in a training batch and `max_staleness` η:
 
@@ -30,47 +27,45 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from streamrl.seqs import SeqQueue
-from streamrl.types import SampleMeta
 
-# --- held ---
+# --- ready ---
 
 
-class HeldGroups(MutableMapping[int, SampleMeta]):
-    """Metadata by sequence number; iterates in the order of arrival."""
+class ReadyGroups:
+    """The groups that can be part of a training batch, by sequence number and by the age of their oldest token."""
 
-    def __init__(self, metas: Mapping[int, SampleMeta] | None = None) -> None:
-        self._metas: dict[int, SampleMeta] = {}
+    def __init__(self, oldest_versions: Mapping[int, int] | None = None) -> None:
+        """`oldest_versions`: by sequence number, the oldest policy version among the tokens of each group."""
+        self._oldest_versions: dict[int, int] = {}
         self._order = SeqQueue()
         self._by_oldest: dict[int, set[int]] = {}  # oldest policy version → groups
-        self.update(metas or {})
+        for seq, version in (oldest_versions or {}).items():
+            self.add(seq, version)
 
-    def __getitem__(self, seq: int) -> SampleMeta:
-        return self._metas[seq]
-
-    def __contains__(self, seq: object) -> bool:
-        return seq in self._metas
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._metas)
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._oldest_versions
 
     def __len__(self) -> int:
-        return len(self._metas)
+        return len(self._oldest_versions)
 
-    def __setitem__(self, seq: int, meta: SampleMeta) -> None:
-        if seq in self._metas:
-            del self[seq]
-        self._metas[seq] = meta
+    def add(self, seq: int, oldest_version: int) -> None:
+        """A group is ready; one that is here already takes the place of the old one."""
+        self.discard(seq)
+        self._oldest_versions[seq] = oldest_version
         self._order.add(seq)
-        self._by_oldest.setdefault(meta.oldest_version, set()).add(seq)
+        self._by_oldest.setdefault(oldest_version, set()).add(seq)
 
-    def __delitem__(self, seq: int) -> None:
-        oldest = self._metas.pop(seq).oldest_version
+    def discard(self, seq: int) -> None:
+        """Take `seq` out; no change if it is not here."""
+        oldest = self._oldest_versions.pop(seq, None)
+        if oldest is None:
+            return
         self._order.discard(seq)
         self._by_oldest[oldest].remove(seq)
         if not self._by_oldest[oldest]:
@@ -336,7 +331,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 def select_batch(
-    held: HeldGroups,
+    ready: ReadyGroups,
     *,
     policy_version: int,
     groups_per_batch: int,
@@ -344,32 +339,32 @@ def select_batch(
     over_age: OverAge,
     next_in_order: Sequence[int] = (),
 ) -> Selection:
-    """Choose the next training batch among the groups that the trainer holds.
+    """Choose the next training batch among the groups that are ready for one.
 
     `next_in_order` (for `wait`) names the next `groups_per_batch` untrained, unrejected
     sequence numbers in admission order.
     """
     if over_age == "wait":
-        missing = [seq for seq in next_in_order if seq not in held]
-        ready = not missing and len(next_in_order) == groups_per_batch
+        missing = [seq for seq in next_in_order if seq not in ready]
+        complete = not missing and len(next_in_order) == groups_per_batch
         return Selection(
-            batch=list(next_in_order) if ready else [],
+            batch=list(next_in_order) if complete else [],
             drop=[],
             missing=missing,
             short=len(missing),
         )
-    drop = held.older_than(policy_version - max_staleness) if over_age == "drop" else []
-    short = max(0, groups_per_batch - (len(held) - len(drop)))
-    batch = [] if short else held.oldest(groups_per_batch, but=drop)
+    drop = ready.older_than(policy_version - max_staleness) if over_age == "drop" else []
+    short = max(0, groups_per_batch - (len(ready) - len(drop)))
+    batch = [] if short else ready.oldest(groups_per_batch, but=drop)
     return Selection(batch=batch, drop=drop, missing=[], short=short)
 
 
-def next_in_order(trained: Collection[int], rejected: Collection[int], *, start: int, count: int) -> list[int]:
-    """The first `count` sequence numbers from `start` on that are neither trained nor rejected."""
+def next_in_order(closed: Callable[[int], bool], *, start: int, count: int) -> list[int]:
+    """The first `count` sequence numbers from `start` on that are not `closed` (trained on or given up)."""
     found: list[int] = []
     seq = start
     while len(found) < count:
-        if seq not in trained and seq not in rejected:
+        if not closed(seq):
             found.append(seq)
         seq += 1
     return found

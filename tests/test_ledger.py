@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.ledger import Fate, HeldGroups, Ledger, OverAge, count_over_age, next_in_order, select_batch
-from streamrl.trainer.master.changes import ChangeLog
+from streamrl.ledger import Fate, Ledger, OverAge, ReadyGroups, count_over_age, next_in_order, select_batch
+from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.types import SampleMeta
 
 LEASE = 10.0
@@ -65,12 +66,15 @@ class Run(RuleBasedStateMachine):
         # the trainer
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[SampleMeta] = []  # stored, and not heard of by the master
-        self.held = HeldGroups()
+        self.table = GroupTable(Graph(()))
+        self.held: dict[int, SampleMeta] = {}  # what the table ought to hold
         self.trained: list[int] = []
         self.heard = 0  # rejections
-        self.given_up: set[int] = set()  # of those, the ones that count
-        self.changelog = ChangeLog(None)  # type: ignore[arg-type]
         self.messages: list[list[Fate]] = []  # on their way to the ledger, or to come again
+
+    @property
+    def given_up(self) -> set[int]:
+        return {seq for first, end in self.table.given_up.ranges() for seq in range(first, end)}
 
     @property
     def bound(self) -> int:
@@ -192,23 +196,23 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take_in(self) -> None:
         """The master hears which groups came, and lets go of those that were given up."""
-        for arrived in self.arrivals:
-            if arrived.seq not in self.given_up:
-                self.held[arrived.seq] = arrived
-                self.changelog.stored([arrived.seq])
+        wanted = [arrived for arrived in self.arrivals if arrived.seq not in self.table.given_up]
+        self.held.update((arrived.seq, arrived) for arrived in wanted)
+        refused = self.table.put_batch(self.arrivals)
+        assert [*map(id, refused)] == [id(arrived) for arrived in self.arrivals if arrived not in wanted]
         self.arrivals.clear()
 
     @rule()
     def hear_what_was_given_up(self) -> None:
-        for fate in self.ledger.rejections[self.heard :]:
-            if fate.changes == self.changelog.changes(fate.seq):
-                self.given_up.add(fate.seq)
+        self.table.give_up(self.ledger.rejections[self.heard :])
         self.heard = len(self.ledger.rejections)
 
     @rule()
     def send(self) -> None:
-        if news := self.changelog.news():
+        if news := self.table.news():
             self.messages.append(news)
+            self.table.told(news)
+            assert not self.table.untold
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
@@ -247,9 +251,11 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject | None = None) -> None:
         version = self.ledger.policy_version
-        order = next_in_order(self.trained, self.given_up, start=0, count=self.batch)
+        order = self.table.next_in_order(self.batch)
+        closed = {*self.trained, *self.given_up}
+        assert order == [seq for seq in range(len(closed) + self.batch) if seq not in closed][: self.batch]
         selection = select_batch(
-            self.held,
+            self.table.ready,
             policy_version=version,
             groups_per_batch=self.batch,
             max_staleness=self.staleness,
@@ -263,7 +269,8 @@ class Run(RuleBasedStateMachine):
         assert set(selection.drop) == ({s for s, n in over_age.items() if n} if self.over_age == "drop" else set())
         for seq in selection.drop:
             del self.held[seq]
-        with self.changelog.dropping(selection.drop):
+        with self.table.dropping(selection.drop) as with_workers:
+            assert with_workers == ({0: selection.drop} if selection.drop else {})
             self.known.difference_update(selection.drop)
             if data is not None and data.draw(st.booleans()):  # others had them as well, and bring them now
                 for key in [key for key, tokens in self.generating.items() if tokens and key[1] in selection.drop]:
@@ -275,8 +282,8 @@ class Run(RuleBasedStateMachine):
             assert selection.short > 0
             return
         assert selection.batch == sorted(selection.batch)
-        for seq in selection.batch:
-            tokens = self.held.pop(seq)
+        batch = [self.held.pop(seq) for seq in selection.batch]
+        for seq, tokens in zip(selection.batch, batch, strict=True):
             young = {v: n for v, n in tokens.version_counts.items() if version - v <= self.staleness}
             assert sum(young.values()) == tokens.sampled_tokens - over_age[seq]
             if self.over_age != "mask":
@@ -284,6 +291,8 @@ class Run(RuleBasedStateMachine):
             if self.staleness == 0 and not self.faults:
                 assert set(tokens.version_counts) == {version}, "on-policy"
             self.trained.append(seq)
+        assert self.table.metas(selection.batch) == batch
+        assert self.table.trained_on(selection.batch) == {0: selection.batch}
         if self.over_age == "wait":
             assert selection.batch == order
         self.ledger.advance(version + 1)
@@ -311,7 +320,10 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def each_seq_ends_once(self) -> None:
-        assert len(self.trained) == len(set(self.trained))
+        assert len(self.trained) == len(set(self.trained)) == len(self.table.trained)
+        assert self.table.consumed == len(self.trained) + len(self.given_up)
+        assert len(self.table) == len(self.table.ready) == len(self.held)
+        assert self.table.metas(self.held) == list(self.held.values())
         assert not self.given_up & {*self.trained, *self.held}
         assert len(self.trained) == self.ledger.policy_version * self.batch
 
@@ -356,9 +368,8 @@ class Agreement(RuleBasedStateMachine):
         self.working: set[tuple[str, int]] = set()
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[int] = []
-        self.changelog = ChangeLog(None)  # type: ignore[arg-type]
+        self.table = GroupTable(Graph(()))
         self.held: set[int] = set()
-        self.given_up: set[int] = set()
         self.heard = 0
         self.messages: list[list[Fate]] = []
 
@@ -390,9 +401,8 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def take_in(self) -> None:
-        wanted = [seq for seq in self.arrivals if seq not in self.given_up]
-        self.held.update(wanted)
-        self.changelog.stored(wanted)
+        self.held.update(seq for seq in self.arrivals if seq not in self.table.given_up)
+        self.table.put_batch(meta(seq, [0]) for seq in self.arrivals)
         self.arrivals.clear()
 
     @precondition(lambda self: self.held)
@@ -401,10 +411,10 @@ class Agreement(RuleBasedStateMachine):
         """Perhaps another worker brings the group before all heads have let go of it."""
         seq = data.draw(st.sampled_from(sorted(self.held)))
         self.held.remove(seq)
-        with self.changelog.dropping([seq]):
+        with self.table.dropping([seq]):
             self.send()
             told = [fate.changes for message in self.messages for fate in message if fate.seq == seq]
-            assert max(told, default=0) < self.changelog.changes(seq), "its prompt would come again too early"
+            assert max(told, default=0) < self.table.changes(seq), "its prompt would come again too early"
             self.known.remove(seq)
             if anew and (late := sorted(key for key in self.working if key[1] == seq)):
                 self.working.remove(late[0])
@@ -415,8 +425,11 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def send(self) -> None:
-        if news := self.changelog.news():
+        if news := self.table.news():
             self.messages.append(news)
+            self.table.told(news)
+            self.table.told(news)
+            assert not self.table.untold
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data(), again=st.booleans())
@@ -430,9 +443,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def hear_what_was_given_up(self) -> None:
-        for fate in self.ledger.rejections[self.heard :]:
-            if fate.changes == self.changelog.changes(fate.seq):
-                self.given_up.add(fate.seq)
+        self.table.give_up(self.ledger.rejections[self.heard :])
         self.heard = len(self.ledger.rejections)
 
     def teardown(self) -> None:
@@ -446,7 +457,8 @@ class Agreement(RuleBasedStateMachine):
         ledger = self.ledger
         leased = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
         assert {seq for seq in range(ledger.next_seq) if ledger.changes(seq) % 2} == self.held
-        assert (ledger.accepted, ledger.rejected) == (len(self.held), self.given_up)
+        assert (ledger.accepted, len(ledger.rejected)) == (len(self.held), len(self.table.given_up))
+        assert all(seq in self.table.given_up for seq in ledger.rejected)
         assert ledger.accepted + ledger.running + ledger.returned + len(ledger.rejected) == ledger.next_seq
         for seq, worker in leased.items():
             assert (worker, seq) in self.working, f"nobody makes seq {seq}: its lease lives as long as its worker"
@@ -463,7 +475,7 @@ TestAgreement.settings = settings(max_examples=300, stateful_step_count=25, dead
     count=st.integers(0, 8),
 )
 def test_next_in_order_skips_what_is_closed(trained: set[int], rejected: set[int], start: int, count: int) -> None:
-    found = next_in_order(trained, rejected, start=start, count=count)
+    found = next_in_order((trained | rejected).__contains__, start=start, count=count)
     assert len(found) == count
     if found:
         assert sorted({*found, *(s for s in trained | rejected if start <= s < found[-1])}) == list(
@@ -473,18 +485,18 @@ def test_next_in_order_skips_what_is_closed(trained: set[int], rejected: set[int
 
 
 def test_a_batch_waits_for_the_missing_by_name() -> None:
-    held = HeldGroups({seq: meta(seq, [0]) for seq in (0, 3)})
+    ready = ReadyGroups({0: 0, 3: 0})
     selection = select_batch(
-        held, policy_version=0, groups_per_batch=3, max_staleness=1, over_age="wait", next_in_order=[0, 1, 3]
+        ready, policy_version=0, groups_per_batch=3, max_staleness=1, over_age="wait", next_in_order=[0, 1, 3]
     )
     assert (selection.batch, selection.missing, selection.short) == ([], [1], 1)
 
 
 def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
-    held = HeldGroups({seq: meta(seq, versions) for seq, versions in {5: [4], 2: [1, 4], 7: [4], 9: [3]}.items()})
+    ready = ReadyGroups({5: 4, 2: 1, 7: 4, 9: 3})
     arguments = {"policy_version": 4, "groups_per_batch": 2, "max_staleness": 2}
-    assert select_batch(held, over_age="mask", **arguments).batch == [2, 5]  # type: ignore[arg-type]
-    selection = select_batch(held, over_age="drop", **arguments)  # type: ignore[arg-type]
+    assert select_batch(ready, over_age="mask", **arguments).batch == [2, 5]  # type: ignore[arg-type]
+    selection = select_batch(ready, over_age="drop", **arguments)  # type: ignore[arg-type]
     assert (selection.batch, selection.drop) == ([5, 7], [2])
 
 

@@ -1,7 +1,7 @@
 """A run in virtual time: what the settings of a configuration make of given costs.
 
 Admission, routing and the forming of batches are not modelled but done, by the code that does them in a run
-(`Ledger`, `Admissions`, `Fleet`, `HeldGroups`, `BatchFormer`). Simulated are the things that take time: decode steps,
+(`Ledger`, `Admissions`, `Fleet`, `GroupTable`, `BatchFormer`). Simulated are the things that take time: decode steps,
 rollout workers, rewards, training, publications. Pure and seeded: the same arguments give the same answer.
 
 Time goes from event to event. Where pools share the cores of one machine, work is counted in processor seconds and
@@ -28,8 +28,10 @@ from streamrl.gserver.manager.admission import Admissions
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent
 from streamrl.gserver.manager.load import Work
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.ledger import Fate, HeldGroups, Ledger
-from streamrl.trainer.master.groups import BatchFormer
+from streamrl.ledger import Ledger
+from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.transport.generation import ServerInfo
 from streamrl.types import SampleMeta
 
@@ -433,7 +435,7 @@ class _Run:
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
         self._former = BatchFormer(config)
-        self._held = HeldGroups()
+        self._held = GroupTable(Graph(()))  # what reads arrivals is part of a step's time
         self._workers = [_RolloutWorker(self) for _ in range(config.rollout.workers)]
         self._turn = 0
         self._gservers: dict[str, _Gserver] = {}
@@ -444,7 +446,6 @@ class _Run:
             self._fleet.join(gserver)
             self._gservers[gserver.address] = _Gserver(self, index)
         self._groups: dict[int, _Group] = {}
-        self._drops: dict[int, int] = {}
         self._lengths = [group for group in costs.response_lengths if group]
         self._rewards_waiting: deque[_Group] = deque()
         self._reward_processes = config.rollout.reward.processes * config.rollout.workers
@@ -627,13 +628,12 @@ class _Run:
         self._workers[group.worker].held -= 1
         if self._draw.random() < self.costs.rejected_share:
             self._admissions.reject(f"rollout/{group.worker}", seq, "as in the calibration")
-            self._former.reject([seq])
+            self._held.give_up(self._ledger.rejections[-1:])
             del self._groups[seq]
         else:
             self._arrived += 1
             self._group_seconds += self.now - group.admitted
-            self._admissions.take_changes([Fate(seq, 2 * self._drops.get(seq, 0) + 1)])
-            self._held[seq] = SampleMeta(
+            meta = SampleMeta(
                 seq=seq,
                 head=0,
                 worker="",
@@ -644,10 +644,18 @@ class _Run:
                 version_counts=group.versions,
                 generation_seconds=self.now - group.admitted,
             )
+            self._held.put_batch([meta])
+            self._tell_manager()
         if self.costs.overhead_seconds:
             self.cores.begin(self.costs.overhead_seconds, _nothing)
         self._admit()
         self._form_batch()
+
+    def _tell_manager(self) -> None:
+        """It hears at once what became of groups."""
+        news = self._held.news()
+        self._admissions.take_changes(news)
+        self._held.told(news)
 
     # --- training ---
 
@@ -655,17 +663,19 @@ class _Run:
         """Train on the next batch if there is one and the trainer has nothing else to do."""
         if self._training:
             return
-        selection = self._former.select(self._held, policy_version=self._version)
-        for seq in selection.drop:
-            self._drops[seq] = self._drops.get(seq, 0) + 1
-            self._dropped += 1
-            del self._held[seq], self._groups[seq]
-            self._admissions.take_changes([Fate(seq, 2 * self._drops[seq])])
+        selection = self._former.select(
+            self._held.ready, policy_version=self._version, next_in_order=self._held.next_in_order
+        )
         if selection.drop:
+            with self._held.dropping(selection.drop):
+                self._dropped += len(selection.drop)
+                for seq in selection.drop:
+                    del self._groups[seq]
+            self._tell_manager()
             self._admit()
             self._form_batch()
         elif selection.batch:
-            self._train([self._held[seq] for seq in selection.batch])
+            self._train(self._held.metas(selection.batch))
         else:
             self._trainer_is(NO_BATCH)
 
@@ -688,9 +698,8 @@ class _Run:
         self._trained_batch = None
         self._count(batch)
         for meta in batch:
-            del self._held[meta.seq], self._groups[meta.seq]
-            self._drops.pop(meta.seq, None)
-        self._former.trained([meta.seq for meta in batch])
+            del self._groups[meta.seq]
+        self._held.trained_on(meta.seq for meta in batch)
         self._version += 1
         self._steps += 1
         self._trainer_is(BETWEEN)

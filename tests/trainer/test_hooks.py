@@ -11,8 +11,9 @@ import pytest
 from streamrl.config import Config, from_dict
 from streamrl.trainer.calls import Done, Offload, ParamRealloc, Trained
 from streamrl.trainer.graph import MFC, downstream, graph_of
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import FunctionExecutor
-from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.types import SampleMeta
 from tests.trainer.models import random_group
 
@@ -55,13 +56,12 @@ async def follow(begin):
         }
     )
     graph, workers = graph_of(config), Workers()
-    buffer = AsyncIOSequenceBuffer(graph, wait_warning_seconds=60)
+    table = GroupTable(graph)
     former = BatchFormer(config)
     executor = FunctionExecutor(
         graph=graph,
-        buffer=buffer,
+        groups=table,
         channel=workers,
-        holdings=Holdings(stream_keys=graph.stream_keys),
         former=former,
         config=config,
         policy_version=begin,
@@ -70,12 +70,15 @@ async def follow(begin):
     rng = np.random.default_rng(0)
     found = []
     for version in range(begin, begin + STEPS):
-        await executor.load_data([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
-        batch, _ = await buffer.take_batch(
-            lambda held, version=version: former.select(held, policy_version=version), lambda _: "a batch"
+        table.put_batch([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
+        batch, _ = await table.take_batch(
+            lambda ready, version=version: former.select(
+                ready, policy_version=version, next_in_order=table.next_in_order
+            ),
+            lambda _: "a batch",
         )
         await executor.execute_step(batch, policy_version=version)
-        await buffer.discard([meta.seq for meta in batch])
+        table.trained_on(meta.seq for meta in batch)
         found += [(version, call) for call in workers.calls]
         workers.calls.clear()
     arrivals.cancel()

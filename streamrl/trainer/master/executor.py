@@ -30,8 +30,9 @@ from streamrl.trainer.calls import (
 )
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import layout_of
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.figures import Span
-from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings, Shares
+from streamrl.trainer.master.groups import GroupTable, Shares
 from streamrl.trainer.master.synchronous import SynchronousGeneration
 from streamrl.trainer.redistributor import Plan, concerning
 from streamrl.transport.request_reply import Requests
@@ -54,7 +55,7 @@ class ModelFunctionCall:
         mfc: MFC,
         *,
         channel: Requests,
-        holdings: Holdings,
+        groups: GroupTable,
         former: BatchFormer,
         trainer: TrainerConfig,
         policy_version: int,
@@ -62,16 +63,16 @@ class ModelFunctionCall:
         """`policy_version`: from which the run begins."""
         self.mfc = mfc
         self._channel = channel
-        self._holdings = holdings
+        self._groups = groups
         self._former = former
         self._layout = layout_of(trainer, mfc.role)
         self._timeout = trainer.step_timeout_seconds
         self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
 
-    async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> tuple[float, dict[int, list[float]]]:
-        """Compute the MFC's key for `metas`; answers compute seconds and, of a reward model, rewards."""
-        shares = self._holdings.deal([meta.seq for meta in metas], self._layout)
-        plan = self._holdings.bring(shares, self.mfc.inputs, self._layout)
+    async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> float:
+        """Compute the MFC's keys for `metas`, and note them in the table; return the seconds of computation."""
+        shares = self._groups.deal([meta.seq for meta in metas], self._layout)
+        plan = self._groups.bring(shares, self.mfc.inputs, self._layout)
         kind = Function if self.mfc.interface == "function" else Inference
         pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version)
         calls = {}
@@ -79,10 +80,9 @@ class ModelFunctionCall:
             mine = shares[self._layout.coordinates(worker).data]
             calls[worker] = kind(self.mfc.name, mine, [*_transfer(plan, worker), *pre], post)
         replies = await self._channel.request(calls, Done, timeout=self._timeout)
-        for key in self.mfc.outputs:
-            self._holdings.given(key, shares, self._layout)
         rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
-        return max(done.compute_seconds for done in replies.values()), rewards
+        self._groups.amend_batch(self.mfc.outputs, shares, self._layout, rewards=rewards)
+        return max(done.compute_seconds for done in replies.values())
 
     async def train(
         self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None, lr_scale: float
@@ -91,12 +91,12 @@ class ModelFunctionCall:
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
             tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
-            shares = self._holdings.deal([meta.seq for meta in part], self._layout)
+            shares = self._groups.deal([meta.seq for meta in part], self._layout)
             minibatches.append((shares, tokens, sum(meta.episode_count for meta in part)))
         everything = [
             [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
         ]
-        plan = self._holdings.bring(everything, self.mfc.inputs, self._layout)
+        plan = self._groups.bring(everything, self.mfc.inputs, self._layout)
         pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version + 1)
         calls = {}
         for worker in range(self._layout.world):
@@ -122,15 +122,14 @@ def _transfer(plan: Plan, worker: int) -> list[Hook]:
 
 
 class FunctionExecutor:
-    """Drives the MFCs of one graph over one buffer."""
+    """Drives the MFCs of one graph over one table of groups."""
 
     def __init__(
         self,
         *,
         graph: Graph,
-        buffer: AsyncIOSequenceBuffer,
+        groups: GroupTable,
         channel: Requests,
-        holdings: Holdings,
         former: BatchFormer,
         config: Config,
         policy_version: int,
@@ -139,14 +138,13 @@ class FunctionExecutor:
         trainer = config.trainer
         self._policy_version = policy_version
         self._graph = graph
-        self._buffer = buffer
-        self._holdings = holdings
+        self._groups = groups
         self._limit = trainer.batch_groups
         self._calls = {
             mfc.name: ModelFunctionCall(
                 mfc,
                 channel=channel,
-                holdings=holdings,
+                groups=groups,
                 former=former,
                 trainer=trainer,
                 policy_version=policy_version,
@@ -155,14 +153,9 @@ class FunctionExecutor:
             for mfc in graph.reading(source)
         }
         self._generation = (
-            SynchronousGeneration(graph, channel=channel, buffer=buffer, config=config) if graph.of_rollout else None
+            SynchronousGeneration(graph, channel=channel, groups=groups, config=config) if graph.of_rollout else None
         )
         self._spans: list[Span] = []
-
-    async def load_data(self, metas: Sequence[SampleMeta]) -> None:
-        """Groups arrived at the DP heads."""
-        self._holdings.arrived(metas)
-        await self._buffer.put_batch(metas)
 
     def take_spans(self) -> list[Span]:
         """What ran since the last time this was asked."""
@@ -225,18 +218,16 @@ class FunctionExecutor:
         size = call.mfc.groups or len(batch)
         seconds = 0.0
         for start in range(0, len(batch), size):
-            compute, _ = await call.infer(batch[start : start + size], policy_version=policy_version)
-            seconds += compute
+            seconds += await call.infer(batch[start : start + size], policy_version=policy_version)
         return seconds
 
     async def _run_arrivals_of(self, call: ModelFunctionCall) -> None:
         mfc = call.mfc
         while True:
-            metas = await self._buffer.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
+            metas = await self._groups.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
             begin = time.time()
-            compute, rewards = await call.infer(metas, policy_version=self._policy_version)
+            compute = await call.infer(metas, policy_version=self._policy_version)
             self._spans.append(Span(mfc.name, begin, time.time(), compute))
-            await self._buffer.amend_batch([meta.seq for meta in metas], mfc.outputs, rewards=rewards)
 
 
 class DueHooks:

@@ -12,7 +12,7 @@ import msgspec
 
 from streamrl.records.metrics import LENGTHS_KEPT
 from streamrl.trainer.calls import Trained
-from streamrl.trainer.master.groups import BatchFormer
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.types import SampleMeta
 
 

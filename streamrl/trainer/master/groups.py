@@ -1,18 +1,16 @@
-"""The master's view of the groups that its model workers hold: metadata and readiness, no tensors.
+"""All that the master knows of groups: one table of those that the trainer has, and the fate of every other.
 
-Each group is read once by each MFC: arrivals by `get_batch_for_rpc`, the training batch by
-`take_batch`, oldest first. Waiting is event-driven: whoever changes the buffer wakes the waiters.
-What is ready for whom is kept up to date as keys come, so nothing here looks through all groups.
+A group that is held has one record: its metadata, which keys are ready, who holds each of them. It enters with
+`put_batch`; model function calls on arrivals read it with `get_batch_for_rpc` and add keys with `amend_batch`; the
+training step takes it with `take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
+Of every group the table knows whether it was trained on or given up, and how often it was let go of: that is what
+the manager is told (`news`, `told`), as counts (`ledger.Fate`) and never as differences, so a message that is lost
+is sent again and one that comes twice does no harm.
 
-Who holds which arrays: what the master knows of the data that its model workers have. Pure.
-
-Groups arrive at DP heads; model function calls add arrays there; plans of the Redistributor bring
-copies elsewhere. Everything about a group ends with `discard`.
-
-How the master forms training batches: the ledger's selection over what the buffer holds.
-
-Owns which sequence numbers were trained on and which were rejected, as far as the order
-matters. Pure.
+Invariants: no group is both held and closed (trained on or given up); none is read twice by the same MFC unless it
+came again; that a group was let go of is told only after all workers have let go of it, since from then on its prompt
+comes again. No tensors are here, and nothing looks through all groups. Changes are made at once; only waits are
+coroutines, and each change wakes them.
 """
 
 from __future__ import annotations
@@ -20,162 +18,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 
-from streamrl.config import Config
-from streamrl.ledger import HeldGroups, Selection, count_over_age, next_in_order, select_batch
-from streamrl.seqs import SeqQueue
+from streamrl.ledger import Fate, ReadyGroups, Selection, next_in_order
+from streamrl.seqs import SeqQueue, SeqSet
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.redistributor import Piece, Plan, deal, redistribute
 from streamrl.types import SampleMeta
 
-# --- buffer ---
-
 log = logging.getLogger(__name__)
-
-NO_KEYS: frozenset[str] = frozenset()
-
-
-class Growth(NamedTuple):
-    """What keys that are added to those that a group has make of it."""
-
-    keys: frozenset[str]
-    """All that it has now."""
-    readable: tuple[str, ...]
-    """MFCs whose inputs are complete only now."""
-    completes: bool
-    """Whether only now it can be part of a batch."""
-
-
-class AsyncIOSequenceBuffer:
-    """Groups by sequence number, with the keys that each one has."""
-
-    def __init__(self, graph: Graph, *, wait_warning_seconds: float) -> None:
-        self._warning_seconds = wait_warning_seconds
-        self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
-        self._needed = graph.arrival_keys
-        self._stream_keys = graph.stream_keys
-        self._metas: dict[int, SampleMeta] = {}
-        self._keys: dict[int, frozenset[str]] = {}
-        self._unread = {mfc: SeqQueue() for mfc in self._inputs}
-        self._complete = HeldGroups()
-        self._growths: dict[tuple[frozenset[str], frozenset[str]], Growth] = {}
-        self._changed = asyncio.Condition()
-
-    def __len__(self) -> int:
-        return len(self._metas)
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._metas
-
-    async def put_batch(self, metas: Iterable[SampleMeta]) -> None:
-        """Groups arrived. One that is held already takes the place of the old one, and is read again."""
-        async with self._changed:
-            for meta in metas:
-                if meta.seq in self._metas:
-                    self._forget(meta.seq)
-                self._metas[meta.seq] = meta
-                self._keys[meta.seq] = NO_KEYS
-                self._grow(meta.seq, self._stream_keys)
-            self._changed.notify_all()
-
-    async def amend_batch(
-        self, seqs: Iterable[int], keys: Iterable[str], *, rewards: Mapping[int, list[float]] | None = None
-    ) -> None:
-        """An MFC gave `keys` for groups; those discarded meanwhile are passed over.
-
-        `rewards`: of each trajectory, by sequence number, where the MFC gave those.
-        """
-        added = frozenset(keys)
-        async with self._changed:
-            for seq in seqs:
-                if seq in self._keys:
-                    if rewards and seq in rewards:
-                        self._metas[seq] = msgspec.structs.replace(self._metas[seq], rewards=rewards[seq])
-                    self._grow(seq, added)
-            self._changed.notify_all()
-
-    async def discard(self, seqs: Iterable[int]) -> None:
-        """Groups left the buffer: dropped, or trained on."""
-        async with self._changed:
-            for seq in seqs:
-                self._forget(seq)
-            self._changed.notify_all()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is looked at whenever something changes."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def wake(self) -> None:
-        """Something outside the buffer that waiters look at has changed."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def get_batch_for_rpc(self, mfc: str, *, limit: int) -> list[SampleMeta]:
-        """Up to `limit` groups that `mfc` has not read and whose inputs are there, oldest first; waits for one."""
-        unread = self._unread[mfc]
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(unread))
-            return self._pick(unread.pop(limit))
-
-    async def take_batch(
-        self, select: Callable[[HeldGroups], Selection], describe: Callable[[Selection], str]
-    ) -> tuple[list[SampleMeta], list[SampleMeta]]:
-        """The next training batch, and groups to drop; waits until there is one of the two.
-
-        `select` sees the groups that all MFCs that read arrivals are through with, and must not change
-        them. Taken groups stay in the buffer until `discard`. A wait past the warning time is logged as
-        `describe` words it.
-        """
-        began = time.monotonic()
-        async with self._changed:
-            while True:
-                selection = select(self._complete)
-                if selection.batch or selection.drop:
-                    return self._pick(selection.batch), self._pick(selection.drop)
-                try:
-                    async with asyncio.timeout(self._warning_seconds):
-                        await self._changed.wait()
-                except TimeoutError:
-                    log.warning("%s, for %.0f s now", describe(selection), time.monotonic() - began)
-
-    def _pick(self, seqs: Sequence[int]) -> list[SampleMeta]:
-        return [self._metas[seq] for seq in seqs]
-
-    def _grow(self, seq: int, added: frozenset[str]) -> None:
-        before = self._keys[seq]
-        growth = self._growths.get((before, added)) or self._find_growth(before, added)
-        self._keys[seq] = growth.keys
-        for mfc in growth.readable:
-            self._unread[mfc].add(seq)
-        if growth.completes:
-            self._complete[seq] = self._metas[seq]
-
-    def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
-        """All groups grow in the same few ways, so each way is worked out once."""
-        keys = before | added
-        growth = Growth(
-            keys,
-            readable=tuple(mfc for mfc, inputs in self._inputs.items() if inputs <= keys and not inputs <= before),
-            completes=self._needed <= keys and not self._needed <= before,
-        )
-        self._growths[before, added] = growth
-        return growth
-
-    def _forget(self, seq: int) -> None:
-        del self._metas[seq], self._keys[seq]
-        for unread in self._unread.values():
-            unread.discard(seq)
-        self._complete.pop(seq, None)
-
-
-# --- holdings ---
 
 STREAM_DTYPES = {
     "packed_input_ids": "int32",
@@ -191,132 +47,301 @@ STREAM_DTYPES = {
 OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
 """Keys with one number for each trajectory; `prompt_length` has one for the group, all others one for each token."""
 
+NO_KEYS: frozenset[str] = frozenset()
 NOBODY: frozenset[int] = frozenset()
 
 Shares = list[list[int]]
 """Sequence numbers of each data-parallel rank."""
 
 
-class Holdings:
-    """Which worker holds which array of which group."""
+class Group(msgspec.Struct):
+    """One group that the trainer has."""
 
-    def __init__(self, *, stream_keys: Iterable[str]) -> None:
-        self._stream_keys = tuple(sorted(stream_keys))
-        self._holders: dict[int, dict[str, set[int]]] = {}
-        self._metas: dict[int, SampleMeta] = {}
+    meta: SampleMeta
+    keys: frozenset[str]
+    """Those that are ready."""
+    holders: dict[str, frozenset[int]]
+    """Key → the model workers that hold its array."""
 
-    def arrived(self, metas: Iterable[SampleMeta]) -> None:
-        """Groups are with the workers that their metadata name."""
+
+class Growth(NamedTuple):
+    """What keys that are added to those that a group has make of it."""
+
+    keys: frozenset[str]
+    """All that it has now."""
+    readable: tuple[str, ...]
+    """MFCs whose inputs are complete only now."""
+    completes: bool
+    """Whether only now it can be part of a batch."""
+
+
+class GroupTable:
+    """Which groups the trainer has, what is ready of each and with whom, and what became of the others."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        wait_warning_seconds: float = 60.0,
+        trained: Iterable[int] = (),
+        given_up: Iterable[int] = (),
+    ) -> None:
+        """`trained`, `given_up`: sequence numbers that were closed when the run began, as the manager knows."""
+        self._warning_seconds = wait_warning_seconds
+        self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
+        self._needed = graph.arrival_keys
+        self._stream_keys = graph.stream_keys
+        self._groups: dict[int, Group] = {}
+        self._unread = {mfc: SeqQueue() for mfc in self._inputs}
+        self._ready = ReadyGroups()
+        self._growths: dict[tuple[frozenset[str], frozenset[str]], Growth] = {}
+        self._arrived_at: dict[int, dict[str, frozenset[int]]] = {}  # DP head → holders of what arrives there
+        self.trained = SeqSet(trained)
+        """Groups that were trained on."""
+        self.given_up = SeqSet(given_up)
+        """Groups that will never come."""
+        self._drops: dict[int, int] = {}  # how often, of those that were too old
+        self._untold: set[int] = set()
+        self._first_open = 0  # all below are closed
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._groups
+
+    @property
+    def consumed(self) -> int:
+        """Groups trained on, or given up for good."""
+        return len(self.trained) + len(self.given_up)
+
+    # --- groups come, grow and go ---
+
+    def put_batch(self, metas: Iterable[SampleMeta]) -> list[SampleMeta]:
+        """Groups arrived at the DP heads that their metadata name. One that is held already takes the place of the
+        old one, and is read again.
+
+        Return those that were given up before they came: they are not taken, and their heads should let go of them.
+        """
+        unwanted: list[SampleMeta] = []
         for meta in metas:
-            self._metas[meta.seq] = meta
-            self._holders[meta.seq] = {key: {meta.head} for key in self._stream_keys}
+            seq = meta.seq
+            if seq in self.given_up:
+                unwanted.append(meta)
+                continue
+            if seq in self._groups:
+                self._remove(seq)
+            holders = self._arrived_at.get(meta.head)
+            if holders is None:
+                holders = self._arrived_at[meta.head] = dict.fromkeys(self._stream_keys, frozenset({meta.head}))
+            group = self._groups[seq] = Group(meta, NO_KEYS, dict(holders))
+            self._grow(group, self._stream_keys)
+            self._untold.add(seq)
+        self.wake()
+        return unwanted
 
-    def given(self, key: str, shares: Shares, layout: Layout) -> None:
-        """A model function call gave `key` of these groups, at the heads of `layout`."""
+    def amend_batch(
+        self,
+        keys: Iterable[str],
+        shares: Shares,
+        layout: Layout,
+        *,
+        rewards: Mapping[int, list[float]] | None = None,
+    ) -> None:
+        """An MFC gave `keys` for the groups of `shares`, at the heads of `layout`; those that left meanwhile are
+        passed over.
+
+        `rewards`: of each trajectory, by sequence number, where the MFC gave those.
+        """
+        added = frozenset(keys)
         for data, seqs in enumerate(shares):
+            given = dict.fromkeys(added, frozenset({layout.head(data)}))
             for seq in seqs:
-                self._holders[seq][key] = {layout.head(data)}
+                if (group := self._groups.get(seq)) is None:
+                    continue
+                if rewards and seq in rewards:
+                    group.meta = msgspec.structs.replace(group.meta, rewards=rewards[seq])
+                group.holders.update(given)
+                self._grow(group, added)
+        self.wake()
 
-    def discard(self, seqs: Iterable[int]) -> dict[int, list[int]]:
-        """Forget groups; answers which worker has to let go of which."""
+    def trained_on(self, seqs: Iterable[int]) -> dict[int, list[int]]:
+        """These were trained on. Return the groups that each worker has to let go of."""
+        done = list(seqs)
+        for seq in done:
+            self.trained.add(seq)
+        return self._take_out(done)
+
+    @contextmanager
+    def dropping(self, seqs: Collection[int]) -> Iterator[dict[int, list[int]]]:
+        """These are too old, and their prompts go back; gives the groups that each worker has to let go of, which
+        all workers have done when the context ends."""
+        found = self._take_out(seqs)
+        for seq in seqs:
+            self._drops[seq] = self._drops.get(seq, 0) + 1
+            self._untold.discard(seq)
+        yield found
+        self._untold.update(seqs)
+        self.wake()
+
+    def _take_out(self, seqs: Iterable[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for seq in seqs:
-            for worker in sorted(set().union(*self._holders.pop(seq).values(), {self._metas.pop(seq).head})):
+            group = self._remove(seq)
+            for worker in sorted({group.meta.head}.union(*group.holders.values())):
                 found.setdefault(worker, []).append(seq)
+        self.wake()
         return found
+
+    def _grow(self, group: Group, added: frozenset[str]) -> None:
+        before, seq = group.keys, group.meta.seq
+        growth = self._growths.get((before, added)) or self._find_growth(before, added)
+        group.keys = growth.keys
+        for mfc in growth.readable:
+            self._unread[mfc].add(seq)
+        if growth.completes:
+            self._ready.add(seq, group.meta.oldest_version)
+
+    def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
+        """All groups grow in the same few ways, so each way is worked out once."""
+        keys = before | added
+        growth = Growth(
+            keys,
+            readable=tuple(mfc for mfc, inputs in self._inputs.items() if inputs <= keys and not inputs <= before),
+            completes=self._needed <= keys and not self._needed <= before,
+        )
+        self._growths[before, added] = growth
+        return growth
+
+    def _remove(self, seq: int) -> Group:
+        group = self._groups.pop(seq)
+        for unread in self._unread.values():
+            unread.discard(seq)
+        self._ready.discard(seq)
+        return group
+
+    # --- between the master and the manager ---
+
+    def changes(self, seq: int) -> int:
+        """How often the trainer took `seq` or let go of it."""
+        return 2 * self._drops.get(seq, 0) + (seq in self._groups or seq in self.trained)
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is something that the manager was not told."""
+        return bool(self._untold)
+
+    def news(self) -> list[Fate]:
+        """Return the latest count of each group of which the manager was not told it."""
+        return [Fate(seq, self.changes(seq)) for seq in sorted(self._untold)]
+
+    def told(self, news: Iterable[Fate]) -> None:
+        """The manager knows `news`."""
+        for fate in news:
+            if fate.changes == self.changes(fate.seq):
+                self._untold.discard(fate.seq)
+        self.wake()
+
+    def give_up(self, rejections: Iterable[Fate]) -> None:
+        """The manager calls these rejected; one that had come to the trainer before it could know is kept."""
+        for fate in rejections:
+            if fate.changes == self.changes(fate.seq):
+                self.given_up.add(fate.seq)
+        self.wake()
+
+    # --- who waits for groups ---
+
+    def wake(self) -> None:
+        """Let all who wait look again: something here has changed, or something outside that they look at."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, which is looked at whenever something changes."""
+        while not condition():
+            await self._changed.wait()
+
+    async def get_batch_for_rpc(self, mfc: str, *, limit: int) -> list[SampleMeta]:
+        """Up to `limit` groups that `mfc` has not read and whose inputs are there, oldest first; waits for one."""
+        unread = self._unread[mfc]
+        await self.until(lambda: len(unread) > 0)
+        return self.metas(unread.pop(limit))
+
+    async def take_batch(
+        self, select: Callable[[ReadyGroups], Selection], describe: Callable[[Selection], str]
+    ) -> tuple[list[SampleMeta], list[SampleMeta]]:
+        """The next training batch, and groups to drop; waits until there is one of the two.
+
+        `select` sees the groups that all MFCs that read arrivals are through with, and must not change
+        them. Taken groups stay in the table until `trained_on`. A wait past the warning time is logged as
+        `describe` words it.
+        """
+        began = time.monotonic()
+        while True:
+            selection = select(self._ready)
+            if selection.batch or selection.drop:
+                return self.metas(selection.batch), self.metas(selection.drop)
+            try:
+                async with asyncio.timeout(self._warning_seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                log.warning("%s, for %.0f s now", describe(selection), time.monotonic() - began)
+
+    def metas(self, seqs: Iterable[int]) -> list[SampleMeta]:
+        """The metadata of held groups."""
+        return [self._groups[seq].meta for seq in seqs]
+
+    @property
+    def ready(self) -> ReadyGroups:
+        """Groups that can be part of a batch."""
+        return self._ready
+
+    def next_in_order(self, count: int) -> list[int]:
+        """The first `count` sequence numbers that are neither trained on nor given up."""
+        while self._closed(self._first_open):
+            self._first_open += 1
+        return next_in_order(self._closed, start=self._first_open, count=count)
+
+    def _closed(self, seq: int) -> bool:
+        return seq in self.trained or seq in self.given_up
+
+    # --- where arrays are, and where they are needed ---
 
     def deal(self, seqs: Sequence[int], layout: Layout) -> Shares:
         """Deal groups over the data-parallel ranks of `layout`, balanced by tokens, near to where they are."""
         if layout.data == 1:
             return [sorted(seqs)]
-        costs = {seq: self._metas[seq].tokens for seq in seqs}
+        metas = self.metas(seqs)
         heads = {head: data for data, head in enumerate(layout.heads)}
-        home = {seq: heads[self._metas[seq].head] for seq in seqs if self._metas[seq].head in heads}
-        return deal(costs, ranks=layout.data, home=home)
+        return deal(
+            {meta.seq: meta.tokens for meta in metas},
+            ranks=layout.data,
+            home={meta.seq: heads[meta.head] for meta in metas if meta.head in heads},
+        )
 
     def bring(self, shares: Shares, keys: Iterable[str], layout: Layout) -> Plan:
-        """What has to be sent so that each worker has `keys` of its data-parallel rank's share; as good as done."""
+        """Return what has to be sent so that each worker has `keys` of its data-parallel rank's share, and count it
+        as done."""
         wanted: dict[tuple[int, str], list[int]] = {}
+        holders: dict[tuple[int, str], frozenset[int]] = {}
         wanted_keys = sorted(keys)
         for data, seqs in enumerate(shares):
             members = layout.members(data)
             for seq in seqs:
+                held = self._groups[seq].holders
                 for key in wanted_keys:
-                    if not self._holders[seq].get(key, NOBODY).issuperset(members):
-                        wanted[seq, key] = members
+                    having = held.get(key, NOBODY)
+                    if not having.issuperset(members):
+                        wanted[seq, key], holders[seq, key] = members, having
         if not wanted:
             return []
-        holders = {(seq, key): self._holders[seq].get(key, NOBODY) for seq, key in wanted}
         plan = redistribute((self._piece(*name) for name in wanted), holders=holders, wanted=wanted)
-        self._note(wanted)
+        for (seq, key), members in wanted.items():
+            self._groups[seq].holders[key] = holders[seq, key].union(members)
         return plan
 
-    def _note(self, wanted: Mapping[tuple[int, str], list[int]]) -> None:
-        for (seq, key), members in wanted.items():
-            self._holders[seq][key].update(members)
-
     def _piece(self, seq: int, key: str) -> Piece:
-        meta = self._metas[seq]
+        meta = self._groups[seq].meta
         shape = (1,) if key == "prompt_length" else (meta.size,) if key in OF_TRAJECTORIES else (meta.tokens,)
         return Piece(seq, key, STREAM_DTYPES.get(key, "float32"), shape)
-
-
-# --- batches ---
-
-
-class BatchFormer:
-    """Selects the batch of one policy version after another."""
-
-    def __init__(self, config: Config) -> None:
-        self._groups = config.trainer.batch_groups
-        self._minibatches = config.algorithm.minibatches
-        self.max_staleness = config.staleness.max_staleness
-        self.over_age = config.staleness.over_age
-        self._trained: set[int] = set()
-        self._rejected: set[int] = set()
-        self._first_open = 0
-
-    def reject(self, seqs: Iterable[int]) -> None:
-        """These will never come."""
-        self._rejected.update(seqs)
-        self._advance()
-
-    def trained(self, seqs: Iterable[int]) -> None:
-        """These have been trained on."""
-        self._trained.update(seqs)
-        self._advance()
-
-    def select(self, held: HeldGroups, *, policy_version: int) -> Selection:
-        """The next batch at `policy_version`."""
-        order: list[int] = []
-        if self.over_age == "wait":
-            order = next_in_order(self._trained, self._rejected, start=self._first_open, count=self._groups)
-        return select_batch(
-            held,
-            policy_version=policy_version,
-            groups_per_batch=self._groups,
-            max_staleness=self.max_staleness,
-            over_age=self.over_age,
-            next_in_order=order,
-        )
-
-    def describe(self, selection: Selection, *, policy_version: int) -> str:
-        """What the selection waits for, in words."""
-        waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
-        return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
-
-    def minibatches(self, batch: Sequence[SampleMeta]) -> list[Sequence[SampleMeta]]:
-        """The batch cut into minibatches, in order."""
-        cuts = [round(i * len(batch) / self._minibatches) for i in range(self._minibatches + 1)]
-        return [batch[a:b] for a, b in pairwise(cuts)]
-
-    def young_tokens(self, meta: SampleMeta, *, policy_version: int) -> int:
-        """Tokens of a group that enter the loss at `policy_version`."""
-        over_age = count_over_age(meta.version_counts, policy_version=policy_version, max_staleness=self.max_staleness)
-        return meta.sampled_tokens - over_age
-
-    def _advance(self) -> None:
-        while self._first_open in self._trained or self._first_open in self._rejected:
-            self._trained.discard(self._first_open)
-            self._rejected.discard(self._first_open)
-            self._first_open += 1

@@ -4,18 +4,18 @@
 many groups as the data set has rows were consumed since the last one.
 
 What the run has done so far, as far as it has to be known: for the end of the run, its figures, its checkpoints.
+Which groups were trained on or given up is in the table of groups (`groups.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
-from streamrl.seqs import SeqSet
-from streamrl.types import SampleMeta
+from streamrl.trainer.master.groups import GroupTable
 
 # --- run control ---
 
@@ -67,33 +67,19 @@ class RunControl:
 class History:
     """Begins empty, or where the checkpoint ends that the run goes on from."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, begun: progress.Progress | None) -> None:
+        """`begun`: where a run that is resumed begins."""
         self._config = config
         self.policy_version = 0
-        self.groups_trained = 0
         self.tokens_dropped = 0
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
         self.watch = CollapseWatch()
         """What is remembered of the figures of the steps so far."""
-        self.rejected: set[int] = set()
-        """Sequence numbers given up for good."""
-        self._trained = SeqSet()
         self._began = time.time()
         self._seconds_before = 0.0
-        begun = progress.of_run(config)
         if begun is not None:
             self._go_on(begun)
-
-    @property
-    def trained(self) -> list[tuple[int, int]]:
-        """Ranges (first, last + 1) of the sequence numbers trained on."""
-        return self._trained.ranges()
-
-    @property
-    def consumed(self) -> int:
-        """Groups trained on, or given up for good."""
-        return self.groups_trained + len(self.rejected)
 
     @property
     def train_seconds(self) -> float:
@@ -104,24 +90,17 @@ class History:
         """The models are loaded; time counts from here."""
         self._began = time.time()
 
-    def add_step(self, batch: Sequence[SampleMeta], *, reward: float) -> None:
-        """A step on `batch` is done; the policy is a new version."""
-        for meta in batch:
-            self._trained.add(meta.seq)
+    def add_step(self, *, reward: float) -> None:
+        """A step is done, with a batch of this mean reward; the policy is a new version."""
         self.policy_version += 1
-        self.groups_trained += len(batch)
         self.rewards.append(reward)
 
-    def add_rejected(self, seqs: Iterable[int]) -> None:
-        """These will never be trained on."""
-        self.rejected.update(seqs)
-
-    def reached(self, *, data_rows: int) -> progress.Progress:
+    def reached(self, groups: GroupTable, *, data_rows: int) -> progress.Progress:
         """For a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
-            trained=self.trained,
-            rejected=progress.ranges(self.rejected),
+            trained=groups.trained.ranges(),
+            rejected=groups.given_up.ranges(),
             prompts=progress.prompts_digest(self._config),
             data_rows=data_rows,
             train_seconds=self.train_seconds,
@@ -132,11 +111,7 @@ class History:
 
     def _go_on(self, begun: progress.Progress) -> None:
         self.policy_version = begun.policy_version
-        self.groups_trained = begun.groups_trained
         self.tokens_dropped = begun.tokens_dropped
         self.rewards = list(begun.recent_rewards)
         self.watch = begun.watch.resumed()
-        self.rejected = set(begun.rejected_seqs())
         self._seconds_before = begun.train_seconds
-        for seq in begun.trained_seqs():
-            self._trained.add(seq)

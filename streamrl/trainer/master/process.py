@@ -18,7 +18,7 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.ledger import HeldGroups, Selection
+from streamrl.ledger import ReadyGroups, Selection
 from streamrl.records import progress
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
@@ -26,7 +26,7 @@ from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.metrics import MetricsWriter, StepReport
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.master.changes import ChangeLog
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.comparison import Comparison, MismatchWatch, response_to_compare
 from streamrl.trainer.master.evaluations import EvaluationRequests
 from streamrl.trainer.master.executor import FunctionExecutor, StepResult
@@ -37,12 +37,12 @@ from streamrl.trainer.master.figures import (
     token_ages,
     train_metrics,
 )
-from streamrl.trainer.master.groups import AsyncIOSequenceBuffer, BatchFormer, Holdings
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.saving import Checkpoints
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.replay import recording
-from streamrl.transport.control import FinishRun
+from streamrl.transport.control import FinishRun, GroupChanges
 from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -125,22 +125,25 @@ class Master:
         self._client = client
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
-        self._buffer = AsyncIOSequenceBuffer(self._graph, wait_warning_seconds=config.trainer.wait_warning_seconds)
-        self._holdings = Holdings(stream_keys=self._graph.stream_keys)
-        self._history = History(config)
+        begun = progress.of_run(config)
+        self._groups = GroupTable(
+            self._graph,
+            wait_warning_seconds=config.trainer.wait_warning_seconds,
+            trained=begun.trained_seqs() if begun is not None else (),
+            given_up=begun.rejected_seqs() if begun is not None else (),
+        )
+        self._history = History(config, begun)
         self._executor = FunctionExecutor(
             graph=self._graph,
-            buffer=self._buffer,
+            groups=self._groups,
             channel=channel,
-            holdings=self._holdings,
             former=self._former,
             config=config,
             policy_version=self._history.policy_version,
         )
-        if config.run.resume_from is not None:
-            reached = progress.read(Path(config.run.resume_from)).policy_version
-            progress.rewind(config.run_dir, policy_version=reached)
-            recording.cut(config.run_dir, policy_version=reached)
+        if begun is not None:
+            progress.rewind(config.run_dir, policy_version=begun.policy_version)
+            recording.cut(config.run_dir, policy_version=begun.policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
         self._workers = ModelWorkers(config, channel=channel)
@@ -153,10 +156,6 @@ class Master:
         self._mismatch = MismatchWatch(config.trainer)
         self._comparison: Comparison | None = None
         """The latest; those before it belong to the publication."""
-        trained = [seq for first, end in self._history.trained for seq in range(first, end)]
-        self._changes = ChangeLog(client, trained=trained)
-        self._former.reject(self._history.rejected)
-        self._former.trained(trained)
 
     @property
     def policy_version(self) -> int:
@@ -166,15 +165,15 @@ class Master:
     def stats(self) -> dict[str, float]:
         return {
             "policy_version": self.policy_version,
-            "groups_held": len(self._buffer),
-            "groups_trained_total": self._history.groups_trained,
+            "groups_held": len(self._groups),
+            "groups_trained_total": len(self._groups.trained),
         }
 
     async def run(self) -> str:
         """All steps; answers why the run ended."""
         async with asyncio.TaskGroup() as helpers:
             background = [
-                helpers.create_task(self._changes.report(), name="group changes"),
+                helpers.create_task(self._report_changes(), name="group changes"),
                 helpers.create_task(self._take_in(), name="arrivals"),
                 helpers.create_task(self._follow_given_up(), name="groups given up"),
                 helpers.create_task(self._follow_resyncs(), name="resyncs"),
@@ -184,7 +183,7 @@ class Master:
             await self._initialize()
             background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
             reason = await self._steps()
-            await self._changes.flush()
+            await self._groups.until(lambda: not self._groups.untold)
             for task in background:
                 task.cancel()
         return reason
@@ -196,7 +195,7 @@ class Master:
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(data_rows=self._control.data_rows))
+            await self._checkpoints.save_final(self._history.reached(self._groups, data_rows=self._control.data_rows))
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         self._counted = await self._workers.specs()
@@ -216,8 +215,8 @@ class Master:
             status=status,
             policy_version=self.policy_version,
             train_seconds=self._history.train_seconds,
-            groups_trained=self._history.groups_trained,
-            groups_held=len(self._buffer),
+            groups_trained=len(self._groups.trained),
+            groups_held=len(self._groups),
             groups_duplicated=sum(c.duplicated for c in self._counted),
             groups_refused=sum(c.refused for c in self._counted),
             max_staleness=self._config.staleness.max_staleness,
@@ -257,14 +256,14 @@ class Master:
             self._config,
             data_rows=rows,
             step=self.policy_version,
-            consumed=self._history.consumed,
+            consumed=self._groups.consumed,
             now=time.monotonic(),
         )
 
     def _end(self) -> str | None:
         """Why the run is over, if it is."""
         return self._control.end(
-            step=self.policy_version, consumed=self._history.consumed, rewards=self._history.rewards
+            step=self.policy_version, consumed=self._groups.consumed, rewards=self._history.rewards
         )
 
     async def _steps(self) -> str:
@@ -295,7 +294,7 @@ class Master:
         stop = self._tell(before)
         if save or stop:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
-            await self._checkpoints.save(self._history.reached(data_rows=self._control.data_rows))
+            await self._checkpoints.save(self._history.reached(self._groups, data_rows=self._control.data_rows))
             self.membership.waiting_for = ""
         if stop:
             await self._stop_collapsing()
@@ -342,14 +341,13 @@ class Master:
             compared=comparison.response if comparison is not None else None,
             lr_scale=self._history.watch.lr_scale,
         )
-        seqs = [meta.seq for meta in batch]
-        await self._clear(seqs, come_again=False)
-        self._former.trained(seqs)
+        held = self._groups.trained_on(meta.seq for meta in batch)
+        await self._workers.clear(held, come_again=False)
         end = time.time()
         if self._publication is not None:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
-        self._history.add_step(batch, reward=figures["reward_mean"])
+        self._history.add_step(reward=figures["reward_mean"])
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
@@ -389,7 +387,7 @@ class Master:
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
         """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
-        consumed, now = self._history.consumed, time.monotonic()
+        consumed, now = self._groups.consumed, time.monotonic()
         evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
         save = self._control.save_is_due(step=version, consumed=consumed, now=now)
         return (
@@ -400,18 +398,18 @@ class Master:
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
         """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""
 
-        def select(held: HeldGroups) -> Selection:
+        def select(ready: ReadyGroups) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
                 raise RunOver  # the last groups of the last epoch were given up
-            selection = self._former.select(held, policy_version=version)
+            selection = self._former.select(ready, policy_version=version, next_in_order=self._groups.next_in_order)
             self.membership.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
         while True:
             try:
-                batch, too_old = await self._buffer.take_batch(
+                batch, too_old = await self._groups.take_batch(
                     select, lambda selection: self._former.describe(selection, policy_version=version)
                 )
             except RunOver:
@@ -425,13 +423,8 @@ class Master:
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]
         self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
-        with self._changes.dropping(seqs):
-            await self._clear(seqs, come_again=True)
-
-    async def _clear(self, seqs: Sequence[int], *, come_again: bool) -> None:
-        """Let go of groups, here and on all workers."""
-        await self._buffer.discard(seqs)
-        await self._workers.clear(self._holdings.discard(seqs), come_again=come_again)
+        with self._groups.dropping(seqs) as held:
+            await self._workers.clear(held, come_again=True)
 
     def _report(
         self,
@@ -453,7 +446,7 @@ class Master:
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": figures["tokens_trained"] / (end - begin),
             "save_seconds": self._checkpoints.take_seconds(),
-            "epoch": self._control.epochs(self._history.consumed),
+            "epoch": self._control.epochs(self._groups.consumed),
         }
         spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
         return StepReport(
@@ -476,7 +469,7 @@ class Master:
         try:
             published = await self._workers.publish(report.step)
         finally:
-            await self._buffer.wake()
+            self._groups.wake()
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
         report.spans.append(("publish", begin, time.time()))
@@ -490,13 +483,17 @@ class Master:
 
     async def _take_in(self) -> None:
         while True:
-            arrived = (await self._stored.get()).metas
-            metas = [meta for meta in arrived if meta.seq not in self._history.rejected]
-            self._changes.stored(meta.seq for meta in metas)
-            await self._executor.load_data(metas)
-            for meta in arrived:
-                if meta.seq in self._history.rejected:  # whoever had it next gave it up before this one was through
-                    await self._workers.clear({meta.head: [meta.seq]}, come_again=False)
+            given_up = self._groups.put_batch((await self._stored.get()).metas)
+            for meta in given_up:  # whoever had it next gave it up before this one was through
+                await self._workers.clear({meta.head: [meta.seq]}, come_again=False)
+
+    async def _report_changes(self) -> None:
+        """Tell the manager which groups the trainer has taken or let go of, many at a time."""
+        while True:
+            await self._groups.until(lambda: self._groups.untold)
+            news = self._groups.news()
+            await self._client.tell_groups(GroupChanges(news))
+            self._groups.told(news)
 
     async def _follow_resyncs(self) -> None:
         """Between two steps, send the current weights to gservers that only the publisher can resync."""
@@ -518,16 +515,12 @@ class Master:
         try:
             await self._workers.publish(self.policy_version, resync=True)
         finally:
-            await self._buffer.wake()
+            self._groups.wake()
 
     async def _follow_given_up(self) -> None:
-        """Count groups that the manager calls rejected, unless they had come to the trainer before it could know."""
-        heard = len(self._history.rejected)
+        """Take from the manager which groups will never come."""
+        heard = len(self._groups.given_up)
         while True:
             given_up = await self._client.given_up(heard)
             heard += len(given_up)
-            rejected = [fate.seq for fate in given_up if fate.changes == self._changes.changes(fate.seq)]
-            if rejected:
-                self._history.add_rejected(rejected)
-                self._former.reject(rejected)
-                await self._buffer.wake()
+            self._groups.give_up(given_up)

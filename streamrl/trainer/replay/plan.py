@@ -19,8 +19,9 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.trainer.calls import Hook, Inference, MinibatchShare, ParamRealloc, Trained, TrainStep
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import layout_of
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
-from streamrl.trainer.master.groups import BatchFormer, Shares
+from streamrl.trainer.master.groups import Shares
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay.recording import BatchCall, PartOnDisk, RecordedStep, Recording
 from streamrl.types import SampleMeta, TrajectoryGroup

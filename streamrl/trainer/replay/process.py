@@ -33,8 +33,8 @@ from streamrl.records.metrics import MetricsWriter, StepReport
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import Save, Trained, TrainStep
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.figures import batch_metrics, token_ages, train_metrics
-from streamrl.trainer.master.groups import BatchFormer
 from streamrl.trainer.replay.plan import (
     OUTCOME,
     Batch,

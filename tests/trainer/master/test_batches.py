@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from streamrl.config import from_dict
-from streamrl.ledger import HeldGroups
-from streamrl.trainer.master.groups import BatchFormer
+from streamrl.ledger import Fate
+from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.groups import GroupTable
 from tests.trainer.master.test_groups import make_meta
 
 
@@ -20,16 +22,22 @@ def make_former(over_age="mask", *, minibatches=1, batch=4):
     )
 
 
-def test_wait_takes_admission_order_and_skips_what_was_rejected():
-    former = make_former("wait", batch=2)
-    held = HeldGroups({seq: make_meta(seq) for seq in (1, 2, 3)})
-    selection = former.select(held, policy_version=0)
+def test_wait_takes_admission_order_and_skips_what_was_given_up():
+    former, table = make_former("wait", batch=2), GroupTable(Graph(()))
+
+    def select(version):
+        return former.select(table.ready, policy_version=version, next_in_order=table.next_in_order)
+
+    table.put_batch([make_meta(seq) for seq in (1, 2, 3)])
+    selection = select(0)
     assert (selection.batch, selection.missing) == ([], [0])
     assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
-    former.reject([0, 2])
-    assert former.select(held, policy_version=0).batch == [1, 3]
-    former.trained([1, 3])
-    assert former.select(HeldGroups(), policy_version=1).missing == [4, 5]
+    with table.dropping([2]):
+        pass
+    table.give_up([Fate(0, 0), Fate(2, 2), Fate(3, 0)])  # the last one came before the manager could know
+    assert select(0).batch == [1, 3]
+    table.trained_on([1, 3])
+    assert select(1).missing == [4, 5]
 
 
 def test_minibatches_share_every_group_once_in_order():

@@ -1,4 +1,4 @@
-"""The buffer: readiness, waking, and groups read once."""
+"""The table of groups: readiness, waking, groups read once, and their fate."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.ledger import Selection
+from streamrl.ledger import Fate, Selection
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.master.groups import AsyncIOSequenceBuffer
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.types import SampleMeta
 
 
@@ -28,12 +29,12 @@ def make_meta(seq, *, head=0, versions=None):
     )
 
 
-def make_buffer(warning=30.0, **algorithm):
-    return AsyncIOSequenceBuffer(graph_of(from_dict({"algorithm": algorithm})), wait_warning_seconds=warning)
+def make_table(warning=30.0, **algorithm):
+    return GroupTable(graph_of(from_dict({"algorithm": algorithm})), wait_warning_seconds=warning)
 
 
-def two_oldest(held):
-    seqs = sorted(held)[:2]
+def two_oldest(ready):
+    seqs = ready.oldest(2)
     return Selection(batch=seqs if len(seqs) == 2 else [], drop=[], missing=[], short=2 - len(seqs))
 
 
@@ -42,43 +43,81 @@ def describe(selection):
 
 
 async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
-    buffer = make_buffer()
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
-    await buffer.put_batch([make_meta(5)])
+    table = make_table()
+    taking = asyncio.create_task(table.take_batch(two_oldest, describe))
+    table.put_batch([make_meta(5)])
     await asyncio.sleep(0)
     assert not taking.done()
-    await buffer.put_batch([make_meta(3), make_meta(9)])
+    table.put_batch([make_meta(3), make_meta(9)])
     batch, dropped = await asyncio.wait_for(taking, 1)
     assert [meta.seq for meta in batch] == [3, 5]
     assert dropped == []
 
 
 async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
-    buffer = make_buffer(kl_coef=0.1)
-    await buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
-    first = await buffer.get_batch_for_rpc("ref_inf", limit=1)
-    rest = await buffer.get_batch_for_rpc("ref_inf", limit=5)
+    table = make_table(kl_coef=0.1)
+    table.put_batch([make_meta(0), make_meta(1), make_meta(2)])
+    taking = asyncio.create_task(table.take_batch(two_oldest, describe))
+    first = await table.get_batch_for_rpc("ref_inf", limit=1)
+    rest = await table.get_batch_for_rpc("ref_inf", limit=5)
     assert [m.seq for m in first + rest] == [0, 1, 2]
-    await buffer.amend_batch([1, 2], ["ref_logprobs"])
+    table.amend_batch(["ref_logprobs"], [[1, 2]], Layout())
     batch, _ = await asyncio.wait_for(taking, 1)
     assert [m.seq for m in batch] == [1, 2]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(buffer.get_batch_for_rpc("ref_inf", limit=5), 0.05)
+        await asyncio.wait_for(table.get_batch_for_rpc("ref_inf", limit=5), 0.05)
 
 
 async def test_a_group_that_comes_again_after_a_drop_is_read_again():
-    buffer = make_buffer(kl_coef=0.1)
+    table = make_table(kl_coef=0.1)
     for _ in range(2):
-        await buffer.put_batch([make_meta(0)])
-        assert [m.seq for m in await buffer.get_batch_for_rpc("ref_inf", limit=5)] == [0]
-        await buffer.discard([0])
-    await buffer.amend_batch([0], ["ref_logprobs"])  # the answer for a group that is gone
-    assert len(buffer) == 0
+        table.put_batch([make_meta(0)])
+        assert [m.seq for m in await table.get_batch_for_rpc("ref_inf", limit=5)] == [0]
+        with table.dropping([0]):
+            pass
+    table.amend_batch(["ref_logprobs"], [[0]], Layout())  # the answer for a group that is gone
+    assert len(table) == 0
 
 
 async def test_a_long_wait_is_named(caplog):
-    buffer = make_buffer(warning=0.05)
+    table = make_table(warning=0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
-        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 0.3)
+        await asyncio.wait_for(table.take_batch(two_oldest, describe), 0.3)
     assert "the test waits for 2 groups, for 0 s now" in caplog.text
+
+
+async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_the_metadata():
+    table = make_table(kl_coef=0.1)
+    table.put_batch([make_meta(0), make_meta(1)])
+    table.amend_batch(["ref_logprobs"], [[0], [1]], Layout(data=2), rewards={1: [0.5, 0.25]})
+    batch, _ = await asyncio.wait_for(table.take_batch(two_oldest, describe), 1)
+    assert [meta.rewards for meta in batch] == [[0.0, 1.0], [0.5, 0.25]]
+    assert table.trained_on([0, 1]) == {0: [0, 1], 1: [1]}
+
+
+def test_the_fate_of_a_group_is_told_until_it_was_heard_and_not_before_workers_let_go():
+    table = make_table()
+    table.put_batch([make_meta(0), make_meta(1)])
+    first = table.news()
+    assert first == table.news() == [Fate(0, 1), Fate(1, 1)]  # asked again, since it may have been lost
+    with table.dropping([0]) as held:
+        assert held == {0: [0]}
+        table.told(first)
+        assert not table.untold
+    assert table.news() == [Fate(0, 2)]
+    table.told(first)  # heard again
+    assert table.news() == [Fate(0, 2)]
+    table.put_batch([make_meta(0)])
+    assert table.news() == [Fate(0, 3)]
+    table.told(table.news())
+    table.trained_on([0, 1])
+    assert not table.untold
+    assert (table.changes(0), table.changes(1), table.changes(2)) == (3, 1, 0)
+
+
+def test_a_group_that_was_given_up_is_not_taken_when_it_comes():
+    table = make_table()
+    table.give_up([Fate(5, 0)])
+    assert [meta.seq for meta in table.put_batch([make_meta(4), make_meta(5)])] == [5]
+    assert (4 in table, 5 in table, table.consumed) == (True, False, 1)
+    assert table.news() == [Fate(4, 1)]

@@ -86,7 +86,11 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         consumed = len(trained) + len(ledger.rejected)
         if counting.end(step=ledger.policy_version, consumed=consumed, rewards=()) is not None:
             break
-        wanted = next_in_order(trained, ledger.rejected, start=0, count=batch) if in_order else sorted(held)[:batch]
+        wanted = (
+            next_in_order((trained | ledger.rejected).__contains__, start=0, count=batch)
+            if in_order
+            else sorted(held)[:batch]
+        )
         if len(wanted) == batch and held.issuperset(wanted):
             trained.update(wanted)
             held.difference_update(wanted)

@@ -13,7 +13,7 @@ from streamrl.errors import DeadlineExceeded
 from streamrl.ledger import Fate, Ledger
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.master.groups import AsyncIOSequenceBuffer
+from streamrl.trainer.master.groups import GroupTable
 from streamrl.trainer.master.synchronous import SynchronousGeneration
 from streamrl.transport import request_reply
 from streamrl.transport.control import Admission
@@ -38,10 +38,10 @@ class Rollout:
     score first are stored before it falls mute.
     """
 
-    def __init__(self, endpoint, index, ledger, buffer, *, mute=(), scores=lambda seq: True, stores_unheard=0):
+    def __init__(self, endpoint, index, ledger, table, *, mute=(), scores=lambda seq: True, stores_unheard=0):
         self.asked: list[RolloutCall] = []
         self.silent = asyncio.Event()
-        self._ledger, self._buffer, self._waiting = ledger, buffer, []
+        self._ledger, self._table, self._waiting = ledger, table, []
         self._mute, self._scores, self._unheard = mute, scores, stores_unheard
         self._channel = ReplyChannel(
             endpoint=endpoint, worker=FIRST_ROLLOUT_WORKER + index, call_type=GenerateGroups | ScoreGroups
@@ -66,7 +66,7 @@ class Rollout:
                 await self._channel.reply(call_id, GroupsScored(stored))
 
     async def _store(self, seqs):
-        await self._buffer.put_batch([meta(seq) for seq in seqs])
+        self._table.put_batch([meta(seq) for seq in seqs])
 
     async def die(self):
         self._following.cancel()
@@ -79,24 +79,24 @@ def meta(seq):
 
 
 class Batches:
-    """The master: it trains on a batch as soon as the buffer holds one."""
+    """The master: it trains on a batch as soon as the table holds one."""
 
-    def __init__(self, generation, buffer):
-        self.generation, self.buffer = generation, buffer
+    def __init__(self, generation, table):
+        self.generation, self.table = generation, table
         self.trained: list[list[int]] = []
 
     async def make(self, groups):
         formed = asyncio.Event()
         making = asyncio.create_task(self.generation.make(groups, formed=formed))
-        forming = asyncio.create_task(self.buffer.until(lambda: len(self.buffer) >= groups))
+        forming = asyncio.create_task(self.table.until(lambda: len(self.table) >= groups))
         await asyncio.wait({making, forming}, return_when=asyncio.FIRST_COMPLETED)
         if making.done():
             forming.cancel()
             making.result()
         formed.set()
         spans = await making
-        self.trained.append(sorted(seq for seq in range(1_000) if seq in self.buffer))
-        await self.buffer.discard(self.trained[-1])
+        self.trained.append(sorted(seq for seq in range(1_000) if seq in self.table))
+        self.table.trained_on(self.trained[-1])
         return spans
 
 
@@ -115,13 +115,13 @@ SIBLINGS = 2
 
 @contextlib.asynccontextmanager
 async def master_of(config):
-    buffer = AsyncIOSequenceBuffer(graph_of(config), wait_warning_seconds=30)
+    table = GroupTable(graph_of(config))
     channel = RequestChannel(
         host="127.0.0.1", notice_type=GroupsScored, on_notice=lambda *_: None, name_of=name_on_channel
     )
     try:
-        generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
-        yield Batches(generation, buffer), channel.endpoint
+        generation = SynchronousGeneration(graph_of(config), channel=channel, groups=table, config=config)
+        yield Batches(generation, table), channel.endpoint
     finally:
         await channel.close()
 
@@ -133,7 +133,7 @@ async def rollout_pool(*kinds, timeout=60.0):
         ledger = iter(range(1_000))
 
         def start(index, **kind):
-            workers.append(Rollout(endpoint, index, ledger, batches.buffer, **kind))
+            workers.append(Rollout(endpoint, index, ledger, batches.table, **kind))
             return workers[-1]
 
         workers: list[Rollout] = []
@@ -216,7 +216,7 @@ async def test_workers_are_asked_for_less_when_groups_arrive_that_were_taken_for
         await dying.die()
         successor = start(1, mute=[GenerateGroups])  # would wait for groups that the ledger does not give out any more
         await successor.silent.wait()
-        await batches.buffer.put_batch([meta(seq) for seq in scored(dying)])
+        batches.table.put_batch([meta(seq) for seq in scored(dying)])
         await asyncio.wait_for(making, 15)
         assert len(batches.trained[0]) == 6
 
@@ -245,9 +245,9 @@ async def test_that_nobody_is_left_is_told(monkeypatch):
 class Station:
     """A rollout worker that dies now and then, in the middle of whatever it does, and starts anew."""
 
-    def __init__(self, config, index, *, endpoint, ledger, buffer, chance):
+    def __init__(self, config, index, *, endpoint, ledger, table, chance):
         self._config, self._index, self._endpoint = config, index, endpoint
-        self._ledger, self._buffer, self._chance = ledger, buffer, chance
+        self._ledger, self._table, self._chance = ledger, table, chance
         self._name = f"rollout/{index}"
         self._groups: set[asyncio.Task[None]] = set()
 
@@ -299,7 +299,7 @@ class Station:
 
     async def _tell(self, seq):
         await asyncio.sleep(self._chance.choice([0, 0.02]))
-        await self._buffer.put_batch([meta(seq)])
+        self._table.put_batch([meta(seq)])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -311,7 +311,7 @@ async def test_batches_form_while_workers_die(monkeypatch, seed):
     async with master_of(config) as (batches, endpoint):
         chance = random.Random(seed)
         stations = [
-            Station(config, i, endpoint=endpoint, ledger=ledger, buffer=batches.buffer, chance=chance) for i in range(3)
+            Station(config, i, endpoint=endpoint, ledger=ledger, table=batches.table, chance=chance) for i in range(3)
         ]
         living = [asyncio.create_task(station.live()) for station in stations]
         try:

@@ -24,8 +24,8 @@ from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.calls import Function, Inference, MinibatchShare, Save, Sibling, Trained, TrainStep
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
-from streamrl.trainer.master.groups import BatchFormer
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay import process as replaying
 from streamrl.trainer.replay.plan import Batch, Difference, Outcome, ReplayPlan, changes, computed, stretch

@@ -1,0 +1,55 @@
+"""The rules by which a training batch is formed and cut: `ledger.select_batch` under a run's settings. Pure.
+
+Master, replay and planner all go by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from streamrl.config import Config
+from streamrl.ledger import ReadyGroups, Selection, count_over_age, select_batch
+from streamrl.types import SampleMeta
+
+
+class BatchFormer:
+    """Selects training batches, and cuts them into minibatches."""
+
+    def __init__(self, config: Config) -> None:
+        self._groups = config.trainer.batch_groups
+        self._minibatches = config.algorithm.minibatches
+        self.max_staleness = config.staleness.max_staleness
+        self.over_age = config.staleness.over_age
+
+    def select(
+        self, ready: ReadyGroups, *, policy_version: int, next_in_order: Callable[[int], list[int]]
+    ) -> Selection:
+        """The next batch at `policy_version`.
+
+        `next_in_order(count)` gives the first sequence numbers that are neither trained on nor given up, which
+        `over_age = "wait"` goes by.
+        """
+        return select_batch(
+            ready,
+            policy_version=policy_version,
+            groups_per_batch=self._groups,
+            max_staleness=self.max_staleness,
+            over_age=self.over_age,
+            next_in_order=next_in_order(self._groups) if self.over_age == "wait" else (),
+        )
+
+    def describe(self, selection: Selection, *, policy_version: int) -> str:
+        """What the selection waits for, in words."""
+        waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
+        return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
+
+    def minibatches(self, batch: Sequence[SampleMeta]) -> list[Sequence[SampleMeta]]:
+        """The batch cut into minibatches, in order."""
+        cuts = [round(i * len(batch) / self._minibatches) for i in range(self._minibatches + 1)]
+        return [batch[a:b] for a, b in pairwise(cuts)]
+
+    def young_tokens(self, meta: SampleMeta, *, policy_version: int) -> int:
+        """Tokens of a group that enter the loss at `policy_version`."""
+        over_age = count_over_age(meta.version_counts, policy_version=policy_version, max_staleness=self.max_staleness)
+        return meta.sampled_tokens - over_age

@@ -23,7 +23,7 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route
 from streamrl.gserver.manager.load import Work
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.generation import ServerInfo
@@ -78,25 +78,25 @@ class Simulated:
         return (self.running[0][0] - self.decoded) * self.step if self.running else float("inf")
 
 
-Policy = Callable[[Fleet, int, float], Gserver | None]
+Policy = Callable[[Fleet, float], Route | None]
 
 
-def by_the_manager(fleet: Fleet, seq: int, now: float) -> Gserver | None:
-    return fleet.assign(seq, Work(SIBLINGS, 0), now=now)
+def by_the_manager(fleet: Fleet, now: float) -> Route | None:
+    return fleet.assign(Work(SIBLINGS, 0), now=now)
 
 
-def fewest_groups(fleet: Fleet, seq: int, now: float) -> Gserver | None:
-    choice = min(fleet.all(), key=lambda g: (len(g.groups), g.index))
-    return place(fleet, choice, seq, now)
+def fewest_groups(fleet: Fleet, now: float) -> Route | None:
+    choice = min(fleet.all(), key=lambda g: (len(g.routes), g.index))
+    return place(fleet, choice, now)
 
 
 def round_robin() -> Policy:
     turn = itertools.count()
     upcoming = [next(turn)]
 
-    def choose(fleet: Fleet, seq: int, now: float) -> Gserver | None:
+    def choose(fleet: Fleet, now: float) -> Route | None:
         gservers = fleet.all()
-        found = place(fleet, gservers[upcoming[0] % len(gservers)], seq, now)
+        found = place(fleet, gservers[upcoming[0] % len(gservers)], now)
         if found is not None:
             upcoming[0] = next(turn)
         return found
@@ -104,12 +104,11 @@ def round_robin() -> Policy:
     return choose
 
 
-def place(fleet: Fleet, gserver: Gserver, seq: int, now: float) -> Gserver | None:
+def place(fleet: Fleet, gserver: Gserver, now: float) -> Route | None:
     """Route to `gserver` if it has a place, with the fleet's own accounts."""
     if gserver.load.full:
         return None
-    fleet.assign_to(gserver, seq, Work(SIBLINGS, 0), now=now)
-    return gserver
+    return fleet.assign_to(gserver, Work(SIBLINGS, 0), now=now)
 
 
 def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 0) -> dict[str, Any]:
@@ -125,16 +124,17 @@ def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 
         servers.append(Simulated(factor))
     now, next_beat, seq = 0.0, HEARTBEAT, 0
     open_siblings: dict[int, int] = {}
+    routes: dict[int, Route] = {}
     began: dict[int, float] = {}
     times: list[float] = []
     tokens_at_warm_up = 0.0
     warm = False
     while now < SECONDS:
-        while len(open_siblings) < groups and (choice := policy(fleet, seq, now)) is not None:
+        while len(open_siblings) < groups and (route := policy(fleet, now)) is not None:
             for sibling in range(SIBLINGS):
                 length = max(1.0, draw.lognormvariate(0.0, SIGMA) * MEAN_TOKENS)
-                servers[choice.index].queue.append((seq, sibling, length))
-            open_siblings[seq], began[seq] = SIBLINGS, now
+                servers[route.gserver.index].queue.append((seq, sibling, length))
+            open_siblings[seq], began[seq], routes[seq] = SIBLINGS, now, route
             seq += 1
         for server in servers:
             server.fill()
@@ -143,9 +143,9 @@ def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 
         for server in servers:
             for group in server.advance(seconds):
                 open_siblings[group] -= 1
-                fleet.change(group, Work(open_siblings[group], PROMPT * open_siblings[group]), now=now)
+                fleet.change(routes[group], Work(open_siblings[group], PROMPT * open_siblings[group]), now=now)
                 if not open_siblings[group]:
-                    fleet.release(group)
+                    fleet.release(routes.pop(group))
                     del open_siblings[group]
                     times.append(now - began.pop(group))
         if now >= next_beat - 1e-9:

@@ -25,10 +25,9 @@ Invariants (held by property tests): every sequence number is always in exactly 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -104,8 +103,27 @@ class Fate(msgspec.Struct, frozen=True, array_like=True):
     """How often the trainer took the group or let go of it: odd while it has the group, or has trained on it."""
 
 
+class GroupOut(msgspec.Struct):
+    """A group that is out: it was given out, or is to be, and is neither with the trainer nor given up."""
+
+    seq: int
+    worker: str = ""
+    """The rollout worker that it was given to last; empty: nobody's, or that of a process that has ended."""
+    leased: bool = False
+    """Whether `worker` holds its lease; if not, its prompt waits to be given out again."""
+    granted: float = 0.0
+    """When the lease began, in seconds."""
+    route: Any = None
+    """Where its requests go while it is leased (the manager's `routing.Route`); the ledger only keeps it."""
+    deaths: list[int] = []
+    """The deaths of workers that it was at, by their number in the run."""
+
+
 class Ledger:
-    """Admission: leases sequence numbers to workers for a time, and counts what became of them."""
+    """Admission: leases sequence numbers to workers for a time, and counts what became of them.
+
+    Of each group that is out it has one record; the accepted are only counted.
+    """
 
     def __init__(self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float) -> None:
         self.groups_per_batch = groups_per_batch
@@ -127,11 +145,11 @@ class Ledger:
         self.rejections: list[Fate] = []
         """All rejections in order, each with the trainer's word as it was then; one that the trainer knew better
         about stays listed."""
-        self._holders: dict[int, str] = {}  # sequence number under lease → worker
-        self._granted: dict[str, dict[int, float]] = {}  # worker → its leases, with when each began, oldest first
+        self.out: dict[int, GroupOut] = {}
+        """The groups that are out, by sequence number."""
+        self._leases: dict[str, dict[int, GroupOut]] = {}  # worker → the groups that it holds, oldest lease first
         self._renewed: dict[str, float] = {}  # worker with leases → when it was last heard of
-        self._returned: list[int] = []  # heap of sequence numbers to give out again
-        self._returned_set: set[int] = set()
+        self._returned = SeqQueue()  # those that are out without a lease
         self._drops: dict[int, int] = {}  # how often, of those that were accepted and came back
 
     def restore(self, *, policy_version: int, trained: Collection[int], rejected: Collection[int]) -> None:
@@ -151,17 +169,17 @@ class Ledger:
         self.next_seq = max(closed, default=-1) + 1
         for seq in range(self.next_seq):
             if seq not in closed:
-                self._push_returned(seq)
+                self._return(GroupOut(seq))
 
     @property
     def running(self) -> int:
         """Groups under lease."""
-        return len(self._holders)
+        return len(self.out) - len(self._returned)
 
     @property
     def returned(self) -> int:
         """Prompts that came back and wait to be given out again."""
-        return len(self._returned_set)
+        return len(self._returned)
 
     @property
     def trained(self) -> int:
@@ -182,35 +200,33 @@ class Ledger:
 
     def next_expiry(self) -> float | None:
         """When the next lease runs out unless it is renewed."""
-        return min(
-            (self._expiry(worker, next(iter(own.values()))) for worker, own in self._granted.items()), default=None
-        )
+        return min((self._expiry(next(iter(own.values()))) for own in self._leases.values()), default=None)
 
     def holder(self, seq: int) -> str | None:
         """The worker that holds the lease of `seq`, if one does."""
-        return self._holders.get(seq)
+        group = self.out.get(seq)
+        return group.worker if group is not None and group.leased else None
 
     def state(self, seq: int) -> GroupState:
         """Return the one state that group `seq` is in."""
-        if seq in self._holders:
-            return "leased"
-        if seq in self._returned_set:
-            return "returned"
+        if (group := self.out.get(seq)) is not None:
+            return "leased" if group.leased else "returned"
         if seq in self.rejected:
             return "rejected"
         return "accepted" if 0 <= seq < self.next_seq else "new"
 
-    def admit(self, worker: str, count: int, *, now: float) -> list[int]:
-        """Lease up to `count` sequence numbers to `worker`: returned ones first, then new ones."""
-        admitted: list[int] = []
-        for _ in range(min(count, self.room)):
-            seq = self._pop_returned()
-            if seq is None:
-                seq = self.next_seq
-                self.next_seq += 1
-            self._holders[seq] = worker
-            self._granted.setdefault(worker, {})[seq] = now
-            admitted.append(seq)
+    def admit(self, worker: str, count: int, *, now: float) -> list[GroupOut]:
+        """Lease up to `count` groups to `worker`: returned ones first, then new ones."""
+        room = min(count, self.room)
+        again = [self.out[seq] for seq in self._returned.pop(room)]
+        fresh = [GroupOut(seq) for seq in range(self.next_seq, self.next_seq + room - len(again))]
+        self.next_seq += len(fresh)
+        for group in fresh:
+            self.out[group.seq] = group
+        admitted = again + fresh
+        for group in admitted:
+            group.worker, group.leased, group.granted = worker, True, now
+            self._leases.setdefault(worker, {})[group.seq] = group
         return admitted
 
     def changes(self, seq: int) -> int:
@@ -237,7 +253,7 @@ class Ledger:
         if fate.changes % 2:
             self.accepted += 1
         else:
-            self._push_returned(seq)
+            self._return(GroupOut(seq))
         return True
 
     def reject(self, seq: int) -> bool:
@@ -245,7 +261,7 @@ class Ledger:
 
         Return False, and change nothing, when it is neither leased nor waits to be given out again.
         """
-        if seq not in self._holders and seq not in self._returned_set:
+        if seq not in self.out:
             return False
         self.rejections.append(Fate(seq, self.changes(seq)))
         self._take_out(seq)
@@ -254,22 +270,22 @@ class Ledger:
 
     def renew(self, worker: str, *, now: float) -> None:
         """`worker` was heard of: all its leases start anew."""
-        if worker in self._granted:
+        if worker in self._leases:
             self._renewed[worker] = now
 
-    def release(self, worker: str) -> list[int]:
-        """`worker` is gone: its prompts go back."""
-        return self._give_back(list(self._granted.get(worker, ())))
+    def release(self, worker: str) -> list[GroupOut]:
+        """`worker` is gone: its prompts go back. Return their groups by sequence number."""
+        return self._give_back(list(self._leases.get(worker, {}).values()))
 
-    def expire(self, *, now: float) -> list[int]:
-        """Give back the prompts of leases that ran out; answers which."""
+    def expire(self, *, now: float) -> list[GroupOut]:
+        """Give back the prompts of leases that ran out; return their groups by sequence number."""
         return self._give_back(
             [
-                seq
-                for worker, own in self._granted.items()
+                group
+                for worker, own in self._leases.items()
                 if self._renewed.get(worker, -math.inf) + self.lease_seconds <= now
-                for seq, granted in own.items()
-                if self._expiry(worker, granted) <= now
+                for group in own.values()
+                if self._expiry(group) <= now
             ]
         )
 
@@ -280,41 +296,36 @@ class Ledger:
         self.policy_version = version
 
     def _take_out(self, seq: int) -> None:
-        """Remove `seq` from the leases, the returned and the rejected; the accepted are not listed anywhere."""
-        if seq in self._holders:
-            self._end_lease(seq)
-        self._returned_set.discard(seq)  # its heap entry is skipped later
+        """Remove `seq` from those that are out and from the rejected; the accepted are not listed anywhere."""
+        group = self.out.pop(seq, None)
+        if group is not None:
+            self._end_lease(group)
+        self._returned.discard(seq)
         self.rejected.discard(seq)
 
-    def _give_back(self, seqs: Sequence[int]) -> list[int]:
-        for seq in seqs:
-            self._end_lease(seq)
-            self._push_returned(seq)
-        self.expired += len(seqs)
-        return sorted(seqs)
+    def _give_back(self, groups: list[GroupOut]) -> list[GroupOut]:
+        for group in groups:
+            self._end_lease(group)
+            self._return(group)
+        self.expired += len(groups)
+        return sorted(groups, key=lambda group: group.seq)
 
-    def _expiry(self, worker: str, granted: float) -> float:
-        return max(granted, self._renewed.get(worker, granted)) + self.lease_seconds
+    def _return(self, group: GroupOut) -> None:
+        self.out[group.seq] = group
+        self._returned.add(group.seq)
 
-    def _end_lease(self, seq: int) -> None:
-        worker = self._holders.pop(seq)
-        own = self._granted[worker]
-        del own[seq]
+    def _expiry(self, group: GroupOut) -> float:
+        return max(group.granted, self._renewed.get(group.worker, group.granted)) + self.lease_seconds
+
+    def _end_lease(self, group: GroupOut) -> None:
+        if not group.leased:
+            return
+        group.leased = False
+        own = self._leases[group.worker]
+        del own[group.seq]
         if not own:
-            del self._granted[worker]
-            self._renewed.pop(worker, None)
-
-    def _push_returned(self, seq: int) -> None:
-        heapq.heappush(self._returned, seq)
-        self._returned_set.add(seq)
-
-    def _pop_returned(self) -> int | None:
-        while self._returned:
-            seq = heapq.heappop(self._returned)
-            if seq in self._returned_set:
-                self._returned_set.remove(seq)
-                return seq
-        return None
+            del self._leases[group.worker]
+            self._renewed.pop(group.worker, None)
 
 
 class Selection(msgspec.Struct, frozen=True):

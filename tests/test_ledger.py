@@ -89,7 +89,7 @@ class Run(RuleBasedStateMachine):
         room, fresh = self.ledger.room, self.ledger.next_seq
         assert room == max(0, self.bound - len(self.accepted) - len(self.leased))
         again = sorted(self.returned)[: min(count, room)]
-        admitted = self.ledger.admit(worker, count, now=self.now)
+        admitted = [group.seq for group in self.ledger.admit(worker, count, now=self.now)]
         assert admitted == [*again, *range(fresh, fresh + min(count, room) - len(again))]
         for seq in admitted:
             self.returned.discard(seq)
@@ -166,7 +166,7 @@ class Run(RuleBasedStateMachine):
         self.crash(worker)
         self.lost.discard(worker)
         theirs = sorted(seq for seq, holder in self.leased.items() if holder == worker)
-        assert self.ledger.release(worker) == theirs
+        assert [group.seq for group in self.ledger.release(worker)] == theirs
         for seq in theirs:
             take_out(self, seq)
             self.returned.add(seq)
@@ -186,7 +186,7 @@ class Run(RuleBasedStateMachine):
         """Who did not beat loses its leases, but may still be at work."""
         self.now += seconds
         due = sorted(seq for seq, expires in self.expires.items() if expires <= self.now)
-        assert self.ledger.expire(now=self.now) == due
+        assert [group.seq for group in self.ledger.expire(now=self.now)] == due
         for seq in due:
             take_out(self, seq)
             self.returned.add(seq)
@@ -305,6 +305,7 @@ class Run(RuleBasedStateMachine):
         holders = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
         assert holders == self.leased
         assert ledger.next_expiry() == min(self.expires.values(), default=None)
+        assert sorted(ledger.out) == sorted([*self.leased, *self.returned])
         assert (ledger.running, ledger.returned) == (len(self.leased), len(self.returned))
         assert (ledger.accepted, ledger.rejected) == (len(self.accepted), self.rejected)
         places = [*self.leased, *self.returned, *self.accepted, *self.rejected]
@@ -375,7 +376,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS[:2]))
     def admit(self, worker: str) -> None:
-        self.working |= {(worker, seq) for seq in self.ledger.admit(worker, 2, now=self.now)}
+        self.working |= {(worker, group.seq) for group in self.ledger.admit(worker, 2, now=self.now)}
 
     @rule()
     def leases_run_out(self) -> None:
@@ -502,8 +503,8 @@ def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
 
 def test_the_ledger_refuses_what_cannot_be() -> None:
     ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
-    (seq,) = ledger.admit("rollout/0", 5, now=0.0)
-    assert not ledger.take_change(Fate(seq, 0))
+    (group,) = ledger.admit("rollout/0", 5, now=0.0)
+    assert not ledger.take_change(Fate(group.seq, 0))
     assert not ledger.take_change(Fate(17, 1))
     assert ledger.running == 1
     ledger.advance(1)

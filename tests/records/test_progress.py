@@ -152,7 +152,7 @@ def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> 
     ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
     ledger.restore(policy_version=100, trained=trained, rejected=rejected)
     assert ledger.accepted == len(trained)
-    admitted = ledger.admit("w", 60, now=0.0)
+    admitted = [group.seq for group in ledger.admit("w", 60, now=0.0)]
     still_open = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
     assert admitted == still_open[:60]
     assert not any(ledger.take_change(Fate(seq, 1)) for seq in trained)
@@ -205,7 +205,7 @@ def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_stalene
     closed, steps = had + len(rejected), 0
     held: list[int] = []
     while closed < ledger.ends_after:
-        held += ledger.admit("w", 1000, now=0.0)
+        held += [group.seq for group in ledger.admit("w", 1000, now=0.0)]
         assert len(held) <= (staleness + 1) * now
         if held and data.draw(st.booleans(), label="reject"):
             assert ledger.reject(held.pop())

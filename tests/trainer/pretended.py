@@ -360,7 +360,7 @@ class Workers:
             lacking = max(0, call.groups - len(waiting))
             if lacking:
                 await self._manager.until(lambda: self._manager.ledger.room)
-            admitted = self._manager.ledger.admit(name_on_channel(worker), lacking, now=0.0)
+            admitted = [group.seq for group in self._manager.ledger.admit(name_on_channel(worker), lacking, now=0.0)]
             waiting += [make_group(seq, [self._manager.version] * 4) for seq in admitted]
             return GroupsGenerated([group.seq for group in waiting])
         scored = [group for group in waiting if group.seq in call.seqs]
@@ -550,7 +550,9 @@ class Run:
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self.manager.until(lambda: ledger.room and self._writing < self.script.slots)
-                for seq in ledger.admit("rollout/0", self.script.slots - self._writing, now=0.0):
+                for seq in [
+                    group.seq for group in ledger.admit("rollout/0", self.script.slots - self._writing, now=0.0)
+                ]:
                     self._writing += 1
                     groups.create_task(self._write(seq))
 

@@ -29,7 +29,7 @@ from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
-from streamrl.ledger import Fate, Ledger
+from streamrl.ledger import Fate, GroupOut, Ledger
 from streamrl.records import progress
 from streamrl.transport.control import (
     Admission,
@@ -66,8 +66,6 @@ class Admissions:
         self._new_group = Work(group_size, 0)
         self.given_up = 0
         """Prompts rejected since the workers that had them died."""
-        self._last_with: dict[int, str] = {}  # prompts given out that are neither with the trainer nor given up
-        self._deaths: dict[int, list[int]] = {}  # prompt → which deaths of workers it was at, by their number
         self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
 
@@ -90,11 +88,11 @@ class Admissions:
         share = math.ceil(self._ledger.room / max(1, workers))
         admissions: list[Admission] = []
         while len(admissions) < min(count, share) and self._fleet.has_capacity:
-            (seq,) = self._ledger.admit(worker, 1, now=now)
-            gserver = self._fleet.assign(seq, self._new_group, now=now)
-            assert gserver is not None, "one has a place, as checked above"
-            self._last_with[seq] = worker
-            admissions.append(Admission(seq=seq, gserver=gserver.address))
+            route = self._fleet.assign(self._new_group, now=now)
+            assert route is not None, "one has a place, as checked above"
+            (group,) = self._ledger.admit(worker, 1, now=now)
+            group.route = route
+            admissions.append(Admission(seq=group.seq, gserver=route.gserver.address))
         self.admitted += len(admissions)
         if ticket and admissions:
             remembered = self._tickets.setdefault(worker, OrderedDict())
@@ -106,39 +104,40 @@ class Admissions:
     def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
         """Another gserver for `seq`; its load moves along only while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
-            return self._fleet.reassign(seq, now=now, avoid=avoid)
+            return self._fleet.reassign(self._ledger.out[seq].route, now=now, avoid=avoid)
         return next((g for g in self._fleet.serving() if g.address != avoid), None)
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
         """`worker` tells what of `seq` is in flight, which counts while it holds the lease."""
         if self._ledger.holder(seq) == worker:
-            self._fleet.change(seq, work, now=now)
+            self._fleet.change(self._ledger.out[seq].route, work, now=now)
 
     def take_changes(self, groups: Sequence[Fate]) -> None:
         """The trainer has taken groups, or let go of them."""
         for fate in groups:
+            group = self._ledger.out.get(fate.seq)
             if self._ledger.take_change(fate):
-                self._forget(fate.seq)
+                self._unroute(group)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
         """`worker` gives `seq` up, which counts unless another holds it by now."""
-        holder = self._ledger.holder(seq)
+        group, holder = self._ledger.out.get(seq), self._ledger.holder(seq)
         if holder not in (worker, None) or not self._ledger.reject(seq):
             log.info("%s gave seq %d up too late (%s); it is with %s", worker, seq, reason, holder or "nobody")
             return
-        self._forget(seq)
+        self._unroute(group)
         log.info("%s gave seq %d up: %s", worker, seq, reason)
 
     def worker_replaced(self, worker: str) -> None:
         """The process behind `worker` is another one now: the old one's prompts go back, and may be why it ended."""
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
-        if had := [seq for seq, holder in self._last_with.items() if holder == worker]:
+        if had := [group for group in self._ledger.out.values() if group.worker == worker]:
             self._all_deaths += 1
-        for seq in had:
-            del self._last_with[seq]
-            self._deaths.setdefault(seq, []).append(self._all_deaths)
-            self._consider(seq)
+        for group in had:
+            group.worker = ""
+            group.deaths.append(self._all_deaths)
+            self._consider(group)
 
     def expire(self, *, now: float) -> bool:
         """Prompts whose lease ran out go back; answers whether there are any. Silence alone is no prompt's fault."""
@@ -146,28 +145,28 @@ class Admissions:
         self._came_back(lost, "their leases ran out")
         return bool(lost)
 
-    def _came_back(self, seqs: Sequence[int], why: str) -> None:
-        if seqs:
-            log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(seqs), seqs[0], why)
-        for seq in seqs:
-            self._fleet.release(seq)
+    def _came_back(self, groups: Sequence[GroupOut], why: str) -> None:
+        if groups:
+            log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(groups), groups[0].seq, why)
+        for group in groups:
+            self._unroute(group)
 
-    def _consider(self, seq: int) -> None:
-        """Give `seq` up if it was at too many deaths to be there by chance."""
-        deaths = self._deaths[seq]
+    def _consider(self, group: GroupOut) -> None:
+        """Give `group` up if it was at too many deaths to be there by chance."""
+        deaths = group.deaths
         since = self._all_deaths - deaths[0] + 1
-        if len(deaths) >= MAX_DEATHS and 2 * len(deaths) > since and self._ledger.reject(seq):
+        if len(deaths) >= MAX_DEATHS and 2 * len(deaths) > since and self._ledger.reject(group.seq):
             self.given_up += 1
-            del self._deaths[seq]
             log.error(
                 "seq %d is given up: %d of the last %d workers that died had it; look at its prompt and its workflow",
-                *(seq, len(deaths), since),
+                *(group.seq, len(deaths), since),
             )
 
-    def _forget(self, seq: int) -> None:
-        self._fleet.release(seq)
-        self._last_with.pop(seq, None)
-        self._deaths.pop(seq, None)
+    def _unroute(self, group: GroupOut | None) -> None:
+        """Nobody makes `group` any more."""
+        if group is not None and group.route is not None:
+            self._fleet.release(group.route)
+            group.route = None
 
 
 # --- rerouting ---

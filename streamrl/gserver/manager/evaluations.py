@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from streamrl.gserver.manager.admission import Rerouting
+from streamrl.gserver.manager.gserver import Gserver, Route
 from streamrl.gserver.manager.load import Work
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
@@ -63,8 +64,8 @@ class Evaluations:
         self._on_told = on_told
         self._over = over
         self._long_poll = long_poll_seconds
-        self._routed: dict[str, set[int]] = {}
-        """Evaluator → its prompts that have a gserver."""
+        self._routes: dict[str, dict[int, Route]] = {}
+        """Evaluator → its prompts that have a gserver, each with its route."""
 
     async def ask(self, message: Evaluate) -> Done:
         """The master wants an evaluation."""
@@ -91,19 +92,15 @@ class Evaluations:
         self._release(member.name, message.done)
         if self._over():
             return RouteReply(gserver="")
-        key = _route_key(member.name, message.prompt)
         found = await self._rerouting.find(
-            lambda avoid: self._fleet.assign(key, self._prompt, now=time.monotonic(), avoid=avoid),
-            failed=message.failed,
+            lambda avoid: self._assign(member.name, message.prompt, avoid=avoid), failed=message.failed
         )
-        if found:
-            self._routed.setdefault(member.name, set()).add(message.prompt)
         return RouteReply(gserver=found)
 
     async def result(self, message: EvaluationResult) -> Done:
         """Take in what an evaluation found; none of its prompts is under way any more."""
         member = self._evaluator(message.evaluator)
-        self._release(member.name, list(self._routed.get(member.name, ())))
+        self._release(member.name, list(self._routes.get(member.name, ())))
         self._queue.done(message.number, message.report)
         self._changed.notify()
         return Done()
@@ -116,7 +113,7 @@ class Evaluations:
 
     def lost(self, evaluator: str) -> None:
         """`evaluator` fell silent, or another process took its place."""
-        self._release(evaluator, list(self._routed.get(evaluator, ())))
+        self._release(evaluator, list(self._routes.get(evaluator, ())))
         self._queue.give_back(evaluator)
         self._changed.notify()
 
@@ -124,15 +121,20 @@ class Evaluations:
         """Return which evaluation is under way, which waits, and what was found last."""
         return self._queue.status()
 
-    def _release(self, evaluator: str, prompts: list[int]) -> None:
+    def _assign(self, evaluator: str, prompt: int, *, avoid: str) -> Gserver | None:
+        """Find a gserver for `prompt`, whether it begins or lost the one that it had."""
+        route = self._fleet.assign(self._prompt, now=time.monotonic(), avoid=avoid)
+        if route is None:
+            return None
+        self._release(evaluator, [prompt])
+        self._routes.setdefault(evaluator, {})[prompt] = route
+        return route.gserver
+
+    def _release(self, evaluator: str, prompts: Iterable[int]) -> None:
+        routes = self._routes.get(evaluator, {})
         for prompt in prompts:
-            self._fleet.release(_route_key(evaluator, prompt))
-        self._routed.get(evaluator, set()).difference_update(prompts)
-
-
-def _route_key(evaluator: str, prompt: int) -> str:
-    """Return the name under which the fleet knows a prompt of an evaluation; groups have numbers."""
-    return f"{evaluator}/{prompt}"
+            if (route := routes.pop(prompt, None)) is not None:
+                self._fleet.release(route)
 
 
 class EvaluationQueue:

@@ -32,9 +32,6 @@ from streamrl.gserver.manager.load import GserverLoad, Work
 from streamrl.gserver.manager.registry import Member
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
-Key = int | str
-"""Of work that is routed: a group's sequence number, or the name of a prompt of an evaluation."""
-
 
 class GserverState(Enum):
     """What the manager knows about a gserver."""
@@ -106,6 +103,17 @@ TRANSITIONS: dict[GserverEvent, dict[GserverState, GserverState]] = {
 """What happens → state → the state that follows; in a state that is not named it changes nothing."""
 
 
+class Route:
+    """Where the requests of one group, or of one prompt of an evaluation, go; changed by the fleet alone."""
+
+    __slots__ = ("gserver", "work")
+
+    def __init__(self, gserver: Gserver, work: Work) -> None:
+        self.gserver = gserver
+        self.work = work
+        """What it has in flight there."""
+
+
 def next_state(state: GserverState, event: GserverEvent) -> GserverState:
     """Return the state of a gserver in `state` after `event`."""
     return TRANSITIONS[event].get(state, state)
@@ -134,8 +142,8 @@ class Gserver(Member):
         """Changes by `handle` alone."""
         self.on_change: Callable[[Gserver], None] = lambda gserver: None
         """Called after changes that routing depends on; set by the fleet that it joins."""
-        self.groups: dict[Key, Work] = {}
-        """What is routed to it and still in flight."""
+        self.routes: set[Route] = set()
+        """What is routed to it and still in flight: groups, and prompts of evaluations."""
         self.load = GserverLoad()
         self.stuck = False
         """Its generation was paused and could not be resumed."""

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, Key
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, Route
 from streamrl.gserver.manager.load import NO_WORK, Work
 
 Item = TypeVar("Item")
@@ -28,7 +28,7 @@ SLACK = 64
 
 
 class Fleet:
-    """The gservers of the run and the routes of the groups in flight.
+    """The gservers of the run, and what is routed to them: each group, or prompt of an evaluation, by its `Route`.
 
     `on_capacity` is called when a gserver takes groups that did not, or has capacity again.
     """
@@ -40,7 +40,6 @@ class Fleet:
         self._gservers: dict[int, Gserver] = {}
         self._serving: dict[str, Gserver] = {}  # by address: those that take groups
         self._with_capacity: LeastLoadedHeap[Gserver] = LeastLoadedHeap()
-        self._routes: dict[Key, Gserver] = {}
         self._routed = NO_WORK
         self._speeds: dict[int, float] = {}
         self._speed_sum = 0.0
@@ -106,60 +105,64 @@ class Fleet:
         for other in self.all() if first else [gserver]:  # those whose speed is not known count as average from now on
             self._refresh(other)
 
-    def assign(self, key: Key, work: Work = ONE_REQUEST, *, now: float, avoid: str = "") -> Gserver | None:
-        """Route `key` to the gserver with the least to do, not at the address `avoid`; None: none has capacity.
+    def assign(self, work: Work = ONE_REQUEST, *, now: float, avoid: str = "") -> Route | None:
+        """Route `work` to the gserver with the least to do, not at the address `avoid`; None: none has capacity.
 
         A `work` without tokens is taken to have as many as others have on average.
         """
-        avoided = self._serving.get(avoid)
-        choice = self._with_capacity.first(excluding=avoided.index if avoided is not None else None)
-        if choice is not None:
-            self.assign_to(choice, key, work, now=now)
-        return choice
+        choice = self._least_loaded(avoid)
+        return self.assign_to(choice, work, now=now) if choice is not None else None
 
-    def assign_to(self, gserver: Gserver, key: Key, work: Work, *, now: float) -> None:
-        """Route `key` to `gserver`, whether it has capacity or not."""
-        if not work.tokens:
-            work = Work(work.requests, round(work.requests * self._mean_tokens))
-        self.release(key)
-        gserver.groups[key] = work
-        self._routes[key] = gserver
-        self._change(gserver, NO_WORK, work, now=now)
+    def assign_to(self, gserver: Gserver, work: Work, *, now: float) -> Route:
+        """Route `work` to `gserver`, whether it has capacity or not."""
+        route = Route(gserver, NO_WORK)
+        gserver.routes.add(route)
+        self.change(route, self._with_tokens(work), now=now)
+        return route
 
-    def reassign(self, key: Key, *, now: float, avoid: str = "") -> Gserver | None:
-        """Route what `key` has in flight to another gserver than that at `avoid`; None: none has capacity.
+    def reassign(self, route: Route, *, now: float, avoid: str = "") -> Gserver | None:
+        """Route what `route` has in flight to another gserver than that at `avoid`; None: none has capacity.
 
         The one that has it keeps it if it takes groups and is not to be avoided.
         """
-        gserver = self._routes.get(key)
-        if gserver is not None and gserver.address != avoid and self._serving.get(gserver.address) is gserver:
+        gserver = route.gserver
+        if gserver.address != avoid and self._serving.get(gserver.address) is gserver:
             return gserver  # where it has its slots and its cache
-        return self.assign(key, gserver.groups[key] if gserver is not None else ONE_REQUEST, now=now, avoid=avoid)
+        choice = self._least_loaded(avoid)
+        if choice is not None:
+            work = self._with_tokens(route.work)
+            self.release(route)
+            route.gserver = choice
+            choice.routes.add(route)
+            self.change(route, work, now=now)
+        return choice
 
-    def change(self, key: Key, work: Work, *, now: float) -> None:
-        """`key` has `work` in flight now; nothing changes if it is not routed."""
-        gserver = self._routes.get(key)
-        if gserver is not None:
-            before, gserver.groups[key] = gserver.groups[key], work
-            self._change(gserver, before, work, now=now)
+    def change(self, route: Route, work: Work, *, now: float) -> None:
+        """What is routed has `work` in flight now."""
+        before, route.work = route.work, work
+        gserver = route.gserver
+        gserver.load.change(before, work, now=now)
+        self._routed = Work(
+            self._routed.requests + work.requests - before.requests, self._routed.tokens + work.tokens - before.tokens
+        )
+        self._refresh(gserver)
 
-    def release(self, key: Key) -> None:
-        """`key` is no longer in flight."""
-        gserver = self._routes.pop(key, None)
-        if gserver is not None:
-            self._change(gserver, gserver.groups.pop(key), NO_WORK, now=0.0)
+    def release(self, route: Route) -> None:
+        """What was routed is no longer in flight."""
+        route.gserver.routes.discard(route)
+        self.change(route, NO_WORK, now=0.0)
+
+    def _least_loaded(self, avoid: str) -> Gserver | None:
+        avoided = self._serving.get(avoid)
+        return self._with_capacity.first(excluding=avoided.index if avoided is not None else None)
+
+    def _with_tokens(self, work: Work) -> Work:
+        return work if work.tokens else Work(work.requests, round(work.requests * self._mean_tokens))
 
     @property
     def _mean_tokens(self) -> float:
         """Mean context of a request that is routed anywhere."""
         return self._routed.tokens / self._routed.requests if self._routed.requests else 0.0
-
-    def _change(self, gserver: Gserver, before: Work, after: Work, *, now: float) -> None:
-        gserver.load.change(before, after, now=now)
-        self._routed = Work(
-            self._routed.requests + after.requests - before.requests, self._routed.tokens + after.tokens - before.tokens
-        )
-        self._refresh(gserver)
 
     def _refresh(self, gserver: Gserver) -> None:
         """Bring what is indexed here up to the state and load of `gserver`."""

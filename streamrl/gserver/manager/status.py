@@ -128,7 +128,7 @@ def _state(member: Member) -> Literal["live", "silent", "evicted", "draining"]:
 
 
 def _stats(member: Member) -> dict[str, float]:
-    return {**member.stats, "groups_in_flight": len(member.groups)} if isinstance(member, Gserver) else member.stats
+    return {**member.stats, "groups_in_flight": len(member.routes)} if isinstance(member, Gserver) else member.stats
 
 
 def render(status: Status, *, admitted: int, pause_seconds_total: float) -> bytes:

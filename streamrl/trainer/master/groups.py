@@ -60,8 +60,8 @@ class Group(msgspec.Struct):
     meta: SampleMeta
     keys: frozenset[str]
     """Those that are ready."""
-    holders: dict[str, frozenset[int]]
-    """Key → the model workers that hold its array."""
+    holders: Mapping[str, frozenset[int]]
+    """Key → the model workers that hold its array. Shared with other groups, so it is replaced and never changed."""
 
 
 class Growth(NamedTuple):
@@ -135,7 +135,7 @@ class GroupTable:
             holders = self._arrived_at.get(meta.head)
             if holders is None:
                 holders = self._arrived_at[meta.head] = dict.fromkeys(self._stream_keys, frozenset({meta.head}))
-            group = self._groups[seq] = Group(meta, NO_KEYS, dict(holders))
+            group = self._groups[seq] = Group(meta, NO_KEYS, holders)
             self._grow(group, self._stream_keys)
             self._untold.add(seq)
         self.wake()
@@ -162,7 +162,7 @@ class GroupTable:
                     continue
                 if rewards and seq in rewards:
                     group.meta = msgspec.structs.replace(group.meta, rewards=rewards[seq])
-                group.holders.update(given)
+                group.holders = {**group.holders, **given}
                 self._grow(group, added)
         self.wake()
 
@@ -338,7 +338,8 @@ class GroupTable:
             return []
         plan = redistribute((self._piece(*name) for name in wanted), holders=holders, wanted=wanted)
         for (seq, key), members in wanted.items():
-            self._groups[seq].holders[key] = holders[seq, key].union(members)
+            group = self._groups[seq]
+            group.holders = {**group.holders, key: holders[seq, key].union(members)}
         return plan
 
     def _piece(self, seq: int, key: str) -> Piece:

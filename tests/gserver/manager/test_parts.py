@@ -62,12 +62,12 @@ def fleet_of(*states: GserverState) -> Fleet:
 @given(st.lists(st.sampled_from(sorted(HAPPENED, key=str)), max_size=5), st.integers(0, 40))
 def test_load_is_even_and_only_on_those_that_serve(states: list[GserverState], groups: int) -> None:
     fleet = fleet_of(*states)
-    for seq in range(groups):
-        fleet.assign(seq, now=0.0)
-    loads = [len(g.groups) for g in fleet.serving()]
+    for _ in range(groups):
+        fleet.assign(now=0.0)
+    loads = [len(g.routes) for g in fleet.serving()]
     assert sum(loads) == (groups if loads else 0)
     assert not loads or max(loads) - min(loads) <= 1
-    assert not any(g.groups for g in fleet.all() if g.state is not SERVING)
+    assert not any(g.routes for g in fleet.all() if g.state is not SERVING)
 
 
 def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() -> None:
@@ -157,7 +157,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
     def reroute(self, data: st.DataObject) -> None:
         seq, holder = data.draw(st.sampled_from(sorted(self.leased.items())))
         choice = self.admissions.reroute(holder, seq, avoid="http://g0", now=self.now)
-        assert choice is None or (choice.address != "http://g0" and seq in choice.groups)
+        assert choice is None or (choice.address != "http://g0" and self.ledger.out[seq].route in choice.routes)
 
     @rule()
     def advance(self) -> None:
@@ -169,8 +169,17 @@ class AdmissionsMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_group_is_on_one_gserver_while_its_lease_lasts(self) -> None:
-        placed = sorted(seq for g in self.fleet.all() for seq in g.groups)
-        assert placed == sorted(self.leased)
+        routes = {seq: group.route for seq, group in self.ledger.out.items() if group.route is not None}
+        assert sorted(routes) == sorted(self.leased)
+        assert {id(route) for g in self.fleet.all() for route in g.routes} == {id(route) for route in routes.values()}
+        assert all(route in route.gserver.routes for route in routes.values())
+
+    @invariant()
+    def the_record_tells_with_whom_a_group_was_last_and_at_which_deaths(self) -> None:
+        out = self.ledger.out
+        assert {seq: group.worker for seq, group in out.items() if group.worker} == self.last_with
+        deaths = {seq: numbers for seq, numbers in self.deaths.items() if seq in out}
+        assert {seq: group.deaths for seq, group in out.items() if group.deaths} == deaths
 
 
 AdmissionsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

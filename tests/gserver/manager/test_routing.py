@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route
 from streamrl.gserver.manager.load import AHEAD, GserverLoad, Work
 from streamrl.gserver.manager.routing import Fleet, LeastLoadedHeap
 from streamrl.transport.generation import ServerInfo
@@ -45,8 +45,8 @@ def test_work_is_shared_in_proportion_to_speed(speeds: list[int], groups: int) -
     fleet = fleet_of(len(speeds))
     for gserver, speed in zip(fleet.all(), speeds, strict=True):
         learn_speed(fleet, gserver, float(speed))
-    for seq in range(groups):
-        fleet.assign(seq, Work(1, 100), now=0.0)
+    for _ in range(groups):
+        fleet.assign(Work(1, 100), now=0.0)
     loads = [g.load.routed.requests for g in fleet.all()]
     assert sum(loads) == groups
     for mine, speed in zip(loads, speeds, strict=True):
@@ -71,47 +71,49 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = fleet_of(3, capacity=self.CAPACITY, tokens=4000)
         self.gservers = {gserver.index: gserver for gserver in self.fleet.all()}
         self.known = self.fleet.all()
-        self.work: dict[int, Work] = {}
-        self.next_seq = 0
+        self.work: dict[Route, Work] = {}
 
     @rule(requests=st.integers(1, 6), tokens=st.integers(0, 600), avoid=st.integers(-1, 2))
     def assign(self, requests: int, tokens: int, avoid: int) -> None:
         open_before = {g.index for g in self.fleet.all() if g.takes_groups and not g.load.full and g.index != avoid}
-        seq, self.next_seq = self.next_seq, self.next_seq + 1
-        choice = self.fleet.assign(seq, Work(requests, tokens), now=self.now, avoid=f"http://g{avoid}")
-        assert (choice is not None) == bool(open_before)
-        if choice is not None:
-            assert choice.index in open_before
-            self.work[seq] = choice.groups[seq]
+        route = self.fleet.assign(Work(requests, tokens), now=self.now, avoid=f"http://g{avoid}")
+        assert (route is not None) == bool(open_before)
+        if route is not None:
+            assert route.gserver.index in open_before
+            assert route.work.requests == requests
+            self.work[route] = route.work
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), requests=st.integers(0, 6), tokens=st.integers(0, 600))
     def change(self, data: st.DataObject, requests: int, tokens: int) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.work)))
-        self.work[seq] = Work(requests, tokens)
-        self.fleet.change(seq, self.work[seq], now=self.now)
+        route = data.draw(st.sampled_from(list(self.work)))
+        self.work[route] = Work(requests, tokens)
+        self.fleet.change(route, self.work[route], now=self.now)
 
     @precondition(lambda self: self.work)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.work)))
-        del self.work[seq]
-        self.fleet.release(seq)
+        route = data.draw(st.sampled_from(list(self.work)))
+        del self.work[route]
+        self.fleet.release(route)
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), avoid=st.integers(-1, 2))
     def reassign(self, data: st.DataObject, avoid: int) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.work)))
-        (before,) = [g for g in self.known if seq in g.groups]
-        choice = self.fleet.reassign(seq, now=self.now, avoid=f"http://g{avoid}")
+        route = data.draw(st.sampled_from(list(self.work)))
+        before = route.gserver
+        choice = self.fleet.reassign(route, now=self.now, avoid=f"http://g{avoid}")
         if before.takes_groups and before.index != avoid:
             assert choice is before, "where its cache is"
         elif choice is not None:
             assert choice.index != avoid
             assert choice.takes_groups
-            work = choice.groups[seq]
-            assert work == self.work[seq] or (not self.work[seq].tokens and work.requests == self.work[seq].requests)
-            self.work[seq] = work
+            assert route.gserver is choice
+            work, had = route.work, self.work[route]
+            assert work == had or (not had.tokens and work.requests == had.requests)
+            self.work[route] = work
+        else:
+            assert route.gserver is before
 
     @rule(index=st.integers(0, 2), running=st.integers(0, 20), seconds=st.sampled_from([0.1, 1.0]))
     def heartbeat(self, index: int, running: int, seconds: float) -> None:
@@ -140,9 +142,11 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_group_is_counted_once(self) -> None:
-        assert {seq: w for g in self.known for seq, w in g.groups.items()} == self.work
+        assert {route: route.work for g in self.known for route in g.routes} == self.work
         for gserver in self.known:
-            requests, tokens = (sum(figures) for figures in zip((0, 0), *gserver.groups.values(), strict=True))
+            assert all(route.gserver is gserver for route in gserver.routes)
+            works = [route.work for route in gserver.routes]
+            requests, tokens = (sum(figures) for figures in zip((0, 0), *works, strict=True))
             assert gserver.load.routed == Work(requests, tokens)
             assert 0 <= gserver.load.requests <= requests
 
@@ -159,21 +163,22 @@ TestFleet = FleetMachine.TestCase
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_no_gserver_takes_much_more_than_it_runs(capacity: int, group: int) -> None:
     fleet = fleet_of(2, capacity=capacity)
-    seq = 0
-    while fleet.assign(seq, Work(group, 0), now=0.0) is not None:
-        seq += 1
+    routes = []
+    while (route := fleet.assign(Work(group, 0), now=0.0)) is not None:
+        routes.append(route)
     for gserver in fleet.all():
         assert gserver.load.routed.requests >= capacity
         assert gserver.load.routed.requests < capacity * (1 + AHEAD) + group
-    fleet.change(0, Work(0, 0), now=0.0)
+    assert routes[0].gserver is fleet.all()[0]
+    fleet.change(routes[0], Work(0, 0), now=0.0)
     assert fleet.has_capacity == (fleet.all()[0].load.routed.requests < capacity * (1 + AHEAD))
 
 
 def test_tokens_fill_a_gserver_as_requests_do() -> None:
     fleet = fleet_of(1, capacity=100, tokens=1000)
-    assert fleet.assign(0, Work(2, 900), now=0.0) is not None
-    assert fleet.assign(1, Work(1, 300), now=0.0) is not None
-    assert fleet.assign(2, Work(1, 1), now=0.0) is None
+    assert fleet.assign(Work(2, 900), now=0.0) is not None
+    assert fleet.assign(Work(1, 300), now=0.0) is not None
+    assert fleet.assign(Work(1, 1), now=0.0) is None
 
 
 def test_capacity_that_becomes_free_is_told() -> None:
@@ -185,11 +190,12 @@ def test_capacity_that_becomes_free_is_told() -> None:
     assert told == []
     gserver.handle(GserverEvent.FOUND_CURRENT)
     assert len(told) == 1
-    fleet.assign(0, Work(2, 0), now=0.0)
-    fleet.change(0, Work(1, 0), now=0.0)
+    route = fleet.assign(Work(2, 0), now=0.0)
+    assert route is not None
+    fleet.change(route, Work(1, 0), now=0.0)
     assert len(told) == 2
     gserver.drain()
-    fleet.release(0)
+    fleet.release(route)
     assert len(told) == 2
 
 
@@ -232,8 +238,8 @@ def test_a_fast_gserver_gets_more_and_a_group_costs_no_look_at_all_gservers() ->
     fleet = fleet_of(1000)
     for gserver in fleet.all():
         learn_speed(fleet, gserver, 10.0 if gserver.index else 100.0)
-    for seq in range(2000):
-        fleet.assign(seq, Work(1, 100), now=0.0)
-    loads = [len(g.groups) for g in fleet.all()]
+    for _ in range(2000):
+        fleet.assign(Work(1, 100), now=0.0)
+    loads = [len(g.routes) for g in fleet.all()]
     assert loads[0] > 5 * max(loads[1:])
     assert len(fleet._with_capacity._heap) <= 2 * 1000 + 64

@@ -61,7 +61,7 @@ def assert_exactly_once(run, before=()):
     held = {seq for dataset in run.workers.datasets.values() for seq in range(ledger.next_seq) if dataset.find(seq)}
     fates = Counter([*trained, *(held - set(trained)), *ledger.rejected])
     for seq in range(ledger.next_seq):
-        out = ledger.holder(seq) is not None or seq in ledger._returned_set
+        out = seq in ledger.out
         assert fates[seq] + out == 1 or (seq in held and out), f"seq {seq}"  # held and out: not told yet
     assert held.isdisjoint(trained)
 

@@ -96,7 +96,7 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
             held.difference_update(wanted)
             ledger.advance(ledger.policy_version + 1)
             continue
-        running += ledger.admit("rollout/0", chance.randint(1, 4), now=0.0)
+        running += [group.seq for group in ledger.admit("rollout/0", chance.randint(1, 4), now=0.0)]
         assert running, "nobody works, and the run is not over"
         seq = running.pop(chance.randrange(len(running)))
         if chance.random() < refusal:

@@ -276,7 +276,7 @@ class Station:
             await asyncio.sleep(0.005)
         await asyncio.sleep(self._chance.choice([0, 0.01]))
         granted = self._chance.randint(1, count) if count else 0
-        return [Admission(seq, "http://x") for seq in self._ledger.admit(self._name, granted, now=0.0)]
+        return [Admission(group.seq, "http://x") for group in self._ledger.admit(self._name, granted, now=0.0)]
 
     def start(self, admission, gate):
         task = asyncio.create_task(self._make(admission.seq, gate))

@@ -19,6 +19,7 @@ OF_A_RUN = {
     "logs/",
     "plots/",
     "record/",
+    "rollouts/",
     "runs/",
     "state/",
     "summary.json",

@@ -423,6 +423,10 @@ class MetricsConfig(Section, frozen=True):
 
     tensorboard: bool = True
     plots: bool = True
+    rollouts_per_step: NonNegative = 4
+    """Groups of each training step of which every token is kept in `rollouts/`, to be looked at (docs/rollouts.md)."""
+    rollouts_mb: PositiveFloat = 512.0
+    """Disk that they may take, in units of 2^20 bytes; when it is used up, the oldest are thinned out."""
 
 
 class Config(Section, frozen=True):

@@ -158,6 +158,8 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
     """A response of the first minibatch whose log-probabilities under the weights of `policy_version` are wanted."""
     lr_scale: float = 1.0
     """What the policy's learning rate is multiplied by (`algorithm.on_collapse = "slow"`); the critic's is not."""
+    kept: list[int] = []
+    """Groups, of this data-parallel rank's, of which the run keeps every token (`metrics.rollouts_per_step`)."""
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
 

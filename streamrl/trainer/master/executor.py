@@ -9,6 +9,7 @@ each waiting for its own keys alone.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterable, Sequence
 
@@ -59,14 +60,16 @@ class ModelFunctionCall:
         former: BatchFormer,
         trainer: TrainerConfig,
         policy_version: int,
+        kept_per_step: int = 0,
     ) -> None:
-        """`policy_version`: from which the run begins."""
+        """`policy_version`: from which the run begins. `kept_per_step`: see `metrics.rollouts_per_step`."""
         self.mfc = mfc
         self._channel = channel
         self._groups = groups
         self._former = former
         self._layout = layout_of(trainer, mfc.role)
         self._timeout = trainer.step_timeout_seconds
+        self._kept_per_step = kept_per_step
         self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
 
     async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> float:
@@ -98,6 +101,7 @@ class ModelFunctionCall:
         ]
         plan = self._groups.bring(everything, self.mfc.inputs, self._layout)
         pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version + 1)
+        kept = self._sampled(metas, policy_version=policy_version) if self.mfc.role == "actor" else frozenset[int]()
         calls = {}
         for worker in range(self._layout.world):
             data = self._layout.coordinates(worker).data
@@ -108,11 +112,17 @@ class ModelFunctionCall:
                 minibatches=[MinibatchShare(shares[data], tokens, size) for shares, tokens, size in minibatches],
                 compared=compared,
                 lr_scale=lr_scale,
+                kept=[seq for seq in everything[data] if seq in kept],
                 pre_hooks=[*_transfer(plan, worker), *pre],
                 post_hooks=post,
             )
         replies = await self._channel.request(calls, Trained, timeout=self._timeout)
         return list(replies.values())
+
+    def _sampled(self, metas: Sequence[SampleMeta], *, policy_version: int) -> frozenset[int]:
+        """Groups of which the run keeps every token: some of the batch by chance, but the same ones each time."""
+        chance = random.Random(policy_version)
+        return frozenset(chance.sample([meta.seq for meta in metas], min(self._kept_per_step, len(metas))))
 
 
 def _transfer(plan: Plan, worker: int) -> list[Hook]:
@@ -148,6 +158,7 @@ class FunctionExecutor:
                 former=former,
                 trainer=trainer,
                 policy_version=policy_version,
+                kept_per_step=config.metrics.rollouts_per_step,
             )
             for source in ("arrivals", "batch")
             for mfc in graph.reading(source)

@@ -341,6 +341,8 @@ class Recorder:
         if call.mfc not in self._on_batches:
             return
         hooks: list[Hook] = [hook for hook in call.pre_hooks if not isinstance(hook, DataTransfer)]
+        if isinstance(call, TrainStep):
+            call = msgspec.structs.replace(call, kept=[])  # what the run keeps besides is nothing that it computes
         self._calls.append(msgspec.structs.replace(call, pre_hooks=hooks))
         if not isinstance(call, TrainStep):
             return

@@ -25,6 +25,7 @@ from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.roles.advantages import Credit, assign_credit
 from streamrl.trainer.roles.items import (
     Minibatch,
+    Outputs,
     RoleState,
     StepStatistics,
     TrainItem,
@@ -103,6 +104,8 @@ class Actor:
         def loss(number: int, output: Output) -> Tensor:
             if wanted is not None:
                 statistics.compared += _logprobs_of(wanted, micros[number], output, groups)
+            if minibatch.kept:
+                _keep_outputs(minibatch.kept, micros[number], output, groups, statistics.outputs)
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
 
         self.model.accumulate(micros, loss)
@@ -227,6 +230,27 @@ def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
     episodes = np.repeat(item.group.episodes, item.group.seqlens)
     counts: NDArray[np.int64] = np.bincount(episodes[item.trainable], minlength=int(episodes[-1]) + 1)
     return counts[episodes]
+
+
+def _keep_outputs(
+    wanted: frozenset[int],
+    micro: MicroBatch,
+    output: Output,
+    groups: Sequence[TrajectoryGroup],
+    kept: dict[int, Outputs],
+) -> None:
+    """Add to `kept` what `micro` has of the groups with the sequence numbers `wanted`."""
+    numbers = [number for number in np.unique(micro.group_index).tolist() if groups[number].seq in wanted]
+    if not numbers:
+        return
+    logprobs, entropy = (values.detach().float().cpu().numpy() for values in (output.values, output.entropy))
+    for number in numbers:
+        group = groups[number]
+        if group.seq not in kept:
+            kept[group.seq] = Outputs(*(np.full(group.tokens, np.nan, np.float32) for _ in range(2)))
+        mine = micro.group_index == number
+        kept[group.seq].logprobs[micro.target_index[mine]] = logprobs[mine]
+        kept[group.seq].entropy[micro.target_index[mine]] = entropy[mine]
 
 
 def _logprobs_of(wanted: Sibling, micro: MicroBatch, output: Output, groups: Sequence[TrajectoryGroup]) -> list[float]:

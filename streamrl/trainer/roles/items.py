@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,6 +47,13 @@ class TrainItem(msgspec.Struct):
     """Of each token, from a model function call of the user's; None: as `algorithm.advantage` says."""
 
 
+class Outputs(NamedTuple):
+    """What the forward pass of a training step gave for one group: `[tokens]`, NaN where it computed nothing."""
+
+    logprobs: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+
+
 class StepStatistics(msgspec.Struct):
     """Sums over tokens or sequences of this rank, and largest values; combined over ranks."""
 
@@ -56,6 +63,8 @@ class StepStatistics(msgspec.Struct):
     """Log-probabilities of `Minibatch.compared`; empty if another rank computes it."""
     update_seconds: float = 0.0
     """In the optimizer."""
+    outputs: dict[int, Outputs] = {}
+    """Of `Minibatch.kept`, by sequence number, as far as they were computed here."""
 
 
 class Minibatch(msgspec.Struct, frozen=True):
@@ -69,6 +78,8 @@ class Minibatch(msgspec.Struct, frozen=True):
     """A response whose log-probabilities before the update are wanted, at temperature 1."""
     lr_scale: float = 1.0
     """What the policy's learning rate is multiplied by."""
+    kept: frozenset[int] = frozenset()
+    """Sequence numbers of groups whose outputs before the update are wanted."""
 
 
 def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.device import rounding
 from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
 from streamrl.importing import load_object
-from streamrl.records import progress
+from streamrl.records import progress, rollouts
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import (
     DataTransfer,
@@ -37,11 +37,13 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.replay.recording import FORMAT, Part, Recorder, RecordWriter, code
 from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.advantages import Credit
 from streamrl.trainer.roles.critic import Critic
-from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.roles.items import Minibatch, Outputs, TrainItem
 from streamrl.trainer.worker.assembly import Assembly, fingerprints, give_weights
 from streamrl.trainer.worker.checkpoint import CheckpointWriter, roles_to_save, take_snapshot
 from streamrl.trainer.worker.data import WorkerData
+from streamrl.trainer.worker.keeper import RolloutKeeper, Sample, TokenizerTexts
 from streamrl.types import TrajectoryGroup
 
 ACTOR = "actor"
@@ -75,11 +77,18 @@ class Computation:
         """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
         self._blocked = 0.0
         self._recorder = self._begin_record(graph) if config.run.record else None
+        self._keeper = self._begin_keeping() if config.metrics.rollouts_per_step and self._is_head(ACTOR) else None
 
     def close(self) -> None:
         """Return when what is still being written is on the disk."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def stats(self) -> dict[str, float]:
+        """Counters, for people."""
+        return self._keeper.stats() if self._keeper is not None else {}
 
     def describe(self) -> dict[str, str]:
         """Role → backend and layout."""
@@ -135,6 +144,34 @@ class Computation:
         )
         return Recorder(graph, self._data, writer, rank=self._rank)
 
+    def _begin_keeping(self) -> RolloutKeeper:
+        config, begun = self._config, progress.of_run(self._config)
+        heads = len(self._assembly.layout(ACTOR).heads)
+        return RolloutKeeper(
+            config.run_dir / rollouts.FOLDER / f"rank-{self._rank}",
+            most_bytes=int(config.metrics.rollouts_mb * 2**20 / heads),
+            policy_version=begun.policy_version if begun is not None else 0,
+            algorithm=config.algorithm,
+            texts=TokenizerTexts(self._assembly.model_dir),
+        )
+
+    def _keep(
+        self,
+        call: TrainStep,
+        items: Mapping[int, TrainItem],
+        credits: Mapping[int, Credit],
+        outputs: Mapping[int, Outputs],
+    ) -> None:
+        """Have samples of a step written; `items`, `credits` and `outputs` by sequence number."""
+        if self._keeper is not None:
+            now = time.time()
+            self._keeper.keep(
+                [
+                    Sample(call.policy_version + 1, now, items[seq], credits[seq].advantages.numpy(), outputs.get(seq))
+                    for seq in call.kept
+                ]
+            )
+
     def _infer(self, call: Inference) -> Done:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
@@ -186,11 +223,16 @@ class Computation:
         credits = dict(zip(batch, found, strict=True))
         compared: list[float] = []
         update_seconds = 0.0
+        kept: dict[int, TrainItem] = {}
+        outputs: dict[int, Outputs] = {}
         for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
             items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
-            if number < len(call.minibatches) and isinstance(role, Actor):  # the first epoch
+            first_epoch = number < len(call.minibatches)
+            if first_epoch and isinstance(role, Actor):
                 for item in items:
                     _count_ages(ages, item)
+            wanted = frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset()
+            kept |= {item.group.seq: item for item in items if item.group.seq in wanted}
             statistics = role.train_step(
                 items,
                 [credits[seq] for seq in minibatch.seqs],
@@ -199,17 +241,20 @@ class Computation:
                     episodes=minibatch.episodes,
                     compared=call.compared if number == 0 else None,  # later the weights have changed
                     lr_scale=call.lr_scale,
+                    kept=wanted,
                 ),
                 before_update=self._wait_for_publication,
             )
             compared = compared or statistics.compared
             update_seconds += statistics.update_seconds
+            outputs |= statistics.outputs
             for name, value in statistics.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in statistics.maxima.items():
                 maxima[name] = max(maxima.get(name, value), value)
         if isinstance(role, Actor):
             role.end_step(sums)
+            self._keep(call, kept, credits, outputs)
         told = self._is_head(mfc.role)
         return Trained(
             compute_seconds=time.monotonic() - began - self._blocked,

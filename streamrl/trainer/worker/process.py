@@ -95,20 +95,20 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             stack.callback(door.ingress.close)
             door.ingress.start()
             address = door.ingress.endpoint
+        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client)
         membership = Membership(
             client,
             role="model_worker",
             index=index,
             address=address,
             config_digest=config.digest(),
-            stats=dataset.stats,
+            stats=worker.stats,
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
         stack.push_async_callback(membership.leave)
         masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
         channel: ReplyChannel[Call] = ReplyChannel(endpoint=masters[0].address, worker=index, call_type=Call)
         stack.push_async_callback(channel.close)
-        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client)
         stack.push_async_callback(worker.close)
         tasks = [
             asyncio.create_task(worker.work(channel), name="calls"),
@@ -236,6 +236,10 @@ class ModelWorker:
                         if isinstance(call, TrainStep) and self._door is not None:
                             self._door.open_for(call.policy_version + 1)
                         ordered.put_nowait((call_id, call))
+
+    def stats(self) -> dict[str, float]:
+        """Counters, for people."""
+        return self._dataset.stats() | (self._computation.stats() if self._computation is not None else {})
 
     async def close(self) -> None:
         for task in self._side_tasks:

@@ -99,13 +99,13 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, message):
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, **trainer):
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, **trainer):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},
                 "algorithm": algorithm or {},
                 "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
-                "run": {"device": "cpu"},
+                "run": run or {"device": "cpu", "dir": str(tmp_path)},
             }
         )
         graph = graph_of(config)

@@ -1,0 +1,252 @@
+"""Keeps samples of what is trained on (`records/rollouts.py`), beside the training and never in its way.
+
+The compute thread hands over references to arrays that nobody changes any more; a thread of its own turns tokens into
+text, finds out what became of each token, compresses and writes. What it is too slow for, or the disk has no room for,
+is left out and counted: no step ever waits for it, and nothing that goes wrong in it ends the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from streamrl.config import AlgorithmConfig
+from streamrl.records.rollouts import (
+    ELSEWHERE,
+    ENVIRONMENT,
+    NO_CONTRAST,
+    OVER_AGE,
+    PROMPT,
+    TRAINED,
+    WEIGHT_LIMIT,
+    KeptGroup,
+    branches,
+)
+from streamrl.records.rollouts_writer import RolloutWriter
+from streamrl.trainer.algorithms.losses import behavior_weight
+from streamrl.trainer.roles.items import Outputs, TrainItem
+from streamrl.types import TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 64
+"""Groups that wait for the thread; more are left out."""
+CLOSING_SECONDS = 10.0
+"""Longest wait at the end for what is still to be written."""
+
+
+class Sample(NamedTuple):
+    """A group of a training step."""
+
+    step: int
+    """The policy version that the step made."""
+    time: float
+    """Seconds since the epoch."""
+    item: TrainItem
+    advantages: NDArray[np.float32]
+    """`[tokens]`."""
+    outputs: Outputs | None
+    """None: the step computed nothing of it, since there was nothing to learn."""
+
+
+class Texts(Protocol):
+    """Makes text of tokens."""
+
+    def of(self, group: TrajectoryGroup) -> tuple[list[str], NDArray[np.int32], int]:
+        """Return the text of each response; `[tokens]` how many characters of it there are up to the end of each token;
+        and how many characters the prompt has that all share."""
+
+
+class RolloutKeeper:
+    """Takes samples in, and has them written; `close` it at the end."""
+
+    def __init__(self, folder: Path, *, most_bytes: int, policy_version: int, algorithm: AlgorithmConfig, texts: Texts):
+        """`folder`: this rank's; what an earlier start has written there of later steps than `policy_version` goes."""
+        self._algorithm = algorithm
+        self._texts = texts
+        self._folder = folder
+        self._waiting: queue.Queue[Sample | None] = queue.Queue(MOST_WAITING)
+        self._kept = 0
+        self._lost = 0
+        self._failing = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, args=(most_bytes, policy_version), name="rollouts", daemon=True
+        )
+        self._thread.start()
+
+    def keep(self, samples: Sequence[Sample]) -> None:
+        """Have `samples` written, as far as there is room for them; returns at once."""
+        for sample in samples:
+            if self._over.is_set():
+                self._lost += 1
+                continue
+            try:
+                self._waiting.put_nowait(sample)
+            except queue.Full:
+                self._lost += 1
+
+    def stats(self) -> dict[str, float]:
+        """Groups that were written, and that could not be."""
+        return {"rollouts_kept_total": self._kept, "rollouts_lost_total": self._lost}
+
+    def close(self) -> None:
+        """Return when all is written, after `CLOSING_SECONDS` at most."""
+        try:
+            self._waiting.put(None, timeout=CLOSING_SECONDS)
+            self._thread.join(CLOSING_SECONDS)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            log.warning("the last rollouts are not written: %s does not take them", self._folder)
+
+    def _work(self, most_bytes: int, policy_version: int) -> None:
+        try:
+            writer = RolloutWriter(self._folder, most_bytes=most_bytes, policy_version=policy_version)
+            while (sample := self._waiting.get()) is not None:
+                self._write(writer, kept_group(sample, algorithm=self._algorithm, texts=self._texts))
+            writer.close()
+        except Exception:  # tolerance point: samples are for people to look at, and must not end a run
+            log.exception("no more rollouts are kept in %s; the run goes on", self._folder)
+            self._over.set()
+
+    def _write(self, writer: RolloutWriter, group: KeptGroup) -> None:
+        try:
+            writer.append(group)
+        except OSError as error:
+            self._lost += 1
+            if not self._failing:
+                log.warning(
+                    "rollouts cannot be written to %s (%s): they are left out, and the run goes on", self._folder, error
+                )
+            self._failing = True
+        else:
+            self._kept += 1
+            if self._failing:
+                log.warning("rollouts are written to %s again", self._folder)
+            self._failing = False
+
+
+# --- what is kept ---
+
+
+def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts) -> KeptGroup:
+    """Return all that is known of a group that was trained on."""
+    item, outputs = sample.item, sample.outputs
+    group = item.group
+    written, ends, prompt_chars = texts.of(group)
+    proximal = item.proximal_logprobs
+    if proximal is None and outputs is not None:
+        proximal = outputs.logprobs
+    return KeptGroup(
+        step=sample.step,
+        seq=group.seq,
+        time=sample.time,
+        worker=group.worker,
+        prompt_length=group.prompt_length,
+        prompt_chars=prompt_chars,
+        finish_reasons=group.finish_reasons,
+        texts=written,
+        seqlens=group.seqlens,
+        rewards=group.rewards,
+        episodes=group.episodes,
+        input_ids=group.packed_input_ids,
+        text_ends=ends,
+        behavior_logprobs=group.packed_behavior_logprobs,
+        policy_versions=group.packed_policy_versions,
+        token_uses=token_uses(item, outputs, algorithm),
+        advantages=sample.advantages,
+        proximal_logprobs=proximal,
+        ref_logprobs=item.ref_logprobs,
+        values=item.values,
+        entropy=outputs.entropy if outputs is not None else None,
+    )
+
+
+def token_uses(item: TrainItem, outputs: Outputs | None, algorithm: AlgorithmConfig) -> NDArray[np.uint8]:
+    """`[tokens]`: what became of each token of a group, as an index in `TOKEN_USES`."""
+    group = item.group
+    sampled = group.packed_loss_mask
+    uses = np.where(sampled, TRAINED, ENVIRONMENT).astype(np.uint8)
+    starts = np.cumsum(group.seqlens) - group.seqlens
+    seen = np.cumsum(sampled)
+    before = np.repeat(seen[starts] - sampled[starts], group.seqlens)
+    uses[~sampled & (seen == before)] = PROMPT
+    for index, branch in enumerate(branches(group.packed_input_ids, group.seqlens, group.episodes)):
+        if branch.parent < 0:
+            continue
+        own = slice(int(starts[index]), int(starts[index]) + branch.shared)
+        parents = slice(int(starts[branch.parent]), int(starts[branch.parent]) + branch.shared)
+        policys = sampled[parents] | (uses[parents] == ELSEWHERE)
+        uses[own] = np.where(~sampled[own] & policys, ELSEWHERE, uses[own])
+    uses[sampled & ~item.trainable] = OVER_AGE
+    if outputs is None:
+        uses[item.trainable] = NO_CONTRAST
+    elif algorithm.behavior_weight_limit == "mask" and algorithm.proximal != "behavior":
+        uses[np.flatnonzero(item.trainable)[_beyond_limits(item, outputs, algorithm)]] = WEIGHT_LIMIT
+    return uses
+
+
+def _beyond_limits(item: TrainItem, outputs: Outputs, algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
+    """`[trainable]`: where the behaviour weight is outside the limits, as `objective` finds it."""
+    group = item.group
+    proximal = outputs.logprobs if item.proximal_logprobs is None else item.proximal_logprobs
+    responses = np.repeat(np.arange(group.size), group.seqlens)
+    found = behavior_weight(
+        torch.from_numpy(proximal[item.trainable]),
+        torch.from_numpy(group.packed_behavior_logprobs[item.trainable]),
+        torch.from_numpy(responses[item.trainable]),
+        group.size,
+        level=algorithm.behavior_weight_level,
+        limit="mask",
+        cap=algorithm.behavior_weight_cap,
+        floor=algorithm.behavior_weight_floor,
+    )
+    limited: NDArray[np.bool_] = found.limited.numpy()
+    return limited
+
+
+class TokenizerTexts:
+    """`Texts` by the tokenizer of a checkpoint."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """The tokenizer is loaded when it is needed first, in the thread that needs it."""
+        self._file = model_dir / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+
+    def of(self, group: TrajectoryGroup) -> tuple[list[str], NDArray[np.int32], int]:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+        tokenizer = self._tokenizer
+        stream = DecodeStream(skip_special_tokens=False)
+        prompt = _pieces(tokenizer, stream, group.packed_input_ids[: group.prompt_length].tolist())
+        texts, ends = [], []
+        for index in range(group.size):
+            first, end = group.bounds(index)
+            own = group.packed_input_ids[first + group.prompt_length : end].tolist()
+            pieces = [*prompt, *_pieces(tokenizer, copy.copy(stream), own)]
+            pieces[-1] += _unfinished(tokenizer, group.packed_input_ids[first:end].tolist(), "".join(pieces))
+            texts.append("".join(pieces))
+            ends.append(np.cumsum([len(piece) for piece in pieces], dtype=np.int32))
+        return texts, np.concatenate(ends), len("".join(prompt))
+
+
+def _pieces(tokenizer: Tokenizer, stream: DecodeStream, token_ids: Sequence[int]) -> list[str]:
+    return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
+
+
+def _unfinished(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> str:
+    """What the last tokens begin and do not end."""
+    whole: str = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return whole.removeprefix(text) if whole.startswith(text) else ""

@@ -322,6 +322,42 @@ def status(manager: ManagerUrl, api_key_env: KeyVariable = "") -> None:
 
 
 @app.command(rich_help_panel=LOOK)
+def page(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that have runs in them.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at; only this machine can reach the default.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 0,
+    token_env: Annotated[
+        str,
+        typer.Option("--token-env", metavar="NAME", help="Environment variable with the token; else a random one."),
+    ] = "",
+    answer_fd: AnswerFd = None,
+) -> None:
+    """Show runs in a browser, while they go on or after their end: figures, pools, every token of their rollouts."""
+    from streamrl.launch.process import Lifeline, run_until_stopped, set_up_logging
+    from streamrl.page.runs import found_in
+    from streamrl.page.server import serve
+    from streamrl.transport.keys import read_key
+
+    set_up_logging("page")
+    folders, token = found_in(run_dirs), read_key(token_env, setting="--token-env")
+
+    def tell(url: str) -> None:
+        _console().print(f"{url}", markup=False, soft_wrap=True)
+        _console(stderr=True).print("who has this address may look; Ctrl-C ends the page", style="dim")
+
+    teller = _teller(answer_fd, tell)
+    code = run_until_stopped(
+        lambda: serve(folders, host=host, port=port, token=token, on_ready=teller),
+        lifeline=Lifeline.from_environment(),
+    )
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=LOOK)
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]) -> None:
     """Make summary and plots of a run anew from its records."""
     from streamrl.errors import ConfigError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from rich.text import Text
 from rich.tree import Tree
 
@@ -16,6 +17,33 @@ LABEL_PLACE = 0.42
 """Where on its arrow a label stands: nearer to the giver, because arrows cross in the middle."""
 NAMED_KEYS = 3
 """More keys on one arrow are counted only."""
+
+
+class Box(msgspec.Struct, frozen=True):
+    """One MFC, or the stream, on a drawing of the graph."""
+
+    name: str
+    note: str
+    """Who computes it, and on what."""
+    column: int
+    """A column holds what could run at the same time."""
+    row: int
+
+
+class Arrow(msgspec.Struct, frozen=True):
+    """What one box gives another."""
+
+    giver: str
+    taker: str
+    keys: list[str]
+
+
+def drawing(graph: Graph) -> tuple[list[Box], list[Arrow]]:
+    """Boxes in columns, each to the right of all that it needs, and an arrow for each giver."""
+    notes = {SOURCE: SOURCE_NOTE, **{mfc.name: _note(mfc) for mfc in graph.mfcs}}
+    boxes = [Box(name, notes[name], column, row) for name, (column, row) in _places(graph).items()]
+    arrows = [Arrow(giver, mfc.name, keys) for mfc in graph.mfcs for giver, keys in sorted(_inputs(graph, mfc).items())]
+    return boxes, arrows
 
 
 def graph_text(graph: Graph) -> Tree:
@@ -40,40 +68,40 @@ def write_svg(graph: Graph, file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    places = _places(graph)
+    boxes, arrows = drawing(graph)
+    places = {box.name: (box.column, box.row) for box in boxes}
     columns, rows = (1 + max(axis) for axis in zip(*places.values(), strict=True))
     figure, axes = plt.subplots(figsize=(4.4 * columns, 1.6 * rows + 0.6))
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(rows - 0.4, -0.8)
     axes.axis("off")
-    notes = {SOURCE: SOURCE_NOTE.replace("workers ", "workers\n"), **{mfc.name: _note(mfc) for mfc in graph.mfcs}}
-    for name, (column, row) in places.items():
+    for box in boxes:
+        note = box.note.replace("workers generate", "workers\ngenerate")
         axes.text(
-            column,
-            row,
-            f"{name}\n{notes[name]}",
+            box.column,
+            box.row,
+            f"{box.name}\n{note}",
             ha="center",
             va="center",
             fontsize=9,
             bbox={"boxstyle": "round,pad=0.6", "facecolor": "#eef3fa", "edgecolor": "#4a6fa5"},
         )
-    for mfc in graph.mfcs:
-        for giver, keys in _inputs(graph, mfc).items():
-            begin, end = places[giver], places[mfc.name]
-            skipped = end[0] - begin[0] - 1  # columns that the arrow has to pass above
-            arrow = {
-                "arrowstyle": "->",
-                "color": "#4a6fa5",
-                "shrinkA": 55,
-                "shrinkB": 55,
-                "connectionstyle": f"arc3,rad={-0.28 * skipped:.2f}",
-            }
-            axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
-            label = ",\n".join(keys) if len(keys) <= NAMED_KEYS else f"{len(keys)} keys"
-            label_x = begin[0] + LABEL_PLACE * (end[0] - begin[0])
-            label_y = begin[1] + LABEL_PLACE * (end[1] - begin[1]) - 0.5 * skipped
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.text(label_x, label_y, label, ha="center", va="center", fontsize=7, bbox=white)
+    for arrow in arrows:
+        begin, end = places[arrow.giver], places[arrow.taker]
+        skipped = end[0] - begin[0] - 1  # columns that the arrow has to pass above
+        style = {
+            "arrowstyle": "->",
+            "color": "#4a6fa5",
+            "shrinkA": 55,
+            "shrinkB": 55,
+            "connectionstyle": f"arc3,rad={-0.28 * skipped:.2f}",
+        }
+        axes.annotate("", xy=end, xytext=begin, arrowprops=style)
+        label = ",\n".join(arrow.keys) if len(arrow.keys) <= NAMED_KEYS else f"{len(arrow.keys)} keys"
+        label_x = begin[0] + LABEL_PLACE * (end[0] - begin[0])
+        label_y = begin[1] + LABEL_PLACE * (end[1] - begin[1]) - 0.5 * skipped
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axes.text(label_x, label_y, label, ha="center", va="center", fontsize=7, bbox=white)
     figure.savefig(file, format="svg", bbox_inches="tight")
     plt.close(figure)
 

@@ -1,0 +1,328 @@
+"""What the page is told of a run: each function makes one answer out of a `Run`. Pure but for reading files.
+
+Everything from a run is data here, whatever it looks like: nothing is imported that a configuration names, and nothing
+is made to be inserted as HTML.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrl import config as configuration
+from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
+from streamrl.errors import ConfigError
+from streamrl.launch.graph_picture import Arrow, Box, drawing
+from streamrl.page.lanes import ordered
+from streamrl.page.runs import Run, RunState
+from streamrl.page.table import Column, thinned
+from streamrl.records.evaluation import EvaluationReport
+from streamrl.trainer.graph import graph_of
+
+MOST_AGES = 12
+"""More ages than these are told in stretches."""
+MOST_POINTS = 20_000
+RATE_SECONDS = 30.0
+"""Over how long a process's present rates are taken."""
+STANDING_BEATS = 15.0
+"""Seconds without a heartbeat, before the run's last word, after which a process counts as gone."""
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """A run among those of the page."""
+
+    id: int
+    name: str
+    folder: str
+    state: RunState
+    message: str
+    steps: int
+    most_steps: int | None
+    evaluations: int
+    beats: int
+    """Heartbeats that were read: tells that the timeline grew."""
+    rollouts: int
+    """Responses that are kept: tells that their table grew."""
+    begin: float
+    """Seconds since the epoch; 0: unknown."""
+    seconds: float
+    """From its begin to its last word."""
+    max_staleness: int | None
+    over_age: str
+    model: str
+    unreadable: int
+    """Lines of its files that were left out."""
+
+
+def facts(run: Run, *, number: int, rollouts: int = 0) -> RunFacts:
+    """What `run` is and how it stands."""
+    state, message = run.state()
+    settings = run.settings
+    begin = run.begin
+    steps = _get(settings, "run", "total_train_steps")
+    return RunFacts(
+        id=number,
+        name=run.name,
+        folder=str(run.folder),
+        state=state,
+        message=message,
+        steps=int(np.nanmax(run.steps.column("step"))) if len(run.steps) else 0,
+        most_steps=steps if isinstance(steps, int) else None,
+        evaluations=len(run.evaluations),
+        beats=sum(len(p.stats) for p in run.processes.values()),
+        rollouts=rollouts,
+        begin=begin,
+        seconds=max(0.0, run.end - begin) if begin else 0.0,
+        max_staleness=_get(settings, "staleness", "max_staleness"),
+        over_age=str(_get(settings, "staleness", "over_age") or ""),
+        model=str(_get(settings, "model", "path") or ""),
+        unreadable=run.unreadable,
+    )
+
+
+def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
+    """Figures of the steps from `first` to `last`, as columns of 32-bit floats.
+
+    `names`: of the columns, besides `step` and `time`; empty: all. `age/LOW-HIGH` are tokens that entered the loss by
+    their age. At most `points` rows: where there are more, of each stretch the least and greatest values.
+
+    The answer is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
+    the columns one after the other.
+    """
+    columns = run.columns() | _ages(run)
+    known = sorted(columns)
+    wanted = [name for name in (names or known) if name in columns or name.startswith("age/")]
+    wanted += [name for name in known if name.startswith("age/") and "age" in names]
+    x = columns.get("step", np.zeros(0))
+    inside = (x >= first) & (x <= last)
+    picked = {name: columns[name][inside] for name in dict.fromkeys(wanted) if name in columns and name != "step"}
+    if "time" in columns:
+        picked["time"] = columns["time"][inside]
+    rows = int(inside.sum())
+    x, picked = thinned(x[inside], picked, points=min(points, MOST_POINTS))
+    if rows > len(x) and "time" in picked:
+        picked["time"] = np.interp(x, columns["step"], columns["time"])
+    picked = {"step": x, **picked}
+    header = {"rows": len(x), "of": rows, "names": list(picked), "known": known, "begin": run.begin}
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-(len(encoded)) % 4)
+    body = b"".join(np.asarray(column, dtype="<f4").tobytes() for column in picked.values())
+    return struct.pack("<I", len(encoded)) + encoded + body
+
+
+def _ages(run: Run) -> dict[str, Column]:
+    """Tokens that entered the loss by age: `age/LOW-HIGH` → one number for each step."""
+    ages = run.ages
+    limit = _get(run.settings, "staleness", "max_staleness")
+    oldest = max([limit if isinstance(limit, int) else 0, *(age for step in ages for age in step)], default=0)
+    wide = -(-(oldest + 1) // MOST_AGES)
+    found: dict[str, Column] = {}
+    for low in range(0, oldest + 1, wide):
+        high = min(oldest, low + wide - 1)
+        found[f"age/{low}-{high}"] = np.array(
+            [sum(count for age, count in step.items() if low <= age <= high) for step in ages], dtype=float
+        )
+    return found if ages else {}
+
+
+class EvaluationPoint(msgspec.Struct, frozen=True):
+    """An evaluation, with its place on the time axis."""
+
+    seconds_since_begin: float
+    report: EvaluationReport
+
+
+def evaluations(run: Run) -> list[EvaluationPoint]:
+    """On held-out prompts, by policy version."""
+    return [EvaluationPoint(report.time - run.begin, report) for report in run.evaluations]
+
+
+class ProcessFacts(msgspec.Struct, frozen=True):
+    """How one process stood when it was last heard of."""
+
+    name: str
+    role: str
+    standing: str
+    """`live`, `silent` (not heard of for a while), or what the manager said of it at the end."""
+    heard: float
+    """Seconds before the run's last word."""
+    restarts: int
+    """How often it began anew, as its counters tell."""
+    waiting_for: str
+    rates: dict[str, float]
+    """Growth per second of its counters, lately."""
+    gauges: dict[str, float]
+    busy: list[float]
+    """gservers: the share of time in which it generated, over the run in up to 60 stretches."""
+
+
+class Fleet(msgspec.Struct, frozen=True):
+    """Every process of a run, and the weights that are served."""
+
+    processes: list[ProcessFacts]
+    served_version: int | None
+    """Policy version of the last weight update that was done."""
+    updates: int
+    updates_failed: int
+    waits: list[tuple[str, str, float, float]]
+    """Who waited for what: process, what for, seconds, share of its time; the longest first."""
+
+
+def fleet(run: Run) -> Fleet:
+    """How each process stands."""
+    done = [update for update in run.publications if update.done]
+    last_status: Mapping[str, Any] = (run.final.status if run.final else None) or {}
+    standing = {f"{p.get('role')}/{p.get('index')}": str(p.get("state")) for p in last_status.get("processes", [])}
+    return Fleet(
+        processes=[
+            _process_facts(process, run, standing=standing.get(process.name, ""))
+            for process in ordered(run.processes.values())
+            if len(process.times)
+        ],
+        served_version=max((update.version for update in done), default=None),
+        updates=len(done),
+        updates_failed=len(run.publications) - len(done),
+        waits=_waits(run),
+    )
+
+
+def _process_facts(process: Any, run: Run, *, standing: str) -> ProcessFacts:
+    times: Column = process.times
+    heard = max(0.0, run.end - float(times[-1]))
+    since = int(np.searchsorted(times, times[-1] - RATE_SECONDS))
+    seconds = float(times[-1] - times[since])
+    rates, gauges = {}, {}
+    for name in process.stats.names:
+        column: Column = process.stats.column(name)
+        if name.endswith("_total"):
+            if seconds > 0:
+                grown = process.grown(name)
+                rates[name.removesuffix("_total")] = float(grown[-1] - grown[since]) / seconds
+        elif name != "time" and np.isfinite(column[-1]):
+            gauges[name] = float(column[-1])
+    busy: list[float] = []
+    if process.role == "gserver" and len(times) > 2:
+        edges = np.linspace(times[0], times[-1], min(60, len(times)) + 1)
+        grown = np.interp(edges, times, process.grown("busy_seconds_total"))
+        busy = [round(float(share), 3) for share in np.clip(np.diff(grown) / np.maximum(np.diff(edges), 1e-9), 0, 1)]
+    began = process.stats.column("processor_seconds_total")
+    return ProcessFacts(
+        name=process.name,
+        role=process.role,
+        standing=standing or ("live" if heard < STANDING_BEATS else "silent"),
+        heard=heard,
+        restarts=int((np.diff(began) < 0).sum()),
+        waiting_for=process.waits[-1],
+        rates=rates,
+        gauges=gauges,
+        busy=busy,
+    )
+
+
+def _waits(run: Run, *, most: int = 12) -> list[tuple[str, str, float, float]]:
+    found: dict[tuple[str, str], float] = {}
+    seconds: dict[str, float] = {}
+    for process in run.processes.values():
+        gaps = np.diff(process.times)
+        seconds[process.name] = float(gaps.sum())
+        for gap, text in zip(gaps, process.waits, strict=False):
+            if text:
+                key = process.name, _without_figures(text)
+                found[key] = found.get(key, 0.0) + float(gap)
+    longest = sorted(found.items(), key=lambda item: -item[1])[:most]
+    return [(name, what, waited, waited / max(seconds[name], 1e-9)) for (name, what), waited in longest]
+
+
+def _without_figures(text: str) -> str:
+    """`text` with its numbers as `#`, so that waits for the same thing count as one."""
+    words = ["".join("#" if c.isdigit() else c for c in word) for word in text.split()]
+    short = [word if "#" not in word else _one_hash(word) for word in words]
+    return " ".join(short)
+
+
+def _one_hash(word: str) -> str:
+    while "##" in word:
+        word = word.replace("##", "#")
+    return word
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something about a run's health, in words."""
+
+    severity: str
+    """`bad`, `warning` or `note`."""
+    text: str
+    turn: list[str]
+    """What to change, as `key=value`."""
+
+
+def health(run: Run) -> list[Finding]:
+    """What is unhealthy, the worst first."""
+    found = []
+    state, message = run.state()
+    if state == "failed":
+        found.append(Finding("bad", f"The run failed: {message}", []))
+    if run.health.state != "healthy":
+        severity = "bad" if run.health.state == "collapsing" else "warning"
+        signs = ", ".join(run.health.signs)
+        found.append(
+            Finding(severity, f"Policy {run.health.state} since step {run.health.since}: {signs}", run.health.turn)
+        )
+    return found
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    """A run's resolved configuration."""
+
+    values: dict[str, str]
+    """`section.key` → its value as TOML writes it, or nearly so."""
+    problem: str = ""
+
+
+def settings(run: Run) -> Configuration:
+    """The configuration that the run had."""
+    try:
+        tree = run.config()
+    except ConfigError as error:
+        return Configuration({}, str(error))
+    return Configuration(dict(_flat(tree)))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, msgspec.json.encode(value).decode()
+
+
+class GraphPicture(msgspec.Struct, frozen=True):
+    """The model function calls of a run."""
+
+    boxes: list[Box]
+    arrows: list[Arrow]
+    problem: str = ""
+
+
+def graph(run: Run) -> GraphPicture:
+    """The graph of model function calls; one of the user's own is named only, since drawing it would run code."""
+    try:
+        config = configuration.from_dict(run.config(), where=str(run.folder))
+        if config.trainer.graph not in (ASYNCHRONOUS, SYNCHRONOUS):
+            return GraphPicture(
+                [], [], f"the graph is {config.trainer.graph}, a function of the user's: `streamrl graph` draws it"
+            )
+        return GraphPicture(*drawing(graph_of(config)))
+    except ConfigError as error:
+        return GraphPicture([], [], f"this version of streamrl cannot read the run's configuration: {error}")
+
+
+def _get(tree: Mapping[str, Any], *keys: str) -> Any:
+    value: Any = tree
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

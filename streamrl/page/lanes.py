@@ -1,0 +1,174 @@
+"""The timeline of every process of a run as lanes: what it did when, as fine as the window asks for. Pure.
+
+A lane is a row of pieces `(begin, end, kind, height, text)`, in seconds since the run's begin: `height` from 0 to 1 is
+the share of the piece's time that `kind` took. Where there are more pieces than a window has room for, each of its
+columns gets one piece for each kind, with the share of the column's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from streamrl.page.runs import Process, Run
+from streamrl.page.table import Column
+
+MOST_PIECES = 1500
+"""More pieces in a lane's window are drawn as shares."""
+ROLE_ORDER = ("gserver", "rollout", "evaluator", "master", "model_worker", "manager")
+SILENT_BEATS = 8.0
+"""A process whose next heartbeat comes after so many usual ones was away in between."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Something that a process did for a while."""
+
+    begin: float
+    """Seconds since the run's begin."""
+    end: float
+    kind: str
+    """`generate`, `pause`, `wait`, `work`, `away`, `restart`, `failed`, or the name of a trainer's span."""
+    height: float
+    """From 0 to 1: the share of that time."""
+    text: str
+    """In words, where there are any."""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One process, or the trainer as a whole."""
+
+    name: str
+    pieces: list[Piece]
+
+
+def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
+    """What each process did from `begin` to `end`, in seconds since the run's begin, in a window of so many columns."""
+    edges = np.linspace(begin, end, columns + 1)
+    trainer = [
+        _of_spans(name, [(b - run.begin, e - run.begin) for b, e in run.spans[name]], edges)
+        for name in run.spans
+        if name != "publish"
+    ]
+    updates = _of_updates(run, edges)
+    found = [Lane("trainer", [piece for pieces in trainer for piece in pieces]), Lane("weight updates", updates)]
+    for process in ordered(run.processes.values()):
+        if len(process.times):
+            found.append(Lane(process.name, _of_process(process, edges, origin=run.begin)))
+    return found
+
+
+def ordered(processes: Iterable[Process]) -> list[Process]:
+    """`processes` by role and number."""
+    places = {role: place for place, role in enumerate(ROLE_ORDER)}
+    return sorted(processes, key=lambda p: (places.get(p.role, len(places)), p.index))
+
+
+def _of_spans(name: str, spans: Sequence[tuple[float, float]], edges: Column) -> list[Piece]:
+    begins, ends = (np.array(side, dtype=float) for side in zip(*spans, strict=True))
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], ends[order]
+    inside = (ends > edges[0]) & (begins < edges[-1])
+    begins, ends = begins[inside], ends[inside]
+    if len(begins) <= MOST_PIECES:
+        return [Piece(float(b), float(e), name, 1.0, "") for b, e in zip(begins, ends, strict=True)]
+    return _shares(name, _covered(begins, ends, edges), edges)
+
+
+def _covered(begins: Column, ends: Column, edges: Column) -> Column:
+    """How many seconds of each column the pieces cover."""
+    until = np.zeros(len(edges))
+    for side, sign in ((begins, 1.0), (ends, -1.0)):
+        side = np.sort(side)
+        sums = np.concatenate([[0.0], np.cumsum(side)])
+        count = np.searchsorted(side, edges)
+        until += sign * (edges * count - sums[count])
+    return np.diff(until)
+
+
+def _shares(kind: str, seconds: Column, edges: Column, *, text: str = "") -> list[Piece]:
+    width = np.diff(edges)
+    share = np.clip(seconds / width, 0.0, 1.0)
+    rows = np.flatnonzero(share > 0.004)
+    return [Piece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), text) for i in rows]
+
+
+def _of_updates(run: Run, edges: Column) -> list[Piece]:
+    made = [
+        Piece(
+            update.begin - run.begin,
+            update.end - run.begin,
+            "publish" if update.done else "failed",
+            1.0,
+            f"version {update.version}, pause {update.pause:.3f} s" + ("" if update.done else f": {update.error}"),
+        )
+        for update in run.publications
+        if update.end - run.begin > edges[0] and update.begin - run.begin < edges[-1]
+    ]
+    if len(made) <= MOST_PIECES:
+        return made
+    spans = [(piece.begin, piece.end) for piece in made if piece.kind == "publish"]
+    failed = [piece for piece in made if piece.kind == "failed"]
+    return _of_spans("publish", spans, edges) + failed[:MOST_PIECES]
+
+
+def _of_process(process: Process, edges: Column, *, origin: float) -> list[Piece]:
+    times = process.times - origin
+    pieces = _away(process, times, edges)
+    if process.role == "gserver":
+        return _of_gserver(process, times, edges) + pieces
+    first, last = _window(times, edges)
+    waiting = np.array([bool(text) for text in process.waits])
+    if last - first <= MOST_PIECES:
+        at = first
+        while at < last:  # heartbeats that say the same are one piece
+            upto = at + 1
+            while upto < last and process.waits[upto] == process.waits[at]:
+                upto += 1
+            text = process.waits[at]
+            stop = times[upto] if upto < len(times) else times[-1]
+            pieces.append(Piece(float(times[at]), float(stop), "wait" if text else "work", 1.0, text))
+            at = upto
+        return pieces
+    waited = np.concatenate([[0.0], np.cumsum(np.diff(times) * waiting[:-1])])
+    present = np.clip(np.minimum(edges[1:], times[-1]) - np.maximum(edges[:-1], times[0]), 0.0, None)
+    seconds = np.diff(np.interp(edges, times, waited))
+    return [*_shares("wait", seconds, edges), *_shares("work", present - seconds, edges), *pieces]
+
+
+def _of_gserver(process: Process, times: Column, edges: Column) -> list[Piece]:
+    first, last = _window(times, edges)
+    pieces = []
+    for kind, counter in (("generate", "busy_seconds_total"), ("pause", "pause_seconds_total")):
+        grown = process.grown(counter)
+        if last - first > MOST_PIECES:
+            pieces += _shares(kind, np.diff(np.interp(edges, times, grown)), edges)
+            continue
+        for at in range(first, min(last, len(times) - 1)):
+            seconds = times[at + 1] - times[at]
+            share = (grown[at + 1] - grown[at]) / seconds if seconds > 0 else 0.0
+            if share > 0.004:
+                pieces.append(Piece(float(times[at]), float(times[at + 1]), kind, round(min(1.0, float(share)), 3), ""))
+    return pieces
+
+
+def _away(process: Process, times: Column, edges: Column) -> list[Piece]:
+    """Times without a heartbeat, and begins after the first."""
+    gaps = np.diff(times)
+    if not len(gaps):
+        return []
+    usual = max(1.0, float(np.median(gaps)))
+    seconds = process.stats.column("processor_seconds_total")
+    began = np.flatnonzero(np.diff(seconds) < 0)
+    pieces = [Piece(float(times[at]), float(times[at + 1]), "restart", 1.0, "started again") for at in began]
+    for at in np.flatnonzero(gaps > SILENT_BEATS * usual):
+        if at not in began:
+            pieces.append(Piece(float(times[at]), float(times[at + 1]), "away", 1.0, "not heard of"))
+    return [piece for piece in pieces if piece.end > edges[0] and piece.begin < edges[-1]][:MOST_PIECES]
+
+
+def _window(times: Column, edges: Column) -> tuple[int, int]:
+    """Rows that cover the window: from the last one before it to the last one in it."""
+    first = max(0, int(np.searchsorted(times, edges[0], side="right")) - 1)
+    return first, int(np.searchsorted(times, edges[-1], side="left"))

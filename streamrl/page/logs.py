@@ -1,0 +1,88 @@
+"""The logs of a run's processes, read from their ends and merged."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+MOST_BYTES = 512 * 2**10
+"""So much of the end of each log is looked at."""
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+DAY = 86400.0
+_LINE = re.compile(r"^(\d\d):(\d\d):(\d\d) (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(.*)$")
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """One entry of a log, with the lines that belong to it, such as a traceback."""
+
+    time: float
+    """Seconds since the epoch, as far as it can be told: a log has only the time of day. 0: unknown."""
+    process: str
+    level: str
+    """Empty for what a process prints otherwise."""
+    text: str
+
+
+def processes_with_logs(folder: Path) -> list[str]:
+    """Names of the processes that have a log in `folder`, for example `gserver-0`."""
+    return sorted(file.stem for file in folder.glob("*.log"))
+
+
+def tail(
+    folder: Path, *, processes: Collection[str] = (), level: str = "DEBUG", text: str = "", most: int = 500
+) -> list[LogLine]:
+    """The last `most` entries of the logs in `folder`, oldest first.
+
+    Only those of `processes` (empty: all), of `level` or above (what has none counts as INFO), that contain `text`,
+    whatever its case.
+    """
+    least, wanted = LEVELS.index(level), text.lower()
+    found = [
+        line
+        for name in processes_with_logs(folder)
+        if not processes or name in processes
+        for line in _entries(folder / f"{name}.log", process=name)
+        if LEVELS.index(line.level or "INFO") >= least and wanted in line.text.lower()
+    ]
+    return sorted(found, key=lambda line: line.time)[-most:]
+
+
+def _entries(file: Path, *, process: str) -> list[LogLine]:
+    try:
+        with file.open("rb") as stream:
+            state = os.fstat(stream.fileno())
+            stream.seek(max(0, state.st_size - MOST_BYTES))
+            data = stream.read(MOST_BYTES)
+    except OSError:
+        return []
+    lines = data.decode(errors="replace").split("\n")
+    if state.st_size > MOST_BYTES:
+        lines = lines[1:]  # the first one is cut
+    entries: list[tuple[float, str, list[str]]] = []
+    for line in lines:
+        if match := _LINE.match(line):
+            hours, minutes, seconds = (int(part) for part in match.groups()[:3])
+            entries.append((3600.0 * hours + 60.0 * minutes + seconds, match[4], [match[5]]))
+        elif line.strip():
+            shown = line.rsplit("\r", 1)[-1]  # a progress bar's last state
+            if entries:
+                entries[-1][2].append(shown)
+            else:
+                entries.append((-1.0, "", [shown]))
+    written = time.localtime(state.st_mtime)
+    midnight = state.st_mtime - (3600 * written.tm_hour + 60 * written.tm_min + written.tm_sec) - state.st_mtime % 1
+    found, after = [], state.st_mtime + 1.0
+    for seconds_of_day, kind, texts in reversed(entries):
+        moment = 0.0
+        if seconds_of_day >= 0:
+            moment = midnight + seconds_of_day
+            while moment > after + 1.0:  # it was yesterday, or before
+                moment -= DAY
+            after = moment
+        found.append(LogLine(moment, process, kind, "\n".join(texts)))
+    return found[::-1]

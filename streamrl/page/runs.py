@@ -1,0 +1,376 @@
+"""A run's folder, followed while it grows.
+
+`Run` owns what was read of one folder, and where in each file it stopped. Invariant: it only reads, and whatever it
+finds (a line that is being written, a file that is gone or was thinned out, another version's record) is left out or
+read anew, and never ends the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from streamrl.errors import UNDECODABLE, ConfigError
+from streamrl.page.table import Column, Table, growth
+from streamrl.records.collapse import HEALTHY, Health
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.final import FINAL_FILE, Final
+from streamrl.records.metrics import METRICS_FILE
+from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.toml"
+LIVE_SECONDS = 30.0
+"""A run that has written nothing for so long, and has no last word, is not live."""
+MOST_BYTES = 64 * 2**20
+"""So much of a file is read at once; the rest at the next look."""
+
+RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty", "gone"]
+
+Record = TypeVar("Record")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What the page needs of a `StepReport`; the rest of the line is not decoded."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+    token_ages: dict[int, int] = {}
+    spans: list[tuple[str, float, float]] = []
+    health: Health = HEALTHY
+
+
+class Lines(Generic[Record]):
+    """Reads what was appended to a file of JSON lines since the last look."""
+
+    def __init__(self, file: Path, kind: Any) -> None:
+        self._file = file
+        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
+        self._offset = 0
+        self._inode = 0
+        self.unreadable = 0
+        """Lines that were left out."""
+
+    def new(self) -> tuple[bool, list[Record]]:
+        """Whether the file began anew, so that what was read before does not count, and its new records.
+
+        A last line without its end waits for the next look. Without a file there are none.
+        """
+        try:
+            with self._file.open("rb") as stream:
+                state = os.fstat(stream.fileno())
+                anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != self._inode)
+                if anew:
+                    self._offset = 0
+                self._inode = state.st_ino
+                if state.st_size == self._offset:
+                    return anew, []
+                stream.seek(self._offset)
+                data = stream.read(MOST_BYTES)
+        except OSError:
+            return False, []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return anew, list(self._decoded(complete))
+
+    def _decoded(self, data: bytes) -> Iterator[Record]:
+        for line in data.splitlines():
+            try:
+                yield self._decoder.decode(line)
+            except UNDECODABLE:
+                self.unreadable += 1
+
+
+class Process:
+    """The heartbeats of one process of a run."""
+
+    def __init__(self, role: str, index: int) -> None:
+        self.role = role
+        self.index = index
+        self.stats = Table()
+        """One row for each heartbeat, with its `time`."""
+        self.waits: list[str] = []
+        """What the process waited for at each heartbeat; empty: nothing."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
+
+    @property
+    def times(self) -> Column:
+        """Of its heartbeats, in seconds since the epoch."""
+        return self.stats.column("time")
+
+    def grown(self, counter: str) -> Column:
+        """How much `counter` has grown until each heartbeat."""
+        return growth(self.stats.column(counter))
+
+
+class Run:
+    """One run's folder. `refresh` reads what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name
+        self._step_lines: Lines[Step] = Lines(folder / METRICS_FILE, Step)
+        self._evaluation_lines: Lines[EvaluationReport] = Lines(folder / EVALUATIONS_FILE, EvaluationReport)
+        self._timeline_lines: Lines[TimelineEntry] = Lines(folder / TIMELINE_FILE, TimelineEntry)
+        self._clear_steps()
+        self._clear_timeline()
+        self._evaluations: dict[int, EvaluationReport] = {}
+        self._final_stamp = 0
+        self._settings: Mapping[str, Any] = {}
+        self._gone = False
+        self.final: Final | None = None
+        self.generation = 0
+        """Grows whenever something that was told before does not count any more."""
+
+    def _clear_steps(self) -> None:
+        self.steps = Table()
+        """One row for each step: its figures, `step` and `time`."""
+        self._ages: list[dict[int, int]] = []
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+        """What the trainer did when: name → (begin, end), in seconds since the epoch."""
+        self.health = HEALTHY
+
+    def _clear_timeline(self) -> None:
+        self.processes: dict[str, Process] = {}
+        self.publications: list[PublicationEntry] = []
+        self._last_heard = 0.0
+
+    def refresh(self) -> bool:
+        """Read what is new; whether there was anything."""
+        gone = not self.folder.is_dir()
+        changed = gone != self._gone
+        self._gone = gone
+        return self._read_steps() | self._read_evaluations() | self._read_timeline() | self._read_final() | changed
+
+    def _read_steps(self) -> bool:
+        anew, steps = self._step_lines.new()
+        known = self.steps.column("step")
+        if anew or (steps and len(known) and steps[0].step <= known[-1]):  # a resumed run makes steps again
+            self.generation += 1
+        if anew:
+            self._clear_steps()
+        if not steps:
+            return anew
+        self.steps.extend([{**step.metrics, "step": float(step.step), "time": step.time} for step in steps])
+        for step in steps:
+            self._ages.append(step.token_ages)
+            for name, begin, end in step.spans:
+                self.spans.setdefault(name, []).append((begin, end))
+        self.health = steps[-1].health
+        return True
+
+    def _read_evaluations(self) -> bool:
+        anew, reports = self._evaluation_lines.new()
+        if anew:
+            self._evaluations.clear()
+        self._evaluations.update((report.policy_version, report) for report in reports)
+        return anew or bool(reports)
+
+    def _read_timeline(self) -> bool:
+        anew, entries = self._timeline_lines.new()
+        if anew:
+            self._clear_timeline()
+        beats: dict[str, list[HeartbeatEntry]] = {}
+        for entry in entries:
+            if isinstance(entry, PublicationEntry):
+                self.publications.append(entry)
+            else:
+                beats.setdefault(f"{entry.role}/{entry.index}", []).append(entry)
+        for name, of_process in beats.items():
+            process = self.processes.setdefault(name, Process(of_process[0].role, of_process[0].index))
+            process.stats.extend([{**beat.stats, "time": beat.time} for beat in of_process])
+            process.waits.extend(beat.waiting_for for beat in of_process)
+            self._last_heard = max(self._last_heard, of_process[-1].time)
+        return anew or bool(entries)
+
+    def _read_final(self) -> bool:
+        file = self.folder / FINAL_FILE
+        try:
+            stamp = file.stat().st_mtime_ns
+            if stamp == self._final_stamp:
+                return False
+            self._final_stamp = stamp
+            self.final = msgspec.json.decode(file.read_bytes(), type=Final)
+        except OSError:
+            was, self.final, self._final_stamp = self.final, None, 0
+            return was is not None
+        except UNDECODABLE as error:
+            log.warning("%s cannot be read and is left out: %s", file, error)
+            return False
+        return True
+
+    # --- what there is ---
+
+    @property
+    def order(self) -> np.ndarray[Any, np.dtype[np.intp]]:
+        """Rows of `steps` in the order of their steps; of a step that was made twice, the later."""
+        numbers = self.steps.column("step")
+        if (np.diff(numbers) > 0).all():
+            return np.arange(len(numbers))
+        _, last = np.unique(numbers[::-1], return_index=True)
+        return np.asarray(len(numbers) - 1 - last)
+
+    @property
+    def evaluations(self) -> list[EvaluationReport]:
+        """By policy version; of one that was evaluated twice, the later."""
+        return [self._evaluations[version] for version in sorted(self._evaluations)]
+
+    @property
+    def ages(self) -> list[dict[int, int]]:
+        """Age in versions → tokens that entered the loss, for each row of `order`."""
+        return [self._ages[row] for row in self.order]
+
+    @property
+    def begin(self) -> float:
+        """When the first step began, or the first process was heard of; 0: nothing is known."""
+        times = [float(p.times[0]) for p in self.processes.values() if len(p.times)]
+        if len(self.steps):
+            first = float(self.steps.column("time")[0])
+            seconds = float(self.steps.column("step_seconds")[0])
+            times.append(first - (seconds if np.isfinite(seconds) else 0.0))
+        return min(times, default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When it was last heard of."""
+        last = float(np.nanmax(self.steps.column("time"))) if len(self.steps) else 0.0
+        return max(last, self._last_heard)
+
+    def state(self, *, now: float | None = None) -> tuple[RunState, str]:
+        """How the run stands, and why in words; `now`: seconds since the epoch."""
+        if self._gone:
+            return "gone", f"{self.folder} is not there any more; what was read of it is still shown"
+        now = time.time() if now is None else now
+        heard = self.end
+        live = now - heard < LIVE_SECONDS
+        if self.final is not None and not (live and heard * 1e9 > self._final_stamp + 5e9):
+            status: Mapping[str, Any] = self.final.status or {}
+            told, message = str(status.get("state", "")), str(status.get("message", ""))
+            if told == "failed":
+                return "failed", message
+            return ("finished", message) if told == "finished" else ("stopped", message or "stopped before its end")
+        if live:
+            return "running", ""
+        if not heard:
+            return "empty", "nothing was written yet"
+        return "silent", "it left no last word: it was killed, or its machine is gone"
+
+    @property
+    def unreadable(self) -> int:
+        """Lines that were left out."""
+        return sum(lines.unreadable for lines in (self._step_lines, self._evaluation_lines, self._timeline_lines))
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration as plain dictionaries. Raises `ConfigError` if there is none to read."""
+        file = self.folder / CONFIG_FILE
+        try:
+            return tomllib.loads(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not valid TOML: {error}") from error
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The resolved configuration; empty where it cannot be read. Read once: a run does not change it."""
+        if not self._settings:
+            try:
+                self._settings = self.config()
+            except ConfigError:
+                return {}
+        return self._settings
+
+    def columns(self) -> dict[str, Column]:
+        """All figures of the steps by name, in the order of the steps, and those that only the timeline has.
+
+        Times are in seconds since `begin`. Added are, of each step: `generated_per_second`, tokens of all gservers;
+        `generation_busy`, `generation_paused` and `generation_idle`, shares of their time; `trainer_wait`, share of the
+        step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens.
+        """
+        order, begin = self.order, self.begin
+        found = {name: self.steps.column(name)[order] for name in self.steps.names}
+        if not len(order):
+            return found
+        times = found["time"]
+        starts = np.concatenate([[times[0] - _number(found.get("step_seconds"), 0)], times[:-1]])
+        found |= self._generation(starts, times)
+        if "wait_seconds" in found and "step_seconds" in found:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found["trainer_wait"] = np.clip(found["wait_seconds"] / found["step_seconds"], 0.0, 1.0)
+        if "tokens_masked" in found and "tokens_trained" in found:
+            sampled = found["tokens_masked"] + found["tokens_trained"]
+            found["masked_share"] = np.where(sampled > 0, found["tokens_masked"] / np.maximum(sampled, 1.0), 0.0)
+        ages = self.ages
+        tokens = np.array([sum(step.values()) for step in ages], dtype=float)
+        weighted = np.array([sum(age * count for age, count in step.items()) for step in ages], dtype=float)
+        found["token_age_mean"] = np.where(tokens > 0, weighted / np.maximum(tokens, 1.0), np.nan)
+        found["token_age_max"] = np.array([max((a for a, c in s.items() if c), default=np.nan) for s in ages])
+        found["time"] = times - begin
+        return found
+
+    def _generation(self, starts: Column, ends: Column) -> dict[str, Column]:
+        """Of the gservers, for stretches of time that begin at `starts` and end at `ends`."""
+        seconds = np.maximum(ends - starts, 1e-9)
+        tokens, busy, paused, present = (np.zeros(len(ends)) for _ in range(4))
+        for process in self.processes.values():
+            if process.role != "gserver" or len(process.times) < 2:
+                continue
+            times = process.times
+            present += np.clip(np.minimum(ends, times[-1]) - np.maximum(starts, times[0]), 0.0, None)
+            for counter, total in (
+                ("tokens_generated_total", tokens),
+                ("busy_seconds_total", busy),
+                ("pause_seconds_total", paused),
+            ):
+                grown = process.grown(counter)
+                total += np.interp(ends, times, grown) - np.interp(starts, times, grown)
+        there = np.where(present > 0, present, np.nan)
+        shares = {"busy": np.clip(busy / there, 0.0, 1.0), "paused": np.clip(paused / there, 0.0, 1.0)}
+        idle = np.clip(1.0 - shares["busy"] - shares["paused"], 0.0, 1.0)
+        return {
+            "generated_per_second": np.where(present > 0, tokens / seconds, np.nan),
+            "generation_busy": shares["busy"],
+            "generation_paused": shares["paused"],
+            "generation_idle": idle,
+        }
+
+
+def _number(column: Column | None, row: int) -> float:
+    """The value in `row`; 0 where there is none."""
+    return float(column[row]) if column is not None and np.isfinite(column[row]) else 0.0
+
+
+def found_in(folders: Sequence[Path]) -> list[Path]:
+    """The folders of runs that `folders` name: each is one, or has some in it.
+
+    Raises `ConfigError` for one that is neither.
+    """
+    found: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; give the folder of a run, for example runs/addition")
+        runs = [folder] if is_run(folder) else sorted(child for child in folder.iterdir() if is_run(child))
+        if not runs:
+            raise ConfigError(
+                f"{folder} is no run, and has none in it: there is no {CONFIG_FILE}, {METRICS_FILE} or {TIMELINE_FILE}"
+            )
+        found += [run for run in runs if run not in found]
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written to `folder`."""
+    return any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE))

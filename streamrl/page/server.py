@@ -1,0 +1,343 @@
+"""The page's web server: who may look, what they get, and news as it comes.
+
+Whoever has the URL may look: its first part is a token, compared in constant time. Invariants: only reading calls are
+known; a caller whose `Host` or `Origin` is not this server's is refused, so that no other site can use a visitor's
+browser to look; nothing outside the package's own static files is read for a path; and a slow reader holds nobody else
+up: each write has a deadline, and connections are counted.
+
+Files are looked at once a second while somebody watches: a run may write them on another host, where no event of the
+file system would tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from streamrl import essential
+from streamrl.errors import ConfigError
+from streamrl.page import answers, logs
+from streamrl.page.lanes import lanes
+from streamrl.page.runs import Run
+from streamrl.transport.keys import is_loopback
+
+log = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+CONTENT_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain",
+}
+LOOK_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
+WRITE_SECONDS = 10.0
+"""How long a reader may take for one piece of an answer."""
+IDLE_SECONDS = 5.0
+"""How long a connection may ask for nothing."""
+PIECE_BYTES = 256 * 2**10
+LEAST_COMPRESSED = 16 * 2**10
+MOST_CONNECTIONS = 128
+MOST_WATCHERS = 32
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = TypeVar("Answer")
+
+
+class Page:
+    """The runs that are shown, and the calls that show them."""
+
+    def __init__(self, folders: Sequence[Path], *, host: str, token: str = "") -> None:
+        """`host`: the address that is listened at; `token`: empty: a random one."""
+        self.token = token or secrets.token_urlsafe(24)
+        self._host = host
+        self._runs = [Run(folder) for folder in folders]
+        self._locks = [asyncio.Lock() for _ in folders]
+        self._watchers = 0
+        self._news = asyncio.Condition()
+        self._told: list[answers.RunFacts] = []
+        self._somebody = asyncio.Event()
+        self.connections: Callable[[], int] = lambda: 0
+        """How many there are."""
+
+    def application(self) -> web.Application:
+        """What answers the calls."""
+        app = web.Application(middlewares=[self._guard])
+        for path, handler in {
+            "/": self._index,
+            "/static/{path:.+}": self._static,
+            "/api/runs": self._list,
+            "/api/events": self._events,
+            "/api/runs/{run:\\d+}/steps": self._steps,
+            "/api/runs/{run:\\d+}/evaluations": self._evaluations,
+            "/api/runs/{run:\\d+}/health": self._health,
+            "/api/runs/{run:\\d+}/timeline": self._timeline,
+            "/api/runs/{run:\\d+}/fleet": self._fleet,
+            "/api/runs/{run:\\d+}/config": self._config,
+            "/api/runs/{run:\\d+}/graph": self._graph,
+            "/api/runs/{run:\\d+}/logs": self._logs,
+        }.items():
+            app.router.add_get(f"/{{token}}{path}", handler)
+        app.cleanup_ctx.append(self._looking)
+        return app
+
+    # --- who may look ---
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._admit(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            return await _send(request, (error.text or error.reason).encode(), "text/plain", status=error.status)
+        except (ConfigError, ValueError, KeyError) as error:
+            return await _send(request, f"bad request: {error}".encode(), "text/plain", status=400)
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+
+    def _admit(self, request: web.Request) -> None:
+        """Raises `HTTPException` for a caller who may not look."""
+        host = urlsplit(f"//{request.host}").hostname or ""
+        if not self._is_ours(host):
+            raise web.HTTPForbidden(text=f"this server is not called {host!r}; use the address that streamrl page told")
+        origin = request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != request.host:
+            raise web.HTTPForbidden(text="another site may not look at this page")
+        site, mode = request.headers.get("Sec-Fetch-Site"), request.headers.get("Sec-Fetch-Mode")
+        if site in ("cross-site", "same-site") and mode != "navigate":
+            raise web.HTTPForbidden(text="another site may not look at this page")
+        shown = request.path.split("/", 2)[1]
+        if not hmac.compare_digest(shown.encode(), self.token.encode()):
+            raise web.HTTPForbidden(text="the address lacks the page's token: use the one that streamrl page told")
+        if self.connections() > MOST_CONNECTIONS:
+            raise web.HTTPServiceUnavailable(text="too many connections; try again in a moment")
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a caller may call this server `host`: no name that somebody else could point at it."""
+        if is_loopback(host) or host == self._host:
+            return True
+        return self._host in ("0.0.0.0", "::") and (host.replace(".", "").isdigit() or ":" in host)
+
+    # --- files ---
+
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        return await _send(request, (STATIC / "index.html").read_bytes(), CONTENT_TYPES[".html"])
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        file = static_files().get(request.match_info["path"])
+        if file is None:
+            raise web.HTTPNotFound(text="no such file")
+        return await _send(request, file.read_bytes(), CONTENT_TYPES[file.suffix])
+
+    # --- runs ---
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, [await self._of(number, _told_of) for number in range(len(self._runs))])
+
+    async def _steps(self, request: web.Request) -> web.StreamResponse:
+        names = [name for name in request.query.get("names", "").split(",") if name]
+        first, last = float(request.query.get("first", "-inf")), float(request.query.get("last", "inf"))
+        points = int(request.query.get("points", "8000"))
+        if not points >= 2:
+            raise ValueError("points: at least 2")
+
+        def encoded(run: Run, number: int) -> bytes:
+            return answers.steps(run, names=names, first=first, last=last, points=points)
+
+        return await _send(request, await self._of(_number(request), encoded), "application/octet-stream")
+
+    async def _evaluations(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.evaluations(run)))
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.health(run)))
+
+    async def _timeline(self, request: web.Request) -> web.StreamResponse:
+        columns = min(max(int(request.query.get("columns", "600")), 10), 2000)
+
+        def made(run: Run, number: int) -> object:
+            begin = float(request.query.get("begin", "0"))
+            end = float(request.query.get("end", str(max(1.0, run.end - run.begin))))
+            if not begin < end:
+                raise ValueError("begin: less than end")
+            return lanes(run, begin=begin, end=end, columns=columns)
+
+        return await _send_json(request, await self._of(_number(request), made))
+
+    async def _fleet(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.fleet(run)))
+
+    async def _config(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.settings(run)))
+
+    async def _graph(self, request: web.Request) -> web.StreamResponse:
+        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.graph(run)))
+
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        level = request.query.get("level", "DEBUG")
+        if level not in logs.LEVELS:
+            raise ValueError(f"level: one of {', '.join(logs.LEVELS)}")
+        processes = [name for name in request.query.get("processes", "").split(",") if name]
+
+        def made(run: Run, number: int) -> object:
+            folder = run.folder / "logs"
+            lines = logs.tail(folder, processes=processes, level=level, text=request.query.get("text", ""))
+            return {"processes": logs.processes_with_logs(folder), "lines": lines}
+
+        return await _send_json(request, await self._of(_number(request), made))
+
+    async def _of(self, number: int, made: Callable[[Run, int], Answer]) -> Answer:
+        """What `made` makes of a run that was refreshed, in a thread: others are answered meanwhile."""
+        if number >= len(self._runs):
+            raise web.HTTPNotFound(text=f"there is no run {number}: this page shows {len(self._runs)}")
+        run = self._runs[number]
+
+        def work() -> Answer:
+            run.refresh()
+            return made(run, number)
+
+        async with self._locks[number]:
+            return await asyncio.to_thread(work)
+
+    # --- news ---
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the facts of all runs whenever they changed; to who reads slowly only the latest."""
+        if self._watchers >= MOST_WATCHERS:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_WATCHERS} pages are open already; close one")
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        self._watchers += 1
+        self._somebody.set()
+        try:
+            await response.prepare(request)
+            told: list[answers.RunFacts] = []
+            while True:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    if self._told != told:
+                        told = self._told
+                        await response.write(b"data: " + msgspec.json.encode(told) + b"\n\n")
+                    else:
+                        await response.write(b": still here\n\n")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_SECONDS), self._news:
+                        await self._news.wait_for(partial(self._is_news, told))
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._somebody.clear()
+
+    def _is_news(self, told: list[answers.RunFacts]) -> bool:
+        return self._told != told
+
+    async def _looking(self, app: web.Application) -> AsyncIterator[None]:
+        task = essential.begin(self._look(), name="the look at the runs' folders")
+        yield
+        task.cancel()
+
+    async def _look(self) -> None:
+        """Look for news while somebody watches."""
+        while True:
+            await self._somebody.wait()
+            found = [await self._of(number, _told_of) for number in range(len(self._runs))]
+            if found != self._told:
+                async with self._news:
+                    self._told = found
+                    self._news.notify_all()
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def static_files() -> dict[str, Path]:
+    """What is handed out: path in the URL → file of the package."""
+    return {
+        file.relative_to(STATIC).as_posix(): file
+        for file in sorted(STATIC.rglob("*"))
+        if file.is_file() and file.suffix in CONTENT_TYPES
+    }
+
+
+async def serve(
+    folders: Sequence[Path], *, host: str, port: int, token: str = "", on_ready: Callable[[str], None]
+) -> None:
+    """Show the runs in `folders` until cancelled; `on_ready` is told the URL.
+
+    Raises `ConfigError` if `host` and `port` cannot be listened at.
+    """
+    page = Page(folders, host=host, token=token)
+    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS)
+    await runner.setup()
+    page.connections = lambda: len(runner.server.connections) if runner.server is not None else 0
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"--host {host} --port {port}: cannot be listened at ({error.strerror}); --port 0 takes any free one"
+            ) from error
+        shown = f"[{host}]" if ":" in host else host
+        on_ready(f"http://{shown}:{runner.addresses[0][1]}/{page.token}/")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def _told_of(run: Run, number: int) -> answers.RunFacts:
+    return answers.facts(run, number=number)
+
+
+def _number(request: web.Request) -> int:
+    return int(request.match_info["run"])
+
+
+async def _send_json(request: web.Request, value: object) -> web.StreamResponse:
+    return await _send(request, await asyncio.to_thread(msgspec.json.encode, value), "application/json")
+
+
+async def _send(request: web.Request, body: bytes, content_type: str, *, status: int = 200) -> web.StreamResponse:
+    """Write an answer piece by piece, each with a deadline."""
+    headers = dict(HEADERS)
+    if len(body) >= LEAST_COMPRESSED and "gzip" in request.headers.get("Accept-Encoding", ""):
+        packer = zlib.compressobj(1, wbits=31)
+        body = await asyncio.to_thread(lambda: packer.compress(body) + packer.flush())
+        headers["Content-Encoding"] = "gzip"
+    charset = "" if content_type == "application/octet-stream" else "; charset=utf-8"
+    response = web.StreamResponse(status=status, headers={**headers, "Content-Type": content_type + charset})
+    response.content_length = len(body)
+    if status == web.HTTPServiceUnavailable.status_code:
+        response.force_close()
+    await response.prepare(request)
+    if request.method != "HEAD":
+        for start in range(0, len(body), PIECE_BYTES):
+            async with asyncio.timeout(WRITE_SECONDS):
+                await response.write(body[start : start + PIECE_BYTES])
+    await response.write_eof()
+    return response

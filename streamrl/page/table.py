@@ -1,0 +1,95 @@
+"""Rows of named numbers, kept by column, so that a long run is small and quick to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column: TypeAlias = NDArray[np.float64]
+"""One number for each row; NaN where the row has none."""
+
+
+class Table:
+    """Rows of named numbers that are appended to; a row need not have every name."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Column] = {}
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns, in the order in which they came."""
+        return list(self._columns)
+
+    def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Append `rows`."""
+        if not rows:
+            return
+        end = self._rows + len(rows)
+        for name in {name: None for row in rows for name in row}:
+            column = self._columns.get(name)
+            if column is None or len(column) < end:
+                grown = np.full(max(64, 2 * end), np.nan)
+                if column is not None:
+                    grown[: len(column)] = column
+                self._columns[name] = column = grown
+            column[self._rows : end] = [row.get(name, np.nan) for row in rows]
+        self._rows = end
+
+    def column(self, name: str) -> Column:
+        """The values of `name`, one for each row."""
+        found = self._columns.get(name)
+        if found is None:
+            return np.full(self._rows, np.nan)
+        if len(found) < self._rows:  # no row since it was made room for has this name
+            found = np.concatenate([found, np.full(2 * self._rows - len(found), np.nan)])
+            self._columns[name] = found
+        return found[: self._rows]
+
+
+def growth(counts: Column) -> Column:
+    """How much a counter has grown in all at each row: one that begins at 0 again goes on from where it was.
+
+    NaN counts as unchanged. The first value counts as grown from 0.
+    """
+    if not len(counts):
+        return counts
+    known = np.where(np.isnan(counts), -np.inf, counts)
+    held = counts.copy()
+    last = np.maximum.accumulate(np.where(np.isfinite(known), np.arange(len(counts)), -1))
+    held = np.where(last >= 0, counts[np.maximum(last, 0)], 0.0)
+    steps = np.diff(held, prepend=0.0)
+    return np.cumsum(np.where(steps >= 0, steps, held))
+
+
+def thinned(x: Column, columns: Mapping[str, Column], *, points: int) -> tuple[Column, dict[str, Column]]:
+    """At most `points` rows that look like all of them when drawn: of each stretch, the least and the greatest value.
+
+    Rows are pairs: both of a stretch stand at its beginning and its middle in the order in which they came. All rows
+    where there are no more than `points`.
+    """
+    rows = len(x)
+    if rows <= points:
+        return x, dict(columns)
+    stretches = max(1, points // 2)
+    edges = np.linspace(0, rows, stretches + 1).astype(np.intp)
+    begins, middles = edges[:-1], (edges[:-1] + edges[1:]) // 2
+    at = np.empty(2 * stretches)
+    at[0::2], at[1::2] = x[begins], x[middles]
+    found: dict[str, Any] = {}
+    for name, column in columns.items():
+        known = ~np.isnan(column)
+        low = np.minimum.reduceat(np.where(known, column, np.inf), begins)
+        high = np.maximum.reduceat(np.where(known, column, -np.inf), begins)
+        rising = column[begins] <= column[edges[1:] - 1]
+        pair = np.empty(2 * stretches)
+        pair[0::2], pair[1::2] = np.where(rising, low, high), np.where(rising, high, low)
+        pair[~np.isfinite(pair)] = np.nan
+        found[name] = pair
+    return at, found

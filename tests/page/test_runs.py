@@ -1,0 +1,171 @@
+"""A run's folder followed, and its tables."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import ConfigError
+from streamrl.page.lanes import MOST_PIECES, Lane, lanes
+from streamrl.page.logs import tail
+from streamrl.page.runs import Run, found_in
+from streamrl.page.table import Table, growth, thinned
+from tests.launch.statuses import EPOCH
+from tests.runs import write_lines, write_run
+
+rows = st.lists(st.dictionaries(st.sampled_from("abc"), st.floats(-1e6, 1e6), max_size=3), max_size=40)
+
+
+@given(st.lists(rows, max_size=6))
+def test_a_table_has_what_was_put_in(batches: list[list[dict[str, float]]]) -> None:
+    table = Table()
+    for batch in batches:
+        table.extend(batch)
+        table.column("a")
+    everything = [row for batch in batches for row in batch]
+    assert len(table) == len(everything)
+    for name in "abc":
+        expected = np.array([row.get(name, np.nan) for row in everything])
+        np.testing.assert_array_equal(table.column(name), expected)
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5), st.data())
+def test_growth_survives_restarts(lives: list[list[int]], data: st.DataObject) -> None:
+    counts, expected, total = [], [], 0
+    for increments in lives:
+        count = 0
+        for place, increment in enumerate([0, *increments]):
+            count += increment
+            total += increment
+            counts.append(float(count))
+            expected.append(float(total))
+            if place and data.draw(st.booleans()):
+                counts.append(np.nan)
+                expected.append(float(total))
+    np.testing.assert_array_equal(growth(np.array(counts)), expected)
+
+
+values = st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(np.nan)), min_size=1, max_size=300)
+
+
+@given(values, st.integers(2, 50))
+def test_what_is_thinned_out_keeps_least_and_greatest(column: list[float], points: int) -> None:
+    y = np.array(column)
+    x = np.arange(len(y), dtype=float)
+    at, found = thinned(x, {"y": y}, points=points)
+    assert len(at) <= max(points, 2)
+    assert (np.diff(at) >= 0).all()
+    if not np.isnan(y).all():
+        assert np.nanmin(found["y"]) == np.nanmin(y)
+        assert np.nanmax(found["y"]) == np.nanmax(y)
+    if len(y) <= points:
+        np.testing.assert_array_equal(found["y"], y)
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        found_in([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="is no run"):
+        found_in([tmp_path])
+    one, two = write_run(tmp_path / "one", steps=1), write_run(tmp_path / "two", steps=1)
+    assert found_in([tmp_path, one]) == [one, two]
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=10)
+    run = Run(folder)
+    assert run.state()[0] == "empty"
+    run.refresh()
+    assert run.state() == ("finished", "all steps are done")
+    (folder / "final.json").unlink()
+    assert run.refresh()
+    assert run.state(now=EPOCH + 25)[0] == "running"
+    assert run.state(now=EPOCH + 100)[0] == "silent"
+
+
+def test_a_resumed_run_makes_steps_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=10)
+    run = Run(folder)
+    run.refresh()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    with (folder / "metrics.jsonl").open("a") as file:
+        for line in lines[5:8]:
+            file.write(line.replace('"loss": 0.0123', '"loss": 7.0') + "\n")
+    run.refresh()
+    columns = run.columns()
+    assert columns["step"].tolist() == list(range(1, 11))
+    assert columns["loss"][4:9].tolist() == [0.0123, 7.0, 7.0, 7.0, 0.0123]
+
+
+def total(lane: Lane, kind: str) -> float:
+    return sum((piece.end - piece.begin) * piece.height for piece in lane.pieces if piece.kind == kind)
+
+
+def test_lanes_tell_the_same_from_near_and_from_far(tmp_path: Path) -> None:
+    """Drawn as pieces or as shares of columns, each kind takes the same time."""
+    run = Run(write_run(tmp_path / "run", steps=900, seconds=2.0, gservers=1))
+    run.refresh()
+    end = run.end - run.begin
+    far = {lane.name: lane for lane in lanes(run, begin=0, end=end, columns=300)}
+    edges = np.linspace(0, end, 9)
+    near = [lanes(run, begin=a, end=b, columns=300) for a, b in pairwise(edges)]
+    assert all(len(lane.pieces) <= 5 * MOST_PIECES for lane in far.values())
+    for name, kind in (
+        ("trainer", "actor_train"),
+        ("trainer", "wait"),
+        ("gserver/0", "generate"),
+        ("master/0", "wait"),
+    ):
+        pieces = {
+            piece
+            for found in near
+            for lane in found
+            if lane.name == name
+            for piece in lane.pieces
+            if piece.kind == kind
+        }
+        exact = sum((piece.end - piece.begin) * piece.height for piece in pieces)
+        assert total(far[name], kind) == pytest.approx(exact, rel=0.02)
+    assert total(far["trainer"], "wait") == pytest.approx(0.2 * 900 * 2.0, rel=0.02)
+
+
+def test_lanes_tell_restarts_and_times_away(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=30, gservers=1)
+    seconds = [float(i) for i in range(20)] + [0.5 + i for i in range(40)]
+    beats = [
+        {"kind": "heartbeat", "time": EPOCH + i + (30 if i > 40 else 0), "role": "rollout", "index": 0,
+         "stats": {"processor_seconds_total": used}, "waiting_for": ""}
+        for i, used in enumerate(seconds)
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", beats)
+    run = Run(folder)
+    run.refresh()
+    (lane,) = [lane for lane in lanes(run, begin=0, end=100, columns=100) if lane.name == "rollout/0"]
+    kinds = {piece.kind: (piece.begin, piece.end) for piece in lane.pieces}
+    assert kinds["restart"] == (19.0, 20.0)
+    assert kinds["away"] == (40.0, 71.0)
+
+
+def test_logs_are_merged_by_time(tmp_path: Path) -> None:
+    (tmp_path / "manager-0.log").write_text(
+        "23:59:58 INFO    manager/0 before midnight\n00:00:02 WARNING manager/0 late\n  with a second line\n"
+    )
+    (tmp_path / "gserver-1.log").write_text("printed at once\n00:00:01 ERROR   gserver/1 <b>broken</b>\n")
+    lines = tail(tmp_path)
+    assert [line.text for line in lines] == [
+        "printed at once",
+        "manager/0 before midnight",
+        "gserver/1 <b>broken</b>",
+        "manager/0 late\n  with a second line",
+    ]
+    assert [line.process for line in tail(tmp_path, level="WARNING")] == ["gserver-1", "manager-0"]
+    assert [line.process for line in tail(tmp_path, text="BROKEN")] == ["gserver-1"]
+    assert tail(tmp_path, processes=["manager-0"], most=1)[0].level == "WARNING"
+    assert lines[-1].time - lines[1].time == pytest.approx(4.0)
+    assert msgspec.json.encode(lines)

@@ -1,0 +1,311 @@
+"""The page's server: who may look, what it tells, news, and readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from yarl import URL
+
+from streamrl.errors import ConfigError
+from streamrl.page import server
+from tests.runs import write_run
+
+TOKEN = "a-token-of-the-tests"
+
+
+class Served:
+    """A page that is served, and a client of it."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = URL(url)
+        self.session = session
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes, Any]:
+        """Status, body and headers of the answer to `path` behind the token, as it is written."""
+        async with self.session.get(URL(f"{self.url}{path}", encoded=True), headers=headers) as answer:
+            return answer.status, await answer.read(), answer.headers
+
+    async def json(self, path: str) -> Any:
+        status, body, _ = await self.get(path)
+        assert status == 200, body
+        return json.loads(body)
+
+
+@contextlib.asynccontextmanager
+async def serving(*folders: Path, host: str = "127.0.0.1") -> AsyncIterator[Served]:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        server.serve(folders, host=host, port=0, token=TOKEN, on_ready=ready.set_result), name="page"
+    )
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        try:
+            yield Served(await ready, session)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def columns(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the answer of `steps` says."""
+    (length,) = struct.unpack_from("<I", body)
+    header = json.loads(body[4 : 4 + length])
+    values = np.frombuffer(body, "<f4", offset=4 + length).reshape(len(header["names"]), header["rows"])
+    return header, dict(zip(header["names"], values, strict=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "addition", steps=60, gservers=2)
+
+
+async def until(true: Callable[[], object], what: str) -> None:
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert true(), what
+
+
+async def test_what_it_tells_of_a_run(run: Path) -> None:
+    async with serving(run) as page:
+        (facts,) = await page.json("api/runs")
+        assert (facts["name"], facts["state"], facts["steps"], facts["max_staleness"]) == (
+            "addition",
+            "finished",
+            60,
+            4,
+        )
+        header, found = columns((await page.get("api/runs/0/steps"))[1])
+        assert header["rows"] == header["of"] == 60
+        assert found["step"].tolist() == list(range(1, 61))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert found["reward_mean"] == pytest.approx([line["metrics"]["reward_mean"] for line in lines])
+        assert found["trainer_wait"] == pytest.approx(np.full(60, 0.2))
+        assert found["masked_share"] == pytest.approx(np.full(60, 40 / 840))
+        assert found["age/1-1"].tolist() == [210.0] * 60
+        assert found["token_age_max"].tolist() == [3.0] * 60
+        shares = found["generation_busy"] + found["generation_paused"] + found["generation_idle"]
+        assert shares[1:] == pytest.approx(np.ones(59), abs=1e-5)
+        some, few = columns((await page.get("api/runs/0/steps?names=loss,no_such&first=11&last=30"))[1])
+        assert some["names"] == ["step", "loss", "time"]
+        assert few["step"].tolist() == list(range(11, 31))
+        fleet = await page.json("api/runs/0/fleet")
+        assert [p["name"] for p in fleet["processes"]] == ["gserver/0", "gserver/1", "master/0"]
+        assert fleet["served_version"] == 59
+        assert fleet["waits"][0][:2] == ["master/0", "# groups"]
+        graph = await page.json("api/runs/0/graph")
+        assert "actor_train" in [box["name"] for box in graph["boxes"]]
+        config = await page.json("api/runs/0/config")
+        assert config["values"]["run.name"] == '"addition"'
+        assert await page.json("api/runs/0/health") == []
+
+
+async def test_the_page_itself(run: Path) -> None:
+    async with serving(run) as page:
+        status, body, headers = await page.get("")
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        policy = headers["Content-Security-Policy"]
+        for rule in ("default-src 'none'", "script-src 'self'", "require-trusted-types-for 'script'"):
+            assert rule in policy
+        assert "unsafe" not in policy
+        assert headers["Referrer-Policy"] == "no-referrer"  # the address has the token
+        assert "Set-Cookie" not in headers
+        assert b"<script" in body
+        assert b"onclick" not in body
+        for path in server.static_files():
+            assert (await page.get(f"static/{path}"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("static/../server.py", 404),
+        ("static/%2e%2e/server.py", 404),
+        ("static/..%2fserver.py", 404),
+        ("static/%2fetc%2fpasswd", 404),
+        ("static//etc/passwd", 404),
+        ("static/vendor/..%5c..%5cserver.py", 404),
+        ("static/%00", 404),
+        ("api/runs/1/steps", 404),
+        ("api/runs/-1/steps", 404),
+        ("api/runs/99999999999999999999999/steps", 404),
+        ("api/runs/0/steps?points=x", 400),
+        ("api/runs/0/steps?points=0", 400),
+        ("api/runs/0/timeline?begin=2&end=1", 400),
+        ("api/runs/0/logs?level=LOUD", 400),
+        ("api/runs/0/logs?processes=../../x", 200),
+    ],
+)
+async def test_hostile_paths(run: Path, path: str, status: int) -> None:
+    (run / "secret").write_text("a secret")
+    async with serving(run) as page:
+        found, body, _ = await page.get(path)
+        assert found == status, body
+        assert b"root:" not in body
+        assert b"a secret" not in body
+        assert b"Traceback" not in body
+
+
+async def test_nobody_looks_without_the_token(run: Path) -> None:
+    async with serving(run) as page:
+        root = page.url.origin()
+        for path in (
+            "/",
+            "/api/runs",
+            f"/{TOKEN}x/api/runs",
+            f"/{TOKEN[:-1]}/",
+            f"/x/{TOKEN}/api/runs",
+            "/%00/",
+            "/ü/",
+        ):
+            async with page.session.get(root / "" if path == "/" else URL(f"{root}{path}")) as answer:
+                assert answer.status in (403, 404)
+                assert "addition" not in await answer.text()
+        for method in ("post", "put", "delete", "options"):
+            async with page.session.request(method, page.url / "api/runs") as answer:
+                assert answer.status == 405
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "localhost:9999"}, 200),  # a tunnel
+        ({"Host": "[::1]:80"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+        ({"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 200),
+    ],
+)
+async def test_other_sites_cannot_look_through_a_visitor(run: Path, headers: dict[str, str], status: int) -> None:
+    async with serving(run) as page:
+        assert (await page.get("api/runs", **headers))[0] == status
+
+
+@pytest.mark.parametrize(("host", "ours"), [("192.0.2.7", True), ("evil.example", False), ("localhost", True)])
+def test_a_server_for_all_addresses_goes_by_addresses(host: str, ours: bool) -> None:
+    assert server.Page([], host="0.0.0.0")._is_ours(host) == ours
+
+
+async def test_tokens_are_random() -> None:
+    assert len({server.Page([], host="127.0.0.1").token for _ in range(8)}) == 8
+    assert len(server.Page([], host="127.0.0.1").token) >= 32
+
+
+async def test_news_of_a_run_that_is_being_written(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "final.json").unlink()
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:10]))
+    async with serving(run) as page, page.session.get(page.url / "api/events") as events:
+        assert events.headers["Content-Type"] == "text/event-stream"
+        told: list[Any] = []
+
+        async def listen() -> None:
+            async for line in events.content:
+                if line.startswith(b"data: "):
+                    told.append(json.loads(line[6:])[0])
+
+        listener = asyncio.create_task(listen())
+        await until(lambda: told, "a first word")
+        assert told[-1]["steps"] == 10
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b"".join(lines[10:12]) + lines[12][:100])  # the last one is torn
+        await until(lambda: told[-1]["steps"] > 10, "news")
+        assert told[-1]["steps"] == 12
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(lines[12][100:] + b"\xff\xfe no record\n" + lines[13])
+        await until(lambda: told[-1]["steps"] == 14, "the line that was torn")
+        assert told[-1]["unreadable"] == 1
+        shutil.rmtree(run)
+        await until(lambda: told[-1]["state"] == "gone", "that the run is gone")
+        assert columns((await page.get("api/runs/0/steps"))[1])[0]["rows"] == 14
+        listener.cancel()
+
+
+async def test_a_timeline_that_was_thinned_out_is_read_anew(run: Path) -> None:
+    async with serving(run) as page:
+        before = (await page.json("api/runs"))[0]["beats"]
+        lines = (run / "timeline.jsonl").read_text().splitlines(keepends=True)
+        thinner = run / "timeline.thinner"
+        thinner.write_text("".join(lines[::2]))
+        thinner.replace(run / "timeline.jsonl")
+        after = (await page.json("api/runs"))[0]["beats"]
+        assert 0.4 * before < after < 0.6 * before
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "timeline.jsonl", "final.json"])
+async def test_whatever_is_missing_the_rest_is_shown(run: Path, missing: str) -> None:
+    (run / missing).unlink()
+    async with serving(run) as page:
+        for call in ("steps", "evaluations", "health", "timeline", "fleet", "config", "graph", "logs"):
+            status, body, _ = await page.get(f"api/runs/0/{call}")
+            assert status == 200, (call, body)
+        assert (await page.json("api/runs"))[0]["name"] == "addition"
+
+
+async def test_a_graph_of_the_users_own_is_not_imported(run: Path, tmp_path: Path) -> None:
+    (run / "config.toml").write_text('[trainer]\ngraph = "json:dumps"\n')
+    async with serving(run) as page:
+        graph = await page.json("api/runs/0/graph")
+        assert graph["boxes"] == []
+        assert "json:dumps" in graph["problem"]
+
+
+async def test_those_who_read_slowly_hold_nobody_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 40)
+    wide = {f"figure_{i}": float(i) for i in range(3000)}
+    step = {"step": 1, "time": 1.79e9, "metrics": wide}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**step, "step": i}) + "\n" for i in range(1, 300)))
+    async with serving(run) as page:
+        assert page.url.host is not None
+        assert page.url.port is not None
+        request = f"GET {page.url.path}api/runs/0/steps HTTP/1.1\r\nHost: {page.url.authority}\r\n\r\n".encode()
+        writers = []
+        for _ in range(60):
+            _, writer = await asyncio.open_connection(page.url.host, page.url.port, limit=1024)
+            writer.write(request)
+            writers.append(writer)
+        await until_answered(page)
+        for writer in writers:
+            writer.close()
+
+
+async def until_answered(page: Served) -> None:
+    """A new caller is told to come again at first, and then is answered."""
+    async with asyncio.timeout(45):
+        while (await page.get("api/runs"))[0] != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def test_watchers_are_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WATCHERS", 2)
+    async with serving(run) as page, page.session.get(page.url / "api/events") as one:
+        assert await one.content.readline()
+        async with page.session.get(page.url / "api/events") as two:
+            assert await two.content.readline()
+            assert (await page.get("api/events"))[0] == 503
+
+
+async def test_an_address_that_is_taken(run: Path) -> None:
+    async with serving(run) as page:
+        assert page.url.port is not None
+        with pytest.raises(ConfigError, match="--port 0"):
+            await server.serve([run], host="127.0.0.1", port=page.url.port, on_ready=lambda url: None)

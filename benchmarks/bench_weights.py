@@ -48,7 +48,8 @@ from streamrl.device import resolve_dtype
 from streamrl.gserver.manager import process
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.backends.files import TensorFiles
-from streamrl.trainer.worker.publisher import Publisher, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.manager_client import ControlClient
@@ -104,7 +105,9 @@ class Point:
         self._publisher = Publisher(
             client=client,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=self.dtype, device=torch.device("cpu"), numbers=0),
+            carriers=carriers_for(
+                config, listening=LOOPBACK, backend="gloo", dtype=self.dtype, device=torch.device("cpu"), numbers=0
+            ),
             in_thread=asyncio.to_thread,
         )
 

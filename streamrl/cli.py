@@ -18,6 +18,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from streamrl.launch.pool import PoolRole
     from streamrl.launch.processes import PlanRole
 
 app = typer.Typer(
@@ -40,6 +41,17 @@ Index = Annotated[int, typer.Option("--index", min=0, help="Number of this proce
 FreeIndex = Annotated[
     int | None,
     typer.Option("--index", min=0, help="Number of this process within its role; else the manager gives it a new one."),
+]
+Advertise = Annotated[
+    str,
+    typer.Option(
+        "--advertise",
+        metavar="ADDRESS",
+        help="Address by which others reach this host; else the one from which it reaches the manager.",
+    ),
+]
+Count = Annotated[
+    int, typer.Option("--count", min=1, help="How many to start on this host, each with GPUs of its own.")
 ]
 ManagerAddress = Annotated[str, typer.Argument(metavar="URL", help="Address of the manager.")]
 KeyVariable = Annotated[
@@ -89,6 +101,7 @@ def manager(
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
     port: Annotated[int | None, typer.Option(help="Port, instead of manager.port; 0: any free one.")] = None,
+    advertise: Advertise = "",
     component: Component = None,
     answer_fd: AnswerFd = None,
 ) -> None:
@@ -107,7 +120,13 @@ def manager(
             console.print(f"  streamrl {role} {config} --manager {url}", markup=False, soft_wrap=True)
 
     code = run_manager(
-        config, overrides or (), host=host, port=port, on_ready=_teller(answer_fd, tell), component=component
+        config,
+        overrides or (),
+        host=host,
+        port=port,
+        advertise=advertise,
+        on_ready=_teller(answer_fd, tell),
+        component=component,
     )
     raise typer.Exit(code)
 
@@ -118,12 +137,16 @@ def gserver(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    count: Count = 1,
     index: FreeIndex = None,
+    advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start an inference server, also in the middle of a run."""
-    _member("gserver", index, config, overrides, manager, model_dir, component)
+    """Start inference servers, also in the middle of a run."""
+    if count > 1:
+        _pool("gserver", count, index, config, overrides, manager, advertise)
+    _member("gserver", index, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(rich_help_panel=POOLS)
@@ -132,12 +155,16 @@ def rollout(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    count: Count = 1,
     index: FreeIndex = None,
+    advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start a rollout worker, also in the middle of a run."""
-    _member("rollout", index, config, overrides, manager, model_dir, component)
+    """Start rollout workers, also in the middle of a run."""
+    if count > 1:
+        _pool("rollout", count, index, config, overrides, manager, advertise)
+    _member("rollout", index, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(rich_help_panel=POOLS)
@@ -146,42 +173,74 @@ def evaluator(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start the evaluator, if the configuration has an \\[evaluation]."""
-    _member("evaluator", 0, config, overrides, manager, model_dir, component)
+    _member("evaluator", 0, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(rich_help_panel=POOLS)
-def trainer(config: ConfigFile, overrides: Overrides = None, *, manager: ManagerUrl) -> None:
-    """Start the trainer: the master and its model workers."""
+def trainer(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    manager: ManagerUrl,
+    node: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of this host among those of the trainer, from 0; or torchrun's RANK."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Hosts over which the model workers are spread; or torchrun's WORLD_SIZE.")
+    ] = None,
+    with_master: Annotated[
+        bool | None, typer.Option("--master/--no-master", help="Whether the master is here; else on node 0.")
+    ] = None,
+    advertise: Advertise = "",
+) -> None:
+    """Start the trainer, or this host's part of it: its model workers, and on node 0 the master."""
+    import os
+
     from streamrl import config as configuration
     from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.processes import share_of
     from streamrl.launch.trainer import run_trainer
 
-    set_up_logging("trainer")
     resolved = configuration.load(config, overrides or ())
+    share = share_of(resolved, node=node, nodes=nodes, environment=os.environ)
+    set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
+    here = share.node == 0 if with_master is None else with_master
     try:
         code = run_until_stopped(
-            lambda: run_trainer(resolved, config_file=config, overrides=overrides or (), manager_url=manager)
+            lambda: run_trainer(
+                resolved,
+                config_file=config,
+                overrides=overrides or (),
+                manager_url=manager,
+                share=share,
+                master=here,
+                advertise=advertise,
+            )
         )
     finally:
-        _show_report(resolved.run_dir)
+        if here:
+            _show_report(resolved.run_dir)
     raise typer.Exit(code)
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel=POOLS)
 def master(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
-    """Start the master alone."""
-    _member("master", 0, config, overrides, manager, model_dir, component)
+    """Start the master alone, for a trainer that was started with --no-master."""
+    _member("master", 0, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(hidden=True)
@@ -191,11 +250,12 @@ def model_worker(
     *,
     manager: ManagerUrl,
     index: Index = 0,
+    advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start one model worker."""
-    _member("model_worker", index, config, overrides, manager, model_dir, component)
+    _member("model_worker", index, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(hidden=True)
@@ -439,13 +499,51 @@ def _member(
     manager: str,
     model_dir: Path | None,
     component: str | None,
+    advertise: str,
 ) -> None:
     from streamrl.launch.role import run_member
 
     code = run_member(
-        role, index, config, overrides or (), manager_url=manager, model_dir=model_dir, component=component
+        role,
+        index,
+        config,
+        overrides or (),
+        manager_url=manager,
+        model_dir=model_dir,
+        component=component,
+        advertise=advertise,
     )
     raise typer.Exit(code)
+
+
+def _pool(
+    role: PoolRole,
+    count: int,
+    index: int | None,
+    config: Path,
+    overrides: list[str] | None,
+    manager: str,
+    advertise: str,
+) -> None:
+    """Does not return."""
+    from streamrl import config as configuration
+    from streamrl.errors import ConfigError
+    from streamrl.launch.pool import Pool
+    from streamrl.launch.process import run_until_stopped, set_up_logging
+
+    if index is not None:
+        raise ConfigError(f"--index {index} is of one process; with --count {count} the manager gives them numbers")
+    set_up_logging(f"{role}s")
+    pool = Pool(
+        configuration.load(config, overrides or ()),
+        role=role,
+        count=count,
+        config_file=config,
+        overrides=overrides or (),
+        manager_url=manager,
+        advertise=advertise,
+    )
+    raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[pool.leave]))
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -134,9 +134,11 @@ class StreamIngress:
         limits: codec.Limits,
         resend_seconds: float = 10.0,
         port: int = 0,
+        announced: str = "",
     ) -> None:
-        """`limits`: groups beyond them are refused. `resend_seconds`: of the pushers; one silent for three times as
-        long loses its credit. `port` 0: any free one."""
+        """`announced`: the address that pushers are told, if it is another one than `host`. `limits`: groups beyond
+        them are refused. `resend_seconds`: of the pushers; one silent for three times as long loses its credit. `port`
+        0: any free one."""
         self._dataset = dataset
         self._puller = GroupPuller(
             dataset,
@@ -144,6 +146,7 @@ class StreamIngress:
             port=port,
             limits=limits,
             silence_seconds=3 * resend_seconds,
+            announced=announced,
         )
 
     @property

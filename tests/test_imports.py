@@ -27,6 +27,7 @@ GROUND = {
     "importing",
     "ledger",
     "local_cache",
+    "machine",
     "models",
     "native",
     "processor",

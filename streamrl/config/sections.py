@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from streamrl.config.fields import (
     Share,
     TopP,
 )
+from streamrl.config.sharing import changed, digest_of, shared_settings
 from streamrl.config.trainer import AlgorithmConfig, CriticConfig, RewardModelConfig, TrainerConfig
 from streamrl.ledger import OverAge
 
@@ -161,8 +161,9 @@ class AgentConfig(Section, frozen=True):
     """A program and its arguments, started for each episode; `{name}` in them is that field of the task."""
     remote: bool = False
     """Agents run elsewhere: they ask `POST /episodes` of the rollout workers for a task."""
-    host: str = "127.0.0.1"
-    """Where a rollout worker serves its agents."""
+    host: str = ""
+    """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
+    and its own at the loopback address."""
     port: NonNegative = 0
     """Of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
     api_key_env: str = ""
@@ -257,7 +258,10 @@ class GserverConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang", "simulated"] = "embedded"
     """streamrl's own engine, real SGLang servers, or no model at all."""
     count: Positive = 1
-    host: str = "127.0.0.1"
+    """How many `streamrl run` starts."""
+    host: str = ""
+    """Where each listens; empty: at the address by which others reach it, a loopback address while the manager has one
+    (docs/clusters.md)."""
     dtype: DType = "auto"
     """`auto`: bfloat16 where the processor computes in it, else float32."""
     threads: Positive = 1
@@ -296,6 +300,7 @@ class ManagerConfig(Section, frozen=True):
     """The gserver manager."""
 
     host: str = "127.0.0.1"
+    """Where it listens. For processes on other machines an address that they reach, or `0.0.0.0`."""
     port: NonNegative = 0
     """0: any free port (`streamrl run` only)."""
     lease_seconds: PositiveFloat = 30.0
@@ -323,7 +328,7 @@ class WeightsConfig(Section, frozen=True):
 
     mode: Literal["auto", "collective", "disk", "shared_memory"] = "auto"
     """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host. `auto`:
-    shared memory where everything is on one host, without GPUs, and it has room; else a broadcast."""
+    shared memory while all gservers are on the trainer's host, without GPUs, and it has room; else a broadcast."""
     dir: str = ""
     """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
     checksum: bool = True
@@ -333,8 +338,8 @@ class WeightsConfig(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that
     `streamrl run` starts have to share them: NCCL allows one rank on each."""
-    host: str = "127.0.0.1"
-    """Where the publisher listens for the weight group; a loopback address: the whole run is on one host."""
+    host: str = ""
+    """Where the publisher listens for the weight group; empty: at the address by which others reach it."""
     bucket_mb: PositiveFloat = 256.0
     """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
     timeout_seconds: PositiveFloat = 120.0
@@ -346,7 +351,8 @@ class WeightsConfig(Section, frozen=True):
 class StreamConfig(Section, frozen=True):
     """The stream of groups from rollout workers to DP heads."""
 
-    host: str = "127.0.0.1"
+    host: str = ""
+    """Where master and model workers listen; empty: at the address by which others reach them."""
     capacity_groups: Positive = 4096
     """Groups that a DP head holds; beyond that senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
@@ -461,14 +467,14 @@ class Config(Section, frozen=True):
             limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that all processes of a run must have alike, by name."""
+        return shared_settings(msgspec.to_builtins(self))
+
+    def shared_changes(self) -> dict[str, Any]:
+        """Return those of `shared` that are not as they are by default."""
+        return changed(self.shared(), Config().shared())
+
     def digest(self) -> str:
-        """Fingerprint that all processes of a run must share (folder and length aside, and what broadcasts go over:
-        whoever sends says it)."""
-        shared = msgspec.structs.replace(
-            self,
-            run=RunConfig(seed=self.run.seed),
-            manager=ManagerConfig(),
-            metrics=MetricsConfig(),
-            weights=msgspec.structs.replace(self.weights, backend="auto"),
-        )
-        return hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
+        """Return the fingerprint of `shared`."""
+        return digest_of(self.shared())

@@ -116,8 +116,9 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
         ("stream", config.stream.host, 0),
         ("weights", config.weights.host, 0),
     ):
-        with found.part("ports"):
-            _listen(setting, host, port)
+        if host:  # else at the address by which others reach this machine
+            with found.part("ports"):
+                _listen(setting, host, port)
     folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
     if config.weights.dir:
         folders["weights.dir"] = Path(config.weights.dir)

@@ -43,7 +43,7 @@ from streamrl.launch.processes import (
     thread_environment,
     visible_gpus,
 )
-from streamrl.launch.supervise import Restarts, until_finished
+from streamrl.launch.supervise import Restarts, restarts_of, until_finished
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
@@ -131,21 +131,7 @@ class LocalRun:
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
-        of_gservers = Restarts(
-            most=config.gserver.max_restarts,
-            window=config.gserver.restart_window_seconds,
-            delay=config.gserver.restart_delay_seconds,
-        )
-        of_others = Restarts(
-            most=config.rollout.restarts,
-            window=config.rollout.restart_window_seconds,
-            delay=config.rollout.restart_delay_seconds,
-        )
-        self._restarts: Mapping[PlanRole, Restarts] = {
-            "gserver": of_gservers,
-            "rollout": of_others,
-            "evaluator": of_others,
-        }
+        self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
         """Names of processes that have joined the run at least once."""
         self._coming: set[str] = set()

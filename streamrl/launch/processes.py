@@ -6,25 +6,20 @@ type by hand on another machine, so `streamrl run` and pools started by hand are
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import psutil
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.transport.addresses import is_wildcard
 
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo's environment variable: the network interface at which it listens."""
 
 COMPONENTS: Mapping[str, str] = {
     "checkpoint": "streamrl.models:ensure_checkpoint",
@@ -88,81 +83,143 @@ def thread_environment(threads: int) -> dict[str, str]:
     }
 
 
-def gloo_environment(host: str) -> dict[str, str]:
-    """Return the variable that has gloo listen at the interface of `host`; empty where this machine does not have that
-    interface, or another was chosen.
-
-    Without it gloo listens at what the machine's own name stands for, which others may reach.
-    """
-    if GLOO_INTERFACE in os.environ:
-        return {}
-    wanted = {address[0] for *_, address in socket.getaddrinfo(host, None)}
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_covers(entry, wanted) for entry in addresses):
-            return {GLOO_INTERFACE: name}
-    return {}
-
-
-def _covers(entry: Any, wanted: set[Any]) -> bool:
-    """Return whether an interface's address is one of `wanted`; a loopback interface has all of its network."""
-    if entry.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    own = ipaddress.ip_address(entry.address.partition("%")[0])
-    return any(own == other or (own.is_loopback and other.is_loopback) for other in map(ipaddress.ip_address, wanted))
-
-
 def threads_of(role: PlanRole, config: Config) -> int:
     """CPU threads that a process of `role` may use for tensor operations."""
     return {"gserver": config.gserver.threads, "model_worker": config.trainer.threads}.get(role, 1)
 
 
 def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
-    """The processes of a run, in the order in which they start.
+    """Return the processes of a run on this machine, in the order in which they start.
 
     Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
-    device = _device(config, gpus)
-    taken = 0
+    planner = _Planner(config, gpus)
+    port = str(config.manager.port) if config.manager.port else "free port"
+    return [
+        planner.one("manager", 0, address=f"http://{config.manager.host}:{port}"),
+        *planner.gservers(range(config.gserver.count)),
+        *planner.model_workers(range(config.trainer.workers)),
+        planner.master(),
+        *(planner.one("rollout", index) for index in range(config.rollout.workers)),
+        *(planner.one("evaluator", index) for index in range(config.evaluation.enabled)),
+    ]
 
-    def one(role: PlanRole, index: int, *, address: str, ranks: int = 0) -> ProcessPlan:
+
+class Share(msgspec.Struct, frozen=True):
+    """Which part of the trainer one `streamrl trainer` is, of those that make it up together."""
+
+    node: int
+    """From 0."""
+    nodes: int
+    local: int = 0
+    """Its number among those on this machine, and how many these are: they divide the machine's GPUs."""
+    locals: int = 1
+
+    def ranks(self, workers: int) -> range:
+        """Return which of the `workers` model workers are its: as many as each other has, or one more."""
+        return range(self.node * workers // self.nodes, (self.node + 1) * workers // self.nodes)
+
+    def of(self, gpus: Sequence[str]) -> Sequence[str]:
+        """Return which of the machine's `gpus` are its."""
+        if len(gpus) < self.locals:
+            return [gpus[self.local % len(gpus)]] if gpus else []
+        return gpus[self.local * len(gpus) // self.locals : (self.local + 1) * len(gpus) // self.locals]
+
+
+def share_of(config: Config, *, node: int | None, nodes: int | None, environment: Mapping[str, str]) -> Share:
+    """Return which part of the trainer the `node`th of `nodes` is; None: as torchrun's variables in `environment` say.
+
+    torchrun numbers the processes that it starts (RANK of WORLD_SIZE, and LOCAL_RANK of LOCAL_WORLD_SIZE on this
+    machine): each of them is a node here, whether there is one on a machine or one for each GPU. Raises `ConfigError`
+    for numbers that cannot be, and where there would be nodes without a model worker.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if node is None and nodes is None:
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return Share(node=0, nodes=1)
+        try:
+            numbers = [int(environment.get(name, default)) for name, default in zip(names, "0101", strict=True)]
+        except ValueError as error:
+            told = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
+            raise ConfigError(
+                f"{told}: torchrun's variables are numbers; unset them, or give --node and --nodes"
+            ) from error
+        share = Share(*numbers)
+        said = f"RANK={share.node} of WORLD_SIZE={share.nodes}"
+    else:
+        share = Share(node=node or 0, nodes=nodes or 1)
+        said = f"--node {share.node} --nodes {share.nodes}"
+        if nodes is None:
+            raise ConfigError(f"--node {share.node}: say of how many, as --nodes N")
+    if not 0 <= share.node < share.nodes or not 0 <= share.local < share.locals:
+        raise ConfigError(f"{said}: nodes are numbered from 0 to {share.nodes - 1}")
+    if share.nodes > config.trainer.workers:
+        raise ConfigError(
+            f"{said}: there are only {config.trainer.workers} model workers (trainer.data_parallel * tensor_parallel * "
+            "pipeline_parallel), and each node has at least one"
+        )
+    return share
+
+
+def plan_trainer(config: Config, *, share: Share, master: bool, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+    """Return the model workers of `share`, and the `master` if it is here, in the order in which they start.
+
+    A trainer that is whole on this machine leaves the first `gpus` to the gservers, as in `plan`.
+    """
+    if share.nodes == 1:
+        return [p for p in plan(config, gpus=gpus) if p.role == "model_worker" or (p.role == "master" and master)]
+    planner = _Planner(config, share.of(gpus))
+    workers = list(planner.model_workers(share.ranks(config.trainer.workers)))
+    return [*workers, planner.master()] if master else workers
+
+
+def plan_pool(config: Config, role: PlanRole, *, indices: Sequence[int], gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+    """Return gservers or rollout workers that have machines of their own."""
+    planner = _Planner(config, gpus)
+    if role == "gserver":
+        return list(planner.gservers(indices))
+    return [planner.one(role, index) for index in indices]
+
+
+class _Planner:
+    """Plans processes one after another; those that compute models take turns with the GPUs."""
+
+    def __init__(self, config: Config, gpus: Sequence[str]) -> None:
+        self._config = config
+        self._gpus = gpus
+        self._device = _device(config, gpus)
+        self._taken = 0
+
+    def gservers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
+        ranks = _ranks_of_a_gserver(self._config)
+        for index in indices:
+            yield self.one("gserver", index, address=self._shown("http", self._config.gserver.host), ranks=ranks)
+
+    def model_workers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
+        for index in indices:
+            yield self.one("model_worker", index, address=self._shown("tcp", self._config.stream.host), ranks=1)
+
+    def master(self) -> ProcessPlan:
+        return self.one("master", 0, address=self._shown("tcp", self._config.stream.host))
+
+    def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
         """`ranks`: how many GPUs it can use."""
-        nonlocal taken
-        own = [gpus[(taken + rank) % len(gpus)] for rank in range(ranks)] if device == "cuda" and len(gpus) > 1 else []
-        taken += ranks
+        gpus, own = self._gpus, list[str]()
+        if self._device == "cuda" and len(gpus) > 1:
+            own = [gpus[(self._taken + rank) % len(gpus)] for rank in range(ranks)]
+        self._taken += ranks
         return ProcessPlan(
             role=role,
             index=index,
-            threads=threads_of(role, config),
-            device=(f"cuda (GPU {', '.join(own)})" if own else device) if ranks else "-",
+            threads=threads_of(role, self._config),
+            device=(f"cuda (GPU {', '.join(own)})" if own else self._device) if ranks else "-",
             gpus=own,
             address=address,
         )
 
-    manager_port = str(config.manager.port) if config.manager.port else "free port"
-    return [
-        one("manager", 0, address=f"http://{config.manager.host}:{manager_port}"),
-        *(
-            one(
-                "gserver",
-                index,
-                address=f"http://{config.gserver.host}:free port",
-                ranks=_ranks_of_a_gserver(config),
-            )
-            for index in range(config.gserver.count)
-        ),
-        *(
-            one(
-                "model_worker",
-                index,
-                address=f"tcp://{config.stream.host}:free port",
-                ranks=1,
-            )
-            for index in range(config.trainer.workers)
-        ),
-        one("master", 0, address=f"tcp://{config.stream.host}:free port"),
-        *(one("rollout", index, address="-") for index in range(config.rollout.workers)),
-        *(one("evaluator", index, address="-") for index in range(config.evaluation.enabled)),
-    ]
+    def _shown(self, scheme: str, host: str) -> str:
+        manager = self._config.manager.host
+        return f"{scheme}://{host or ('own address' if is_wildcard(manager) else manager)}:free port"
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
@@ -207,6 +264,7 @@ def command(
     manager_url: str | None = None,
     model_dir: Path | None = None,
     overrides: Sequence[str] = (),
+    advertise: str = "",
     components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
     """The command line of `process`: the one to type by hand, completed by what the launcher knows already."""
@@ -217,6 +275,8 @@ def command(
         words += ["--index", str(process.index)]
     if model_dir is not None:
         words += ["--model-dir", str(model_dir)]
+    if advertise:
+        words += ["--advertise", advertise]
     return words + _component_option(process.role, components)
 
 

@@ -20,8 +20,9 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
-from streamrl.launch.processes import COMPONENTS, PlanRole, gloo_environment, thread_environment, threads_of
+from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
+from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.keys import manager_key, read_key
 from streamrl.transport.manager_client import ControlClient
@@ -38,7 +39,7 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
     async def ask() -> int:
         client = ControlClient(manager_url, key=manager_key(config))
         try:
-            message = AskPlace(role=role, config_digest=config.digest())
+            message = AskPlace(role=role, config_digest=config.digest(), settings=config.shared_changes())
             return await client.place(message, patience=config.manager.join_timeout_seconds)
         finally:
             await client.close()
@@ -83,10 +84,12 @@ def run_manager(
     *,
     host: str | None,
     port: int | None,
+    advertise: str = "",
     on_ready: Callable[[str], None],
     component: str | None,
 ) -> int:
-    """The manager; answers its exit code. `host` and `port` replace those of the configuration."""
+    """The manager; answers its exit code. `host` and `port` replace those of the configuration; `advertise`: the
+    address that others are told."""
 
     def arguments(config: Config) -> dict[str, Any]:
         if config.run.resume_from is None and (config.run_dir / "metrics.jsonl").exists():
@@ -97,6 +100,7 @@ def run_manager(
         return {
             "host": config.manager.host if host is None else host,
             "port": config.manager.port if port is None else port,
+            "advertise": advertise,
             "on_ready": on_ready,
         }
 
@@ -112,8 +116,11 @@ def run_member(
     manager_url: str,
     model_dir: Path | None,
     component: str | None,
+    advertise: str = "",
 ) -> int:
     """A process that joins the manager at `manager_url`; answers its exit code.
+
+    `advertise`: the address by which others reach it; empty: that from which it reaches the manager.
 
     `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. Such a one that was
     started by hand asks the manager at the first signal to let it leave without loss.
@@ -121,8 +128,11 @@ def run_member(
     number = index if index is not None else _ask_place(role, config_file, overrides, manager_url=manager_url)
 
     def arguments(config: Config) -> dict[str, Any]:
+        patience = config.manager.join_timeout_seconds
+        reach = reach_towards(manager_url, advertise=advertise, patience=patience)
+        use_interface_of(reach.local)  # before the component makes a process group
         folder = _make_checkpoint(config) if model_dir is None else model_dir
-        return {"manager_url": manager_url, "index": number, "model_dir": folder}
+        return {"manager_url": manager_url, "index": number, "model_dir": folder, "advertise": advertise}
 
     def leave(config: Config) -> Component:
         return lambda: ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
@@ -162,6 +172,7 @@ def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: 
     """One rank of a replay of the record in `run_dir`; answers its exit code."""
 
     def arguments(config: Config) -> dict[str, Any]:
+        use_interface_of(LOCAL.local)
         return {"run_dir": run_dir, "index": index, "last_step": last_step, "meeting_place": meeting_place}
 
     return _run_role("model_worker", index, config_file, (), REPLAY, arguments)
@@ -192,7 +203,6 @@ def _run_role(
         if leave is not None and lifeline is None:
             on_first_signal.append(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
-        os.environ.update(gloo_environment(config.weights.host))
         avoid_broken_instructions()
         serve = _load(component or COMPONENTS[role])
         keywords = arguments(config)

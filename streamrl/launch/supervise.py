@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 
 from streamrl import essential
+from streamrl.config import Config, GserverConfig
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.children import Child, Children
 from streamrl.launch.processes import PlanRole
@@ -65,6 +65,16 @@ class Restarts:
         return max(0.0, begin - now)
 
 
+def restarts_of(config: Config, role: PlanRole) -> Restarts:
+    """Return how often, and how soon, processes of `role` are started again."""
+    settings = config.gserver if role == "gserver" else config.rollout
+    return Restarts(
+        most=settings.max_restarts if isinstance(settings, GserverConfig) else settings.restarts,
+        window=settings.restart_window_seconds,
+        delay=settings.restart_delay_seconds,
+    )
+
+
 # --- supervise ---
 
 log = logging.getLogger(__name__)
@@ -88,12 +98,13 @@ async def never(child: Child, status: Status | None) -> bool:
 
 
 async def until_finished(children: Children, *, client: ControlClient, goes_on: GoOn = never) -> None:
-    """Wait until the master has ended well and all others had time to leave.
+    """Wait until the master has ended well and all others had time to leave; where it is on another machine, until
+    all have left.
 
     `goes_on` is asked about each child that died before the end of the run. Raises `ProcessDied` when the run cannot
     go on.
     """
-    watching = essential.begin(_end_who_is_silent(children, client), name="the watch over silence")
+    watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
     try:
         await _until_the_master_has_ended(children, client, goes_on)
     finally:
@@ -102,7 +113,7 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     await _let_leave(children)
 
 
-async def _end_who_is_silent(children: Children, client: ControlClient) -> None:
+async def end_who_is_silent(children: Children, client: ControlClient) -> None:
     """End those by force that hang, or were stopped: their work is done by others already, and they are replaced."""
     changes = 0
     retry = Retry("to ask the manager who is silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
@@ -118,11 +129,11 @@ async def _end_who_is_silent(children: Children, client: ControlClient) -> None:
             if silence.over:
                 return
             changes = silence.changes
-            silent = {(process.pid, process.host) for process in silence.processes}
+            silent = {(process.role, process.index, process.pid) for process in silence.processes}
             for child in children.running:
                 if child.process is None or child.process.role not in REPLACED:
                     continue
-                if (child.pid, socket.gethostname()) not in silent:
+                if (child.process.role, child.process.index, child.pid) not in silent:
                     if child in ending:
                         ending.pop(child).cancel()  # it is heard of again
                 elif child not in ending:
@@ -144,7 +155,7 @@ async def _until_the_master_has_ended(children: Children, client: ControlClient,
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
         if child.exit_code == 0 and state in ("finished", "unknown"):
             log.debug("%s left", child.name)
-            if child.process.role == "master":
+            if child.process.role == "master" or not children.running:
                 break
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)

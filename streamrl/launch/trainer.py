@@ -1,6 +1,7 @@
-"""`streamrl trainer`: a trainer pool on this machine, for a run whose manager is somewhere already.
+"""`streamrl trainer`: a trainer pool, or the part of one that is on this machine, for a run whose manager is somewhere
+already.
 
-Owns the master and its model workers; their output goes where the launcher's goes.
+Owns model workers, and the master if that is here; their output goes where the launcher's goes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.launch.children import Children
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
-from streamrl.launch.processes import COMPONENTS, checkpoint_command, command, plan, thread_environment, visible_gpus
+from streamrl.launch.processes import (
+    COMPONENTS,
+    Share,
+    checkpoint_command,
+    command,
+    plan_trainer,
+    thread_environment,
+    visible_gpus,
+)
 from streamrl.launch.supervise import until_finished
 from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
@@ -27,10 +36,13 @@ async def run_trainer(
     config_file: Path,
     overrides: Sequence[str],
     manager_url: str,
+    share: Share,
+    master: bool,
+    advertise: str = "",
     model_dir: Path | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> None:
-    """Start master and model workers, and watch them until the run is over.
+    """Start the model workers of `share`, and the `master`, and watch them until the run is over.
 
     Raises `ProcessDied` when one of them died; none is left then.
     """
@@ -49,17 +61,17 @@ async def run_trainer(
             )
         client = ControlClient(manager_url, key=manager_key(config), timeout=STATUS_SECONDS)
         try:
-            for process in plan(config, gpus=visible_gpus()):
-                if process.role in ("model_worker", "master"):
-                    words = command(
-                        process,
-                        config_file=config_file,
-                        overrides=overrides,
-                        manager_url=manager_url,
-                        model_dir=model_dir,
-                        components=components,
-                    )
-                    await children.start(process, words)
+            for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
+                words = command(
+                    process,
+                    config_file=config_file,
+                    overrides=overrides,
+                    manager_url=manager_url,
+                    model_dir=model_dir,
+                    advertise=advertise,
+                    components=components,
+                )
+                await children.start(process, words)
             await until_finished(children, client=client)
         finally:
             await client.close()

@@ -36,10 +36,11 @@ ASK_SECONDS = 1.0
 """Between two questions for a gserver while there is none."""
 
 
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
     """Evaluate whenever the manager says so, until the run is over or the task is cancelled.
 
-    Raises `ConfigError` when the configuration has no evaluation.
+    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager. Raises
+    `ConfigError` when the configuration has no evaluation.
     """
     if not config.evaluation.enabled:
         raise ConfigError("[evaluation] does not say when to evaluate; set for example evaluation.every_steps")
@@ -56,6 +57,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         role="evaluator",
         index=index,
         manager_url=manager_url,
+        advertise=advertise,
         activity=Activity(idle="the next evaluation"),
         work=work,
     )

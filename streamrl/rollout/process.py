@@ -26,6 +26,7 @@ from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows.base import Workflow, load_workflow
+from streamrl.transport.addresses import LOCAL, Reach, reach_towards
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import gserver_key, is_loopback, manager_key, read_key
@@ -42,6 +43,8 @@ class Joined:
 
     control: ControlClient
     membership: Membership
+    reach: Reach
+    """How others reach this process."""
     activity: Activity
     at_exit: AsyncExitStack
     """What the work opens and what is closed when the process leaves; not by the work's own task, whose cancellation
@@ -54,23 +57,23 @@ async def serve_until_over(
     role: Role,
     index: int,
     manager_url: str,
+    advertise: str,
     activity: Activity,
     work: Callable[[Joined], Coroutine[Any, Any, None]],
 ) -> None:
     """Do `work` as `role`/`index` until it ends, the run is over, or the task is cancelled.
 
     Joins the run first and leaves it at the end, after closing what the work has opened. An error of the work is told
-    to the manager, which stops the run, and raised; so is the loss of the manager.
+    to the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
     """
+    reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as at_exit:
         control = ControlClient(manager_url, key=manager_key(config))
         at_exit.push_async_callback(control.close)
-        membership = Membership(
-            control, role=role, index=index, address="", config_digest=config.digest(), stats=activity.stats
-        )
+        membership = Membership(control, role=role, index=index, address="", config=config, stats=activity.stats)
         await membership.join(patience=config.manager.join_timeout_seconds)
         at_exit.push_async_callback(membership.leave)
-        joined = Joined(control=control, membership=membership, activity=activity, at_exit=at_exit)
+        joined = Joined(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
         working = asyncio.create_task(work(joined), name=membership.name)
         stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
         try:
@@ -144,15 +147,20 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     model = Path(config.model.path).name
     own = config.rollout.sampling
     sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
-    if agent.remote and not is_loopback(agent.host) and not agent.api_key_env:
-        raise ConfigError("rollout.agent.host is open to others: it needs an api_key_env, or anyone may take episodes")
+    reach = joined.reach if agent.remote or agent.host else LOCAL
+    listening = reach.listening(agent.host)
+    if agent.remote and not is_loopback(listening.at) and not agent.api_key_env:
+        raise ConfigError(
+            f"agents are served at {listening.at}, which is open to others: rollout.agent needs an api_key_env, or "
+            "anyone may take episodes"
+        )
     gateway = Gateway(
         episodes,
         model=model,
         sampling=sampling,
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
-        host=agent.host,
+        listening=listening,
         port=agent.port + joined.membership.index if agent.port else 0,
     )
     joined.at_exit.push_async_callback(gateway.close)

@@ -30,8 +30,11 @@ UNIFORM_WARNING_GROUPS = 100
 """So many groups in a row whose responses all scored the same are worth a warning."""
 
 
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Run rollout worker `index` until the run is over, or the task is cancelled."""
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
+    """Run rollout worker `index` until the run is over, or the task is cancelled.
+
+    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    """
     synchronous = config.trainer.graph == SYNCHRONOUS
 
     async def work(joined: Joined) -> None:
@@ -45,6 +48,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         role="rollout",
         index=index,
         manager_url=manager_url,
+        advertise=advertise,
         activity=Activity(idle="the master's calls" if synchronous else "room in the ledger"),
         work=work,
     )

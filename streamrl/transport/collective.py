@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PublicationError
+from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 
 AT_ONCE = 4
@@ -78,8 +79,7 @@ def form_group(
         )
     except (RuntimeError, ValueError) as error:
         raise PublicationError(
-            f"process group {name}: rank {rank} of {world_size} could not meet the others at "
-            f"{address}:{port} within {timeout:.0f} s: {error}"
+            f"process group {name}: {_not_met(rank, world_size, backend, address, port, timeout)}: {error}"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
@@ -101,8 +101,15 @@ def join_world(
         )
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
-            f"rank {rank} of {world_size} could not meet the others at {address}:{port} within {timeout:.0f} s: {error}"
+            f"the trainer's process group: {_not_met(rank, world_size, backend, address, port, timeout)}: {error}"
         ) from error
+
+
+def _not_met(rank: int, world_size: int, backend: str, address: str, port: int, timeout: float) -> str:
+    return (
+        f"rank {rank} of {world_size} ({backend} at {meeting_interface(backend)}) could not meet the others, "
+        f"with rank 0 at {address}:{port}, within {timeout:.0f} s"
+    )
 
 
 def destroy_group(group: Any) -> None:
@@ -167,10 +174,18 @@ class Broadcaster:
     reads_once = False
 
     def __init__(
-        self, config: WeightsConfig, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device
+        self,
+        config: WeightsConfig,
+        *,
+        listening: Listening = LOOPBACK,
+        backend: Literal["gloo", "nccl"],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`listening`: where the others meet this end."""
         self.dtype = dtype
         self._config = config
+        self._listening = listening
         self._backend: Literal["gloo", "nccl"] = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         """Where a weight is when it is sent."""
@@ -191,14 +206,14 @@ class Broadcaster:
     def announce(self) -> Broadcast:
         """Return what is to be sent, and where to meet for it."""
         if self._store is None:
-            self._store = open_store(self._config.host)
+            self._store = open_store(self._listening.at)
         dtype = dtype_name(self.dtype)
         return Broadcast(
             buckets=[
                 [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
                 for bucket in self._buckets
             ],
-            master_address=self._config.host,
+            master_address=self._listening.announced,
             master_port=self._store.port,
             backend=self._backend,
             group_name=self._group_name,
@@ -234,7 +249,7 @@ class Broadcaster:
     def _form(self, begin: PublishBeginReply) -> None:
         self._leave()
         self._group = form_group(
-            address=self._config.host,
+            address=self._listening.announced,
             port=self._store.port,
             rank=0,
             world_size=begin.world_size,

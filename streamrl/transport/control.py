@@ -36,6 +36,7 @@ One address, the manager's URL, is enough to join a run.
 | GET /evaluations | master | waits for reports of evaluations after the n-th |
 | GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
+| GET /publish/machines | publisher | on which machines the gservers are |
 | GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | GET /compared | master | what they have scored |
@@ -70,6 +71,11 @@ class Register(msgspec.Struct, frozen=True):
     config_digest: str
     pid: int
     host: str
+    """Its name, for people."""
+    settings: dict[str, Any] = {}
+    """`Config.shared_changes`: to say what differs where the digest does."""
+    machine: str = ""
+    """`machine_identity`: alike for processes that share memory."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -123,6 +129,8 @@ class AskPlace(msgspec.Struct, frozen=True):
 
     role: Role
     config_digest: str
+    settings: dict[str, Any] = {}
+    """As in `Register`."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -348,11 +356,18 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """Weights that lie in a folder, as safetensors."""
 
     folder: str
-    host: str = ""
-    """The only host that can read it; empty: every host has the folder."""
+    machine: str = ""
+    """The only one that can read it, as in `Register`; empty: every host has the folder."""
 
-    def readable_on(self, host: str) -> bool:
-        return self.host in ("", host)
+    def readable_on(self, machine: str) -> bool:
+        return self.machine in ("", machine)
+
+
+class GserverMachines(msgspec.Struct, frozen=True):
+    """Where the gservers are that are not silent."""
+
+    machines: list[str]
+    """As in `Register`, each once."""
 
 
 class PublishBegin(msgspec.Struct, frozen=True):

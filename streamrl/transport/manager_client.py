@@ -34,6 +34,7 @@ from streamrl.transport.control import (
     EvaluationRoute,
     FinishRun,
     GroupChanges,
+    GserverMachines,
     Heartbeat,
     HeartbeatReply,
     InFlight,
@@ -187,6 +188,10 @@ class ControlClient:
     async def evaluations(self, after: int) -> EvaluationReports:
         """Reports after the first `after`; none after a long poll without any."""
         return await self._get_patiently(f"/evaluations?after={after}", EvaluationReports)
+
+    async def gserver_machines(self) -> GserverMachines:
+        """On which machines the gservers are."""
+        return await self._get_patiently("/publish/machines", GserverMachines)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
         return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 
 from streamrl import essential
+from streamrl.config import Config
 from streamrl.errors import PeerLost, StreamRLError, first_error
+from streamrl.machine import machine_identity
 from streamrl.records.metrics import finite
 from streamrl.transport.control import Heartbeat, Leave, Register, Role
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
@@ -43,7 +45,7 @@ class Membership:
         role: Role,
         index: int,
         address: str,
-        config_digest: str,
+        config: Config,
         stats: Callable[[], dict[str, float]] = dict,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
@@ -58,7 +60,7 @@ class Membership:
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
         self._address = address
-        self._digest = config_digest
+        self._config = config
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
@@ -103,9 +105,11 @@ class Membership:
                 role=self.role,
                 index=self.index,
                 address=self._address,
-                config_digest=self._digest,
+                config_digest=self._config.digest(),
+                settings=self._config.shared_changes(),
                 pid=os.getpid(),
                 host=socket.gethostname(),
+                machine=machine_identity(),
             ),
             patience=patience,
         )

@@ -29,6 +29,7 @@ import time
 from contextlib import suppress
 from enum import Enum
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -36,6 +37,7 @@ import zmq
 from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
+from streamrl.transport.addresses import url_of
 from streamrl.transport.liveness import LastHeard, next_silence
 from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
 from streamrl.types import TrajectoryGroup
@@ -83,7 +85,17 @@ _decoder = msgspec.msgpack.Decoder(Ask | codec.GroupHeader)
 class GroupPuller:
     """Receives groups and stores them in `sink`, from `start` to `close`."""
 
-    def __init__(self, sink: GroupSink, *, host: str, port: int, limits: codec.Limits, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        sink: GroupSink,
+        *,
+        host: str,
+        port: int,
+        limits: codec.Limits,
+        silence_seconds: float,
+        announced: str = "",
+    ) -> None:
+        """`announced`: the address that pushers are told, if it is another one than `host`."""
         self.limits = limits
         """May be replaced at any time, from any thread."""
         self._sink = sink
@@ -99,7 +111,8 @@ class GroupPuller:
         self._socket.set(zmq.LINGER, LINGER_MS)
         keep_alive(self._socket)
         self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
-        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        bound: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.endpoint = url_of(announced, urlsplit(bound).port or port, scheme="tcp") if announced else bound
         self._thread = essential.thread(self._run, name=f"the ingress at {self.endpoint}")
 
     @property

@@ -35,6 +35,7 @@ import zmq.asyncio
 
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.transport.addresses import url_of
 from streamrl.transport.liveness import LastHeard
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,10 @@ class RequestChannel(Generic[Notice]):
         notice_type: type[Notice],
         on_notice: Callable[[int, Notice], None],
         name_of: Callable[[int], str] = "model_worker/{}".format,
+        announced: str = "",
     ) -> None:
-        """Listen at `host`, at any free port. `on_notice` is called with the worker's number and each notice of its;
+        """Listen at `host`, at any free port, and tell others that it is at `announced`, if that is another address.
+        `on_notice` is called with the worker's number and each notice of its;
         `name_of` gives a worker's name for messages."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -112,7 +115,7 @@ class RequestChannel(Generic[Notice]):
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started anew takes its name over
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
+        self.endpoint = url_of(announced or host, port, scheme="tcp")
         self._encoder = msgspec.msgpack.Encoder()
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice

@@ -14,6 +14,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.manager import process as manager_module
 from streamrl.ledger import Fate
+from streamrl.machine import machine_identity
 from streamrl.transport.control import (
     Admission,
     Admit,
@@ -70,9 +71,19 @@ class Run:
         self.client = ControlClient(url, timeout=10.0)
 
     def registration(
-        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, host: str = "here"
+        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, machine: str | None = None
     ) -> Register:
-        return Register(role=role, index=index, address=address, config_digest=self.config.digest(), pid=pid, host=host)
+        """`machine`: None: this one."""
+        return Register(
+            role=role,
+            index=index,
+            address=address,
+            config_digest=self.config.digest(),
+            settings=self.config.shared_changes(),
+            pid=pid,
+            host="here",
+            machine=machine_identity() if machine is None else machine,
+        )
 
     async def register(
         self,
@@ -81,10 +92,10 @@ class Run:
         *,
         address: str = "",
         pid: int = 1,
-        host: str = "here",
+        machine: str | None = None,
         digest: str | None = None,
     ) -> RegisterReply:
-        message = self.registration(role, index, address=address, pid=pid, host=host)
+        message = self.registration(role, index, address=address, pid=pid, machine=machine)
         if digest is not None:
             message = msgspec.structs.replace(message, config_digest=digest)
         return await self.client.register(message, patience=5.0)

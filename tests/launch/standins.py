@@ -36,7 +36,7 @@ def checkpoint(config: Config) -> Path:
     return config.run_dir
 
 
-async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+async def manager(config: Config, *, host: str, port: int, advertise: str, on_ready: Callable[[str], None]) -> None:
     """Answers /status; the run is finished once the master said so."""
     over = asyncio.Event()
     state = {"state": "running", "message": ""}
@@ -89,23 +89,23 @@ async def manager(config: Config, *, host: str, port: int, on_ready: Callable[[s
         await runner.cleanup()
 
 
-async def gserver(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def gserver(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
     await _member(config, "gserver", manager_url, index)
 
 
-async def model_worker(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def model_worker(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
     await _member(config, "model_worker", manager_url, index)
 
 
-async def rollout(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def rollout(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
     await _member(config, "rollout", manager_url, index)
 
 
-async def evaluator(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def evaluator(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
     await _member(config, "evaluator", manager_url, index)
 
 
-async def master(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
+async def master(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
     """Writes what a master writes, waits until all are there, and ends the run if it is to."""
     import aiohttp
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +15,9 @@ from streamrl.errors import ConfigError
 from streamrl.launch.local import claim_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
-    GLOO_INTERFACE,
     STOP_ORDER,
     command,
     fitted,
-    gloo_environment,
     plan,
     visible_gpus,
 )
@@ -156,21 +152,6 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir"):
         claim_run_dir(config(dir=str(tmp_path / "file")))
-
-
-def test_gloo_listens_at_the_interface_of_the_run_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
-    interfaces = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        for address in addresses:
-            if address.family == socket.AF_INET:
-                assert gloo_environment(address.address) == {GLOO_INTERFACE: name}
-    loopback = gloo_environment("localhost")[GLOO_INTERFACE]
-    assert any(address.address == "127.0.0.1" for address in interfaces[loopback])
-    assert gloo_environment("127.0.0.7") == {GLOO_INTERFACE: loopback}
-    assert gloo_environment("192.0.2.254") == {}, "of another machine"
-    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
-    assert gloo_environment("127.0.0.1") == {}
 
 
 def test_the_environment_is_set_before_torch_is_loaded() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLost, WireError
 from streamrl.essential import ends_with_its_work
 from streamrl.ledger import Fate
@@ -288,7 +289,7 @@ class FakeManager:
 async def joined(manager: FakeManager, **options: Any) -> AsyncIterator[Membership]:
     async with server(manager.handle) as url:
         client = ControlClient(url)
-        membership = Membership(client, role="rollout", index=2, address="", config_digest="d", **options)
+        membership = Membership(client, role="rollout", index=2, address="", config=Config(), **options)
         await membership.join(patience=1.0)
         try:
             yield membership

@@ -50,6 +50,7 @@ class Manager:
         *,
         client: GenerationClient,
         timeline: Timeline,
+        open_to_others: bool = False,
         long_poll_seconds: float = LONG_POLL_SECONDS,
         master_patience_seconds: float = MASTER_PATIENCE_SECONDS,
     ) -> None:
@@ -103,6 +104,7 @@ class Manager:
             on_heard=self._heard,
             on_silent=self._fell_silent,
             long_poll_seconds=long_poll_seconds,
+            open_to_others=open_to_others,
         )
         rerouting = Rerouting(
             fleet=self._fleet,

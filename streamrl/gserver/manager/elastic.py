@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
-from streamrl.errors import ConfigError, PeerError, StreamRLError
+from streamrl.errors import PeerError, StreamRLError
+from streamrl.gserver.manager.configuration import SharedConfiguration
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
@@ -43,7 +44,7 @@ class ElasticPools:
         on_left: Callable[[Member], None],
     ) -> None:
         self._config = config
-        self._digest = config.digest()
+        self._configuration = SharedConfiguration(config)
         self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
         self._registry = registry
         self._fleet = fleet
@@ -61,11 +62,7 @@ class ElasticPools:
         Raises `PeerError` for a role whose number is fixed, `ConfigError` for another configuration.
         """
         first = self._configured_count(message.role, "join a running run under a new number")
-        if message.config_digest != self._digest:
-            raise ConfigError(
-                f"a new {message.role} has another configuration than the manager: {message.config_digest} instead of "
-                f"{self._digest}; start it with the same file and the same overrides ([run] and [manager] may differ)"
-            )
+        self._configuration.check(message, who=f"a new {message.role}")
         now = time.monotonic()
         index = first
         while self._taken(message.role, index, now=now):

@@ -111,6 +111,7 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
         "/finish_run": _post(FinishRun, manager.finish_run),
     }
     gets = {
+        "/publish/machines": _get(lambda call: weights.machines()),
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
         "/compared": _get(lambda call: manager.comparisons.compared(_count(call, "version"))),

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, PeerError
+from streamrl.gserver.manager.configuration import SharedConfiguration
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.records.timeline import HeartbeatEntry, Timeline
+from streamrl.transport.addresses import host_of
 from streamrl.transport.control import (
     Heartbeat,
     HeartbeatReply,
@@ -29,6 +32,7 @@ from streamrl.transport.control import (
     SilentProcess,
     Topology,
 )
+from streamrl.transport.keys import is_loopback
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,8 @@ log = logging.getLogger(__name__)
 
 class Members:
     """`patience`: seconds without a word after which a process of each role counts as silent.
+
+    `open_to_others`: whether the manager can be reached from other machines, so that all must be.
 
     `on_heard` is called whenever a member said something; its `stats` are then those of its last heartbeat.
     """
@@ -54,8 +60,10 @@ class Members:
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
         long_poll_seconds: float,
+        open_to_others: bool = False,
     ) -> None:
-        self._digest = config.digest()
+        self._configuration = SharedConfiguration(config)
+        self._open = open_to_others
         self._elastic = config.trainer.graph != SYNCHRONOUS
         """Whether groups are given to whichever rollout workers there are."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
@@ -76,11 +84,12 @@ class Members:
         Raises `ConfigError` when it has another configuration than the manager.
         """
         who = f"{message.role}/{message.index}"
-        if message.config_digest != self._digest:
+        self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")
+        if self._open and is_loopback(host_of(message.address)):
             raise ConfigError(
-                f"{who} (process {message.pid} on {message.host}) has another configuration than the manager: "
-                f"{message.config_digest} instead of {self._digest}; start all processes of a run with the same "
-                "file and the same overrides ([run] and [manager] may differ)"
+                f"{who} (process {message.pid} on {message.host}) announces {message.address}, which only its own "
+                "machine reaches, while the manager is open to others: join with the manager's address that others "
+                "use in place of localhost, leave the hosts in the configuration empty, or give --advertise ADDRESS"
             )
         now = time.monotonic()
         registered = self._registry.registered(message)
@@ -179,20 +188,11 @@ class Members:
 
     def _record(self, message: Register, *, now: float) -> Member:
         """Return a new record of the process that registers."""
+        sender: dict[str, Any] = {"pid": message.pid, "host": message.host, "machine": message.machine}
         patience = self._patience[message.role]
         if message.role == "gserver":
-            return Gserver(
-                message.index, message.address, pid=message.pid, host=message.host, now=now, patience=patience
-            )
-        return Member(
-            message.role,
-            message.index,
-            message.address,
-            pid=message.pid,
-            host=message.host,
-            now=now,
-            patience=patience,
-        )
+            return Gserver(message.index, message.address, **sender, now=now, patience=patience)
+        return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
 
     def _goes_on_without(self, member: Member) -> bool:
         """Whether others do the work of `member`, which gives up.

@@ -16,6 +16,7 @@ from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
 from streamrl.records.timeline import Timeline
+from streamrl.transport.addresses import Reach, is_wildcard, reach_of_manager, url_of
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import HttpServer
 from streamrl.transport.keys import gserver_key, is_loopback, manager_key
@@ -30,13 +31,22 @@ LINGER_SECONDS = 1.0
 """After the last was told: who leaves may still ask for the run's final figures."""
 
 
-async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    advertise: str = "",
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """Manage a run until it is over and everyone was told, or until cancelled.
 
-    `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, `ConfigError`
-    when the key that the configuration asks for is not set.
+    `advertise`: the address by which others reach the manager; empty: `host`, or where that stands for all addresses of
+    this machine, the one from which it reaches others. `on_ready` is called with the URL. Raises `StreamRLError` when
+    the address cannot be had, `ConfigError` when the key that the configuration asks for is not set.
     """
     key = manager_key(config)
+    reach = reach_of_manager(host, advertise=advertise)
     if not key and not is_loopback(host):
         log.warning(
             "the manager listens at %s without a key: whoever reaches it can steer the run; "
@@ -48,11 +58,11 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
-        manager = Manager(config, client=client, timeline=timeline)
+        manager = Manager(config, client=client, timeline=timeline, open_to_others=not reach.loopback)
         listener = server(manager, key=key, key_variable=config.manager.api_key_env)
         stack.push_async_callback(listener.close, patience=SHUTDOWN_SECONDS)
         stack.push_async_callback(manager.close)
-        url = await _listen(listener, host, port)
+        url = await _listen(listener, host, port, reach)
         log.info("the manager of run %r listens at %s", config.run.name, url)
         if on_ready is not None:
             on_ready(url)
@@ -63,7 +73,7 @@ async def serve(config: Config, *, host: str, port: int, on_ready: Callable[[str
             watching.cancel()
 
 
-async def _listen(server: HttpServer, host: str, port: int) -> str:
+async def _listen(server: HttpServer, host: str, port: int, reach: Reach) -> str:
     """Listen, and return the URL."""
     try:
         address, bound = await server.listen(host, port)
@@ -72,4 +82,8 @@ async def _listen(server: HttpServer, host: str, port: int) -> str:
             f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
             "is another one running there? choose another manager.port, or 0 for any"
         ) from error
-    return f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}"
+    if is_loopback(address) and not is_loopback(host):
+        log.warning(
+            "manager.host = %r stands for %s here, which no other machine reaches: give an address", host, address
+        )
+    return url_of(reach.announced if reach.told or is_wildcard(host) else address, bound)

@@ -29,15 +29,18 @@ class Member:
         *,
         pid: int = 0,
         host: str = "",
+        machine: str = "",
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        """`host` as it calls itself; `patience`: seconds without a word after which it counts as silent."""
+        """`host` as it calls itself; `machine`: alike for processes that share memory; `patience`: seconds without a
+        word after which it counts as silent."""
         self.role: Role = role
         self.index = index
         self.address = address
         self.pid = pid
         self.host = host
+        self.machine = machine
         self.last_heard = LastHeard(now=now, patience=patience)
         self.stats: dict[str, float] = {}
         """Of its last heartbeat."""

@@ -21,6 +21,7 @@ from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.records import progress
+from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.keys import gserver_key, is_loopback, manager_key
 from streamrl.transport.manager_client import ControlClient
@@ -32,23 +33,28 @@ SHUTDOWN_SECONDS = 1.0
 """How long open requests may go on when the gserver stops."""
 
 
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Serve `model_dir` until the run is over."""
-    if not gserver_key(config) and not is_loopback(config.gserver.host):
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
+    """Serve `model_dir` until the run is over.
+
+    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    """
+    reach = reach_towards(manager_url, advertise=advertise)
+    listening = reach.listening(config.gserver.host)
+    if not gserver_key(config) and not is_loopback(listening.at):
         log.warning(
             "gserver/%d listens at %s without a key: whoever reaches it can generate and change its weights; "
             "set gserver.api_key_env to the name of an environment variable that holds one",
-            *(index, config.gserver.host),
+            *(index, listening.at),
         )
     client = ControlClient(manager_url, key=manager_key(config))
     try:
-        async with running(config, index=index, model_dir=model_dir) as (engine, url):
+        async with running(config, index=index, model_dir=model_dir, listening=listening) as (engine, url):
             membership = Membership(
                 client,
                 role="gserver",
                 index=index,
                 address=url,
-                config_digest=config.digest(),
+                config=config,
                 stats=engine.stats,
             )
             await membership.join(patience=config.manager.join_timeout_seconds)
@@ -83,7 +89,9 @@ async def _until_over(membership: Membership, engine: Served) -> None:
 
 
 @asynccontextmanager
-async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Served, str]]:
+async def running(
+    config: Config, *, index: int, model_dir: Path, listening: Listening = LOOPBACK
+) -> AsyncIterator[tuple[Served, str]]:
     """What answers requests, and the URL at which it does."""
     # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
     prompt_cache = config.weights.pause_mode != "in_place"
@@ -104,6 +112,7 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
         device = resolve_device(config.run.device, index=index, each=config.gserver.sglang.tensor_parallel)
         async with sglang_server(
             config.gserver,
+            listening=listening,
             index=index,
             model_dir=model_dir,
             device=str(device),
@@ -116,16 +125,18 @@ async def running(config: Config, *, index: int, model_dir: Path) -> AsyncIterat
         ) as server:
             yield server, server.url
     else:
-        async with _embedded(config, index=index, model_dir=model_dir) as served:
+        async with _embedded(config, index=index, model_dir=model_dir, listening=listening) as served:
             yield served
 
 
 @asynccontextmanager
-async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[tuple[Engine, str]]:
+async def _embedded(
+    config: Config, *, index: int, model_dir: Path, listening: Listening
+) -> AsyncIterator[tuple[Engine, str]]:
     """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
     engine = make_engine(config, index=index, model_dir=model_dir, text=text)
-    sender = WeightSender(engine, config=config.weights, host=config.gserver.host)
+    sender = WeightSender(engine, config=config.weights, listening=listening)
     server = Server(engine, text=text, sender=sender)
     await engine.start()
     try:
@@ -137,10 +148,9 @@ async def _embedded(config: Config, *, index: int, model_dir: Path) -> AsyncIter
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, config.gserver.host, 0)
+            site = web.TCPSite(runner, listening.at, 0)
             await site.start()
-            host, port = runner.addresses[0][:2]
-            yield engine, f"http://{host}:{port}"
+            yield engine, url_of(listening.announced, runner.addresses[0][1])
         finally:
             await asyncio.shield(runner.cleanup())
     finally:

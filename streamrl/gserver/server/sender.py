@@ -17,6 +17,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.gserver.server.engine import Engine, Refused
 from streamrl.gserver.server.receiver import CLOSING_SECONDS, in_thread
+from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster, backend_for
 from streamrl.transport.control import Broadcast, PublishBeginReply
 from streamrl.transport.generation import OfferWeights, SendWeights
@@ -27,11 +28,12 @@ log = logging.getLogger(__name__)
 class WeightSender:
     """Owns the offers of one gserver, by the name of their process group."""
 
-    def __init__(self, engine: Engine, *, config: WeightsConfig, host: str) -> None:
-        """`host`: where the other end meets this one."""
+    def __init__(self, engine: Engine, *, config: WeightsConfig, listening: Listening) -> None:
+        """`listening`: where the other end meets this one."""
         self._engine = engine
         # Nobody needs this end's checksums: the other's are compared with those of the weights as they were trained.
-        self._config = msgspec.structs.replace(config, host=host, checksum=False)
+        self._config = msgspec.structs.replace(config, checksum=False)
+        self._listening = listening
         self._offers: dict[str, Broadcaster] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
 
@@ -45,7 +47,9 @@ class WeightSender:
         for name in [name for name in self._offers if not self._is_sending(name)]:
             await self.leave(name)  # whoever asked for it did not come back
         backend = backend_for(self._config, lent.device)
-        carrier = Broadcaster(self._config, backend=backend, dtype=lent.dtype, device=lent.device)
+        carrier = Broadcaster(
+            self._config, listening=self._listening, backend=backend, dtype=lent.dtype, device=lent.device
+        )
         carrier.prepare(message.version, lent)
         announced = await in_thread(carrier.announce)
         self._offers[message.group_name] = carrier

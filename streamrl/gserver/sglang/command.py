@@ -15,6 +15,7 @@ import msgspec
 
 from streamrl.config import GserverConfig
 from streamrl.gserver.sglang import entry
+from streamrl.transport.addresses import LOOPBACK
 
 LEAST_CACHE_TOKENS = 32768
 """Least size of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
@@ -33,6 +34,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """What a server is started with besides its section of the configuration."""
 
     model_dir: Path
+    host: str = LOOPBACK.at
+    """Where it listens."""
     port: int
     device: str
     """`cpu`, or `cuda:N` with N among the devices that this process sees; the first of several ranks has it."""
@@ -48,7 +51,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     kind, _, number = launch.device.partition(":")
     flags = [
         f"--model-path={launch.model_dir}",
-        f"--host={settings.host}",
+        f"--host={launch.host}",
         f"--port={launch.port}",
         f"--device={kind}",
         f"--tp-size={settings.sglang.tensor_parallel}",

@@ -31,6 +31,7 @@ from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.sglang.monitor import Monitor, monitoring
+from streamrl.transport.addresses import LOOPBACK, Listening, is_wildcard, url_of
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ STACKS_SECONDS = 0.5
 async def sglang_server(
     settings: GserverConfig,
     *,
+    listening: Listening = LOOPBACK,
     index: int,
     model_dir: Path,
     device: str,
@@ -61,12 +63,14 @@ async def sglang_server(
 ) -> AsyncIterator[SglangServer]:
     """Start a server, wait until it answers, and end it afterwards.
 
-    Arguments as in `Launch`; `index`: the gserver's; `group_seconds`: the longest wait for the others of a weight
-    group; `key`: what callers must show. Raises as `until_ready` does, and `ModelError` if SGLang cannot be started.
+    Arguments as in `Launch`; `listening`: where, and what others are told; `index`: the gserver's; `group_seconds`: the
+    longest wait for the others of a weight group; `key`: what callers must show. Raises as `until_ready` does, and
+    `ModelError` if SGLang cannot be started.
     """
     launch = Launch(
         model_dir=model_dir,
-        port=free_port(settings.host),
+        host=listening.at,
+        port=free_port(listening.at),
         device=device,
         dtype=dtype,
         seed=seed % 2**31,
@@ -85,11 +89,11 @@ async def sglang_server(
     )
     process = await SglangProcess.start(words, variables)
     try:
-        url = f"http://{settings.host}:{launch.port}"
+        near = "127.0.0.1" if is_wildcard(listening.at) else listening.at
         async with monitoring(
-            url, key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
+            url_of(near, launch.port), key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
         ) as monitor:
-            server = SglangServer(process, monitor, url=url)
+            server = SglangServer(process, monitor, url=url_of(listening.announced, launch.port))
             began = time.monotonic()
             await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)

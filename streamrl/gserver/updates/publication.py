@@ -32,6 +32,7 @@ from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
 from streamrl.transport.control import (
     Broadcast,
+    GserverMachines,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
@@ -100,6 +101,10 @@ class WeightUpdates:
         now = self._update.status() if self._update else {"state": Stage.IDLE.value}
         last = msgspec.to_builtins(self.last) if self.last else None
         return {**now, "completed": self.completed, "failed": self.failed, "last": last}
+
+    async def machines(self) -> GserverMachines:
+        """Return on which machines the gservers are that are not silent."""
+        return GserverMachines(sorted({g.machine for g in self._fleet.all() if not g.silent}))
 
     async def begin(self, message: PublishBegin) -> PublishBeginReply:
         """Start an update and name its group; an update still in progress is rolled back first.
@@ -262,12 +267,12 @@ class WeightUpdates:
 
 
 def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
-    """Return the gservers on the host of the snapshot; raises `PublicationError` when there are only others."""
-    able = [g for g in gservers if snapshot.readable_on(g.host)]
+    """Return the gservers that can read the snapshot; raises `PublicationError` when there are only others."""
+    able = [g for g in gservers if snapshot.readable_on(g.machine)]
     far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
     problem = (
-        f"weights in shared memory reach gservers on {snapshot.host} alone, and not {far}; for several hosts set "
-        'weights.host to an address that all of them reach and weights.mode to "collective", or take "disk"'
+        f"weights in shared memory reach gservers on the trainer's host alone, and not {far}; for several hosts set "
+        'weights.mode to "auto" or "collective", or to "disk" where they share one'
     )
     if far and not able:
         raise PublicationError(problem)

@@ -2,8 +2,8 @@
 
 A gserver lacks them that came late, came back, or failed in an update. Three sources are tried in this order:
 
-- *files*, where the current weights lie in files: the gserver reads them at once;
-- *another gserver* that serves them, where they were broadcast: it sends them in a process group of two, to one gserver
+- *files*, where the current weights lie in files that it can read: the gserver reads them at once;
+- *another gserver* that serves them, where it cannot: it sends them in a process group of two, to one gserver
   at a time and beside its requests (`gserver/server/sender.py`);
 - *the publisher*, where no gserver can send them: the master hears that it is needed (`from_publisher`) and has the
   weights published once more, to those gservers alone (`PublishBegin.resync`).
@@ -48,6 +48,10 @@ class CurrentWeights:
     """Files that can be read at any time; None: they were broadcast."""
     checksums: dict[str, str]
     """Name → checksum of each weight as it was trained."""
+
+    def readable_by(self, gserver: Gserver) -> bool:
+        """Whether they lie in files that `gserver` can read."""
+        return self.snapshot is not None and self.snapshot.readable_on(gserver.machine)
 
 
 class Resyncs:
@@ -118,7 +122,9 @@ class Resyncs:
         current = self._current
         if current is None or current.version != self._version():
             return self._lacking()
-        return [] if current.snapshot is not None else [g for g in self._lacking() if not self._able_to_send(g)]
+        if current.snapshot is not None and self._config.mode == "shared_memory":
+            return []
+        return [g for g in self._lacking() if not current.readable_by(g) and not self._able_to_send(g)]
 
     def start(self) -> None:
         """Resync those that lack the current weights and have a source."""
@@ -127,14 +133,14 @@ class Resyncs:
         if self._updating() or self.closing or current is None or current.version != self._version():
             return
         for gserver in self._lacking():
-            if current.snapshot is None:
+            if current.snapshot is not None and current.readable_by(gserver):
+                self._begin(gserver, partial(self._from_files, gserver, current, current.snapshot))
+            else:
                 sending = set(self._senders.values())
                 free = [sender for sender in self._able_to_send(gserver) if sender not in sending]
                 if free:
                     sender = self._senders[gserver] = min(free, key=lambda g: g.load.requests)
                     self._begin(gserver, partial(self._from_gserver, gserver, sender, current))
-            elif current.snapshot.readable_on(gserver.host):
-                self._begin(gserver, partial(self._from_files, gserver, current, current.snapshot))
 
     def fail_if_unrecoverable(self) -> None:
         """The run ends when every gserver that lives has failed too often to take the current weights."""

@@ -28,6 +28,7 @@ from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRef
 from streamrl.rollout.agents.pipe import Lease
 from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, Call
+from streamrl.transport.addresses import LOOPBACK, Listening, url_of
 from streamrl.transport.keys import HEADER, admits
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Gateway:
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         leases: Leases | None = None,
         lease_key: str = "",
-        host: str = "127.0.0.1",
+        listening: Listening = LOOPBACK,
         port: int = 0,
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
@@ -159,7 +160,7 @@ class Gateway:
         self._sampling = sampling
         self._leases = leases
         self._lease_key = lease_key
-        self._host = host
+        self._listening = listening
         self._port = port
         self._concurrent_requests = concurrent_requests
         self._asked: dict[str, dict[str, _Asked]] = {}
@@ -178,9 +179,9 @@ class Gateway:
     async def start(self) -> str:
         """Start to listen, and return the URL, without an episode's id."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        await web.TCPSite(self._runner, self._listening.at, self._port).start()
         self._port = self._runner.addresses[0][1]
-        return f"http://{self._host}:{self._port}"
+        return url_of(self._listening.announced, self._port)
 
     async def close(self) -> None:
         """Stop listening and cancel what still runs."""

@@ -42,6 +42,7 @@ from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.saving import Checkpoints
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.replay import recording
+from streamrl.transport.addresses import reach_towards
 from streamrl.transport.control import FinishRun, GroupChanges
 from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
@@ -53,14 +54,19 @@ from streamrl.types import SampleMeta
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Train until the run's last step or epoch, then end the run."""
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
+    """Train until the run's last step or epoch, then end the run.
+
+    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    """
+    listening = reach_towards(manager_url, advertise=advertise).listening(config.stream.host)
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         channel = RequestChannel(
-            host=config.stream.host,
+            host=listening.at,
+            announced=listening.announced,
             notice_type=Stored,
             on_notice=lambda worker, notice: stored.put_nowait(_own(worker, notice)),
             name_of=name_on_channel,
@@ -73,7 +79,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             role="master",
             index=index,
             address=channel.endpoint,
-            config_digest=config.digest(),
+            config=config,
             stats=master.stats,
         )
         master.membership = membership

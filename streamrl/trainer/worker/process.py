@@ -59,8 +59,9 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import WorkerData
-from streamrl.trainer.worker.publisher import Publisher, WeightSource, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, WeightSource, carriers_for
 from streamrl.trainer.worker.transfers import DataManager
+from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import backend_for, join_world, open_store
 from streamrl.transport.control import Compare
@@ -76,8 +77,12 @@ GIVEN_UP = 1000
 """Prompts that a run may give up for each group that it keeps."""
 
 
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path) -> None:
-    """Run model worker `index` until the run is over."""
+async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
+    """Run model worker `index` until the run is over.
+
+    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    """
+    reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url, key=manager_key(config))
         stack.push_async_callback(client.close)
@@ -91,17 +96,21 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         address = ""
         door = None
         if index in layout_of(config.trainer, "actor").heads:
-            door = Door(config, dataset, model_dir=model_dir, policy_version=begun.policy_version if begun else 0)
+            version = begun.policy_version if begun else 0
+            listening = reach.listening(config.stream.host)
+            door = Door(config, dataset, model_dir=model_dir, policy_version=version, listening=listening)
             stack.callback(door.ingress.close)
             door.ingress.start()
             address = door.ingress.endpoint
-        worker = ModelWorker(config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client)
+        worker = ModelWorker(
+            config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client, reach=reach
+        )
         membership = Membership(
             client,
             role="model_worker",
             index=index,
             address=address,
-            config_digest=config.digest(),
+            config=config,
             stats=worker.stats,
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
@@ -135,12 +144,21 @@ class Door:
     were accepted or run, and a run that gives up more than `GIVEN_UP` prompts for each of those gets nowhere.
     """
 
-    def __init__(self, config: Config, dataset: StreamDataset, *, model_dir: Path, policy_version: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: StreamDataset,
+        *,
+        model_dir: Path,
+        policy_version: int,
+        listening: Listening = LOOPBACK,
+    ) -> None:
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
         self.ingress = StreamIngress(
             dataset,
-            host=config.stream.host,
+            host=listening.at,
+            announced=listening.announced,
             limits=Limits(
                 max_group_bytes=config.stream.max_group_bytes,
                 group_size=config.rollout.group_size,
@@ -194,14 +212,16 @@ class ModelWorker:
         dataset: StreamDataset,
         door: Door | None,
         client: ControlClient,
+        reach: Reach = LOCAL,
     ) -> None:
-        """`door`: of the data set, if this worker is a data-parallel head."""
+        """`door`: of the data set, if this worker is a data-parallel head; `reach`: how others reach this process."""
         self._config = config
         self._index = index
         self._model_dir = model_dir
         self._dataset = dataset
         self._door = door
         self._client = client
+        self._reach = reach
         self._device = resolve_device(config.run.device, index=index)
         compute_with(1)  # in this thread; `config.trainer.threads` are those of the one that computes
         self._compute = ThreadPoolExecutor(
@@ -287,9 +307,8 @@ class ModelWorker:
             case HaveScored():
                 return await self._have_scored(call)
             case OpenStore():
-                host = self._config.weights.host
-                self._store = open_store(host)
-                return StoreOpened(host=host, port=self._store.port)
+                self._store = open_store(self._reach.local)
+                return StoreOpened(host=self._reach.announced, port=self._store.port)
             case Initialize():
                 return await self._in_compute(self._initialize, call)
             case Inference() | Function() | TrainStep() | Save() | FinishSave():
@@ -353,14 +372,15 @@ class ModelWorker:
         async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
             return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
-        carrier = carrier_for(
+        carriers = carriers_for(
             self._config,
             backend=backend_for(weights, self._device),
             dtype=resolve_dtype(self._config.gserver.dtype, self._device),
             device=self._device,
+            listening=self._reach.listening(weights.host),
             numbers=sum(math.prod(shape) for _, shape in source.specs()),
         )
-        return Publisher(client=self._client, config=weights, carrier=carrier, in_thread=in_thread)
+        return Publisher(client=self._client, config=weights, carriers=carriers, in_thread=in_thread)
 
     async def _publish(self, call: Publish) -> Published:
         if self._source is None:

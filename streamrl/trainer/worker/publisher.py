@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -24,13 +24,14 @@ from torch import Tensor
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
+from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster, Weights
 from streamrl.transport.control import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
-from streamrl.transport.keys import is_loopback
 from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
@@ -120,15 +121,47 @@ class Carrier(Protocol):
         """No version comes any more."""
 
 
+class Carriers:
+    """The ways in which weights may go to the gservers."""
+
+    def __init__(self, anywhere: Carrier, *, near: Carrier | None = None, machine: str | None = None) -> None:
+        """`near` takes the place of `anywhere` while all gservers are on this `machine` (`machine_identity`)."""
+        self._anywhere = anywhere
+        self._near = near
+        self._machine = machine_identity() if machine is None else machine
+        self._chosen: Carrier | None = None
+
+    @property
+    def depend_on_machines(self) -> bool:
+        """Whether it matters where the gservers are."""
+        return self._near is not None
+
+    def choose(self, machines: Collection[str] = ()) -> Carrier:
+        """Return the carrier for gservers on `machines`."""
+        away = set(machines) - {self._machine}
+        chosen = self._anywhere if self._near is None or away or not machines else self._near
+        if self._near is not None and chosen is not self._chosen:
+            where = "gservers are on other hosts" if away else "no gserver is there" if not machines else "all are here"
+            log.info("weights.mode: %s (%s)", "shared_memory" if chosen is self._near else "collective", where)
+        self._chosen = chosen
+        return chosen
+
+    def close(self) -> None:
+        """No version comes any more."""
+        self._anywhere.close()
+        if self._near is not None:
+            self._near.close()
+
+
 class Publisher:
     """Publishes one version after another."""
 
     def __init__(
-        self, *, client: ControlClient, config: WeightsConfig, carrier: Carrier, in_thread: RunInThread
+        self, *, client: ControlClient, config: WeightsConfig, carriers: Carriers, in_thread: RunInThread
     ) -> None:
         self._client = client
         self._config = config
-        self._carrier = carrier
+        self._carriers = carriers
         self._in_thread = in_thread
 
     async def publish(
@@ -141,17 +174,19 @@ class Publisher:
         of those gservers.
         """
         began = time.monotonic()
-        size = sum(math.prod(shape) for _, shape in source.specs()) * self._carrier.dtype.itemsize
+        machines = (await self._client.gserver_machines()).machines if self._carriers.depend_on_machines else []
+        carrier = self._carriers.choose(machines)
+        size = sum(math.prod(shape) for _, shape in source.specs()) * carrier.dtype.itemsize
         reading = True
         problems: list[str] = []
         try:
-            await self._in_thread(self._carrier.prepare, version, source)
-            if self._carrier.reads_once:
+            await self._in_thread(carrier.prepare, version, source)
+            if carrier.reads_once:
                 reading = False
                 await self._in_thread(source.end)
                 on_read()
             while len(problems) < self._config.attempts:
-                pause, problem = await self._attempt(version, resync=resync)
+                pause, problem = await self._attempt(carrier, version, resync=resync)
                 if not problem:
                     break
                 problems.append(problem)
@@ -169,12 +204,12 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the weight group, or remove the files."""
-        self._carrier.close()
+        self._carriers.close()
 
-    async def _attempt(self, version: int, *, resync: bool) -> tuple[float, str]:
+    async def _attempt(self, carrier: Carrier, version: int, *, resync: bool) -> tuple[float, str]:
         """Return the pause in seconds, and why the attempt failed; empty: it did not."""
         limit = self._config.timeout_seconds
-        weights = await self._in_thread(self._carrier.announce)
+        weights = await self._in_thread(carrier.announce)
         message = PublishBegin(version=version, weights=weights, resync=resync)
         begin = await self._client.publish_begin(message, timeout=limit + COMMIT_MARGIN_SECONDS)
         if begin.world_size == 1:
@@ -182,45 +217,52 @@ class Publisher:
         error = ""
         checksums: dict[str, str] = {}
         try:
-            checksums = await self._in_thread(self._carrier.send, begin)
+            checksums = await self._in_thread(carrier.send, begin)
         except PublicationError as failure:
             error = str(failure)
             # before the manager is told: a gserver that still waits for a part cannot resume
-            await self._in_thread(self._carrier.abort)
+            await self._in_thread(carrier.abort)
         reply = await self._client.publish_commit(
             PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
             timeout=MANAGER_STEPS * limit + COMMIT_MARGIN_SECONDS,
         )
         if reply.done:
             return reply.pause_seconds, ""
-        await self._in_thread(self._carrier.abort)
+        await self._in_thread(carrier.abort)
         return 0.0, reply.error or error
 
 
-def carrier_for(
-    config: Config, *, backend: Literal["gloo", "nccl"], dtype: torch.dtype, device: torch.device, numbers: int
-) -> Carrier:
-    """Return the carrier that `weights.mode` names. `backend` is for a broadcast; `numbers`: how many all weights
-    are."""
+def carriers_for(
+    config: Config,
+    *,
+    listening: Listening,
+    backend: Literal["gloo", "nccl"],
+    dtype: torch.dtype,
+    device: torch.device,
+    numbers: int,
+) -> Carriers:
+    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: how many
+    all weights are."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
-    mode = weights.mode
-    if mode == "auto":
-        obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
-        mode = "collective" if obstacle else "shared_memory"
-        log.info("weights.mode: %s%s", mode, f", because {obstacle}" if obstacle else "")
-    if mode == "shared_memory":
-        return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
-    if mode == "disk":
-        return WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum)
-    return Broadcaster(weights, backend=backend, dtype=dtype, device=device)
+    if weights.mode == "disk":
+        return Carriers(WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum))
+    if weights.mode == "shared_memory":
+        return Carriers(WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum))
+    broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
+    if weights.mode == "collective":
+        return Carriers(broadcaster)
+    obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
+    if obstacle:
+        log.info("weights.mode: collective, because %s", obstacle)
+        return Carriers(broadcaster)
+    near = WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
+    return Carriers(broadcaster, near=near)
 
 
 def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:
     """Return why gservers should not serve weights of `size` bytes from the memory of this host; empty: they should."""
-    if not is_loopback(config.weights.host):
-        return "weights.host is there for several hosts"
     if config.weights.backend != "auto":
         return "weights.backend is of a broadcast"
     if config.gserver.engine != "embedded":

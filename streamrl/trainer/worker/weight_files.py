@@ -15,7 +15,6 @@ import mmap
 import os
 import shutil
 import signal
-import socket
 import stat
 import tempfile
 from contextlib import closing
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from streamrl.checksum import copy_and_sum
 from streamrl.errors import PublicationError
+from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout
 from streamrl.transport.collective import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
@@ -46,12 +46,13 @@ class WeightFiles:
 
     reads_once = True
 
-    def __init__(self, folder: Path, *, durable: bool, host: str, dtype: torch.dtype, checksum: bool) -> None:
-        """`durable`: each version is on the disk before it appears. Removes what is in `folder`."""
+    def __init__(self, folder: Path, *, durable: bool, machine: str, dtype: torch.dtype, checksum: bool) -> None:
+        """`durable`: each version is on the disk before it appears. `machine`: the only one that can read it, if
+        so. Removes what is in `folder`."""
         self.dtype = dtype
         self.folder = folder
         self._durable = durable
-        self._host = host
+        self._machine = machine
         self._checksum = checksum
         self._latest = folder
         self._sums: dict[str, str] = {}
@@ -64,7 +65,7 @@ class WeightFiles:
     def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
         """Return one that writes to a disk: below `folder`, or in `run_dir` if that is empty."""
         where = Path(folder, run_dir.name) if folder else run_dir / "weights"
-        return cls(where.absolute(), durable=True, host="", dtype=dtype, checksum=checksum)
+        return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum)
 
     @classmethod
     def in_memory(cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, root: Path = SHARED_MEMORY) -> WeightFiles:
@@ -73,7 +74,7 @@ class WeightFiles:
         for folder in root.glob(f"{PREFIX}*"):
             _remove_if_abandoned(folder)
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=root))
-        return cls(folder, durable=False, host=socket.gethostname(), dtype=dtype, checksum=checksum)
+        return cls(folder, durable=False, machine=machine_identity(), dtype=dtype, checksum=checksum)
 
     def prepare(self, version: int, weights: Weights) -> None:
         """Write `weights`; raises `PublicationError` when there is no room."""
@@ -94,7 +95,7 @@ class WeightFiles:
         self._latest = target
 
     def announce(self) -> Snapshot:
-        return Snapshot(folder=str(self._latest), host=self._host)
+        return Snapshot(folder=str(self._latest), machine=self._machine)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Everything is there already."""

@@ -22,7 +22,8 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.server.engine import Text
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.worker.publisher import Publisher, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from streamrl.transport.keys import bearer, gserver_key
 from streamrl.transport.manager_client import ControlClient
@@ -254,7 +255,9 @@ def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher
     return Publisher(
         client=control,
         config=config.weights,
-        carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
+        carriers=carriers_for(
+            config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+        ),
         in_thread=asyncio.to_thread,
     )
 

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.worker.publisher import Publisher, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.control import PublishBegin, PublishBeginReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.manager_client import ControlClient
@@ -90,7 +91,9 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         publisher = Publisher(
             client=control,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
+            carriers=carriers_for(
+                config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+            ),
             in_thread=asyncio.to_thread,
         )
         status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)

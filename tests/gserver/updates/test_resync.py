@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.gserver.updates.calls import WeightCalls
+from streamrl.machine import machine_identity
 from streamrl.transport.control import PublishBegin, PublishCommit, PublishReply, Snapshot
 from streamrl.transport.generation import MIXED_WEIGHTS
 from tests.gserver.harness import (
@@ -54,9 +55,9 @@ async def fleet(
 
 
 async def publish(
-    run: Run, version: int, *, host: str = "", checksums: dict[str, str] | None = None, resync: bool = False
+    run: Run, version: int, *, machine: str = "", checksums: dict[str, str] | None = None, resync: bool = False
 ) -> PublishReply:
-    snapshot = Snapshot(folder=f"/weights/v{version}", host=host)
+    snapshot = Snapshot(folder=f"/weights/v{version}", machine=machine)
     begin = await run.client.publish_begin(PublishBegin(version=version, weights=snapshot, resync=resync), timeout=20.0)
     message = PublishCommit(version=version, group_name=begin.group_name, checksums=checksums or {})
     return await run.client.publish_commit(message, timeout=20.0)
@@ -194,11 +195,11 @@ async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_o
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
-        with pytest.raises(PeerError, match=r"reach gservers on there alone, and not gserver/0 on here"):
-            await publish(run, 1, host="there")
-        await run.register("gserver", 1, address=far.url, host="there")
+        with pytest.raises(PeerError, match=r"reach gservers on the trainer's host alone, and not gserver/0 on here"):
+            await publish(run, 1, machine="there")
+        await run.register("gserver", 1, address=far.url, machine="there")
         await run.until_live(0, 1)
-        assert (await publish(run, 1, host="here")).done
+        assert (await publish(run, 1, machine=machine_identity())).done
         assert (near.weight_version, far.weight_version) == ("1", "default")
         assert live_gservers(await run.client.status()) == {0}
 

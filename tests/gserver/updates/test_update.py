@@ -21,7 +21,7 @@ async def test_an_update_that_is_left_before_its_pause_was_asked_for_ends() -> N
         update = WeightUpdate(
             version=1,
             old_version=0,
-            weights=Snapshot(folder="/weights/v1", host=""),
+            weights=Snapshot(folder="/weights/v1"),
             group=WeightGroup("g", (gserver,)),
             calls=WeightCalls(client, timeout=2.0),
             config=config,

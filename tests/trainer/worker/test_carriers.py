@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,32 @@ import torch
 
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
-from streamrl.trainer.worker.publisher import Carrier, carrier_for
+from streamrl.machine import machine_identity
+from streamrl.trainer.worker.publisher import Carrier, carriers_for
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.transport.addresses import LOCAL
 from streamrl.transport.collective import Broadcaster, backend_for
 
 MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}
 CPU = torch.device("cpu")
+HERE, AWAY = machine_identity(), "another"
 
 
-def carrier(folder: Path, *, device: torch.device = CPU, numbers: int = 1000, **sections: dict[str, Any]) -> Carrier:
+def carrier(
+    folder: Path,
+    *,
+    device: torch.device = CPU,
+    numbers: int = 1000,
+    machines: Sequence[str] = (HERE,),
+    **sections: dict[str, Any],
+) -> Carrier:
+    """What brings weights to gservers on `machines`."""
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
-    return carrier_for(config, backend="gloo", dtype=torch.float32, device=device, numbers=numbers)
+    listening = LOCAL.listening(config.weights.host)
+    carriers = carriers_for(
+        config, listening=listening, backend="gloo", dtype=torch.float32, device=device, numbers=numbers
+    )
+    return carriers.choose(machines)
 
 
 def test_one_host_without_gpus_shares_its_memory(tmp_path: Path) -> None:
@@ -34,7 +50,6 @@ def test_one_host_without_gpus_shares_its_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("elsewhere", "why"),
     [
-        ({"weights": {"host": "10.0.0.1"}}, "weights.host is there for several hosts"),
         ({"weights": {"backend": "gloo"}}, "weights.backend is of a broadcast"),
         ({"gserver": {"engine": "sglang"}}, 'gserver.engine is "sglang"'),
         ({"device": torch.device("meta")}, "the trainer is on meta"),
@@ -47,6 +62,22 @@ def test_otherwise_weights_are_broadcast(
     caplog.set_level("INFO")
     assert isinstance(carrier(tmp_path, **elsewhere), Broadcaster)
     assert f"weights.mode: collective, because {why}" in caplog.text
+
+
+@pytest.mark.parametrize("machines", [(AWAY,), (HERE, AWAY), ()])
+def test_gservers_elsewhere_get_a_broadcast(tmp_path: Path, machines: Sequence[str]) -> None:
+    assert isinstance(carrier(tmp_path, machines=machines), Broadcaster)
+
+
+def test_the_way_changes_with_the_gservers(tmp_path: Path) -> None:
+    config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
+    carriers = carriers_for(
+        config, listening=LOCAL.listening(""), backend="gloo", dtype=torch.float32, device=CPU, numbers=1000
+    )
+    found = [carriers.choose(machines) for machines in ([HERE], [HERE, AWAY], [HERE])]
+    assert [type(each) for each in found] == [WeightFiles, Broadcaster, WeightFiles]
+    assert found[0] is found[2]
+    carriers.close()
 
 
 def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def some(seed: int) -> dict[str, Tensor]:
 
 
 def files(folder: Path, *, dtype: torch.dtype = torch.float32) -> WeightFiles:
-    return WeightFiles(folder, durable=True, host="", dtype=dtype, checksum=True)
+    return WeightFiles(folder, durable=True, machine="", dtype=dtype, checksum=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,7 +21,8 @@ from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.generation import Generation, token_versions, unmixed
 from streamrl.rollout.generation import Generator as Responses
-from streamrl.trainer.worker.publisher import Publisher, carrier_for
+from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import gserver_key
 from streamrl.transport.manager_client import ControlClient
@@ -76,7 +76,9 @@ class FaultyFleet:
         return Publisher(
             client=self.control,
             config=config.weights,
-            carrier=carrier_for(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0),
+            carriers=carriers_for(
+                config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+            ),
             in_thread=asyncio.to_thread,
         )
 
@@ -117,7 +119,7 @@ class FaultyFleet:
         """A fresh process in the place of `proxy`, which registers."""
         proxy.fill(await self._places.fresh(proxy.index))
         self._pids += 1
-        await self.run.register("gserver", proxy.index, address=proxy.url, pid=self._pids, host=socket.gethostname())
+        await self.run.register("gserver", proxy.index, address=proxy.url, pid=self._pids)
 
     async def heartbeats(self) -> None:
         """Of the gservers that live; a stopped one says nothing, but its place is remembered."""

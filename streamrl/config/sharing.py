@@ -1,0 +1,125 @@
+"""What all processes of a run must agree on: their configurations without what may differ from machine to machine.
+
+Pure, on configurations as plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.config.fields import GENERATED_SOURCES
+
+Settings = Mapping[str, Any]
+"""By name, for example `rollout.group_size`."""
+
+MAY_DIFFER = (
+    "run",
+    "manager",
+    "metrics",
+    "model.path",
+    "gserver.count",
+    "gserver.host",
+    "gserver.threads",
+    "gserver.max_running",
+    "gserver.max_queued",
+    "gserver.max_restarts",
+    "gserver.restart_window_seconds",
+    "gserver.restart_delay_seconds",
+    "gserver.prefill_tokens",
+    "gserver.prefix_cache_mb",
+    "gserver.api_key_env",
+    "gserver.sglang.python",
+    "gserver.sglang.args",
+    "gserver.sglang.tensor_parallel",
+    "gserver.sglang.addresses",
+    "gserver.sglang.start_timeout_seconds",
+    "rollout.workers",
+    "rollout.max_concurrent_groups",
+    "rollout.restarts",
+    "rollout.restart_window_seconds",
+    "rollout.restart_delay_seconds",
+    "rollout.agent.host",
+    "rollout.agent.port",
+    "rollout.agent.api_key_env",
+    "rollout.agent.processes",
+    "rollout.agent.memory_mb",
+    "rollout.agent.environment",
+    "rollout.reward.processes",
+    "rollout.reward.environment",
+    "stream.host",
+    "trainer.threads",
+    "weights.host",
+    "weights.dir",
+    "weights.backend",
+)
+"""Names of settings, and of sections, that each machine may have as it needs them: where things are and how many, and
+what whoever sends something says with it."""
+SAME_IN_THEM = ("run.seed",)
+"""Settings in those sections that must be the same nonetheless."""
+FILES = ("critic.path", "reward_model.path")
+"""Settings of which it must be the same whether they are set, and not to which path."""
+MODELS_BY_NAME = ("scratch", "smollm2-135m-instruct")
+"""Values of `model.path` that name a model, and not a folder of the machine."""
+LONGEST_VALUE = 60
+MOST_NAMED = 8
+
+
+def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, of a configuration as dictionaries, the settings that all processes of a run must have alike."""
+    found = {
+        name: value
+        for name, value in _flat(tree).items()
+        if name in SAME_IN_THEM or not any(name == each or name.startswith(f"{each}.") for each in MAY_DIFFER)
+    }
+    found |= {name: "a path" for name in FILES if found.get(name) is not None}
+    model = tree["model"]["path"]
+    found["model.path"] = model if model in MODELS_BY_NAME else "a path"
+    # of prompts in files those who read them tell how many there are
+    if tree["data"]["source"] not in GENERATED_SOURCES:
+        found["data.path"] = "a path"
+    if (tree["evaluation"]["data"]["source"] or tree["data"]["source"]) not in GENERATED_SOURCES:
+        found["evaluation.data.path"] = "a path"
+    return found
+
+
+def digest_of(settings: Settings) -> str:
+    """Return the fingerprint of settings."""
+    return hashlib.sha256(msgspec.json.encode(sorted(settings.items()))).hexdigest()[:16]
+
+
+def changed(settings: Settings, defaults: Settings) -> dict[str, Any]:
+    """Return those of `settings` that are not as in `defaults`."""
+    return {name: value for name, value in settings.items() if name not in defaults or defaults[name] != value}
+
+
+def differences(theirs: Settings, ours: Settings, *, defaults: Settings) -> str:
+    """Return, for people, which settings differ, of which `theirs` and `ours` hold only what is not as in `defaults`.
+
+    Empty: none does.
+    """
+    found = []
+    for name in sorted({*theirs, *ours}):
+        their, our = (settings.get(name, defaults.get(name)) for settings in (theirs, ours))
+        if msgspec.json.encode(their) != msgspec.json.encode(our):
+            found.append(f"{name[:LONGEST_VALUE]} is {_shown(their)} there and {_shown(our)} at the manager")
+    more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return "; ".join(found[:MOST_NAMED]) + more
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,172 @@
+"""`streamrl gserver --count N`, `streamrl rollout --count N`: several of them on this machine, for a run whose manager
+is somewhere already.
+
+Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. One that dies is
+started again, as often as `streamrl run` would; the others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from streamrl import essential
+from streamrl.config import Config
+from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.launch.children import Child, Children
+from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
+from streamrl.launch.processes import (
+    COMPONENTS,
+    ProcessPlan,
+    checkpoint_command,
+    command,
+    plan_pool,
+    thread_environment,
+    threads_of,
+    visible_gpus,
+)
+from streamrl.launch.supervise import Restarts, end_who_is_silent, restarts_of
+from streamrl.transport.control import AskPlace, Drain
+from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
+
+log = logging.getLogger(__name__)
+
+PoolRole = Literal["gserver", "rollout"]
+
+
+class Pool:
+    """The processes of one role on this machine."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        role: PoolRole,
+        count: int,
+        config_file: Path,
+        overrides: Sequence[str],
+        manager_url: str,
+        advertise: str = "",
+        components: Mapping[str, str] = COMPONENTS,
+    ) -> None:
+        self._config = config
+        self._role: PoolRole = role
+        self._count = count
+        self._config_file = config_file
+        self._overrides = overrides
+        self._manager_url = manager_url
+        self._advertise = advertise
+        self._components = components
+        self._restarts: Restarts = restarts_of(config, role)
+        self._children: Children | None = None
+        self._model_dir = Path()
+        self._coming: set[asyncio.Task[None]] = set()
+        self._leaving = False
+
+    async def run(self) -> None:
+        """Start all, and keep them running until the run is over, or all have left it.
+
+        Raises `ProcessDied` when none is left and the last one failed, or the run did.
+        """
+        self._children = children = Children(logs=None)
+        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        try:
+            words = checkpoint_command(self._config_file, overrides=self._overrides, components=self._components)
+            threads = thread_environment(threads_of(self._role, self._config))
+            folder = await children.ask(words, name="checkpoint", environment=threads, timeout=CHECKPOINT_SECONDS)
+            self._model_dir = Path(folder)
+            indices = [await self._place(client) for _ in range(self._count)]
+            for process in plan_pool(self._config, self._role, indices=indices, gpus=visible_gpus()):
+                await self._start(process)
+            watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
+            try:
+                await self._until_all_have_left(children, client)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+        finally:
+            for task in self._coming:
+                task.cancel()
+            await asyncio.gather(*self._coming, return_exceptions=True)
+            await client.close()
+            await children.stop()
+            children.close()
+
+    async def leave(self) -> None:
+        """Have all finish what they have, and leave the run, which goes on."""
+        self._leaving = True
+        for task in self._coming:
+            task.cancel()
+        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        try:
+            for child in self._children.running if self._children is not None else ():
+                if child.process is not None:
+                    await client.drain(Drain(role=self._role, index=child.process.index))
+        finally:
+            await client.close()
+
+    async def _place(self, client: ControlClient) -> int:
+        config = self._config
+        message = AskPlace(role=self._role, config_digest=config.digest(), settings=config.shared_changes())
+        return await client.place(message, patience=config.manager.join_timeout_seconds)
+
+    async def _start(self, process: ProcessPlan) -> None:
+        assert self._children is not None
+        words = command(
+            process,
+            config_file=self._config_file,
+            overrides=self._overrides,
+            manager_url=self._manager_url,
+            model_dir=self._model_dir,
+            advertise=self._advertise,
+            components=self._components,
+        )
+        await self._children.start(process, words)
+
+    async def _until_all_have_left(self, children: Children, client: ControlClient) -> None:
+        failed: Child | None = None
+        while children.running or self._coming:
+            child = await children.next_exit()
+            if child.exit_code == 0:
+                log.info("%s has left the run", child.name)
+                continue
+            failed = child
+            if not self._leaving and not await _is_over(client):
+                self._replace(child)
+        if failed is not None and not self._leaving:
+            raise ProcessDied(failed.obituary())
+
+    def _replace(self, child: Child) -> None:
+        assert child.process is not None
+        now = time.monotonic()
+        delay = self._restarts.allow(child.name, now=now)
+        if delay is None:
+            delay = self._restarts.rest(child.name, now=now)
+            log.error(
+                "%s %s, and was started again %d times within %g s already; %s",
+                *(child.name, child.how_it_ended, self._restarts.most, self._restarts.window),
+                "it is left out" if delay is None else f"it is tried again in {delay:.0f} s",
+            )
+        else:
+            log.warning("%s %s; it is started again in %g s", child.name, child.how_it_ended, delay)
+        if delay is not None:
+            task = essential.begin(self._start_later(child.process, delay), name=f"restart of {child.name}")
+            self._coming.add(task)
+            task.add_done_callback(self._coming.discard)
+
+    async def _start_later(self, process: ProcessPlan, delay: float) -> None:
+        await asyncio.sleep(delay)
+        await self._start(process)
+
+
+async def _is_over(client: ControlClient) -> bool:
+    """Whether the run is. A manager that does not answer may only be out of reach."""
+    try:
+        return (await client.status()).state in ("finished", "failed")
+    except StreamRLError:
+        return False

@@ -1,0 +1,26 @@
+"""Which machine this is, as far as memory can be shared on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+from streamrl.safetensors_files import SHARED_MEMORY
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@cache
+def machine_identity(*, shared_memory: Path = SHARED_MEMORY, boot: Path = BOOT) -> str:
+    """Return what processes have alike if and only if they see the same shared memory.
+
+    It is the boot of the kernel with the file system that they have as `/dev/shm`: names of hosts are often alike where
+    machines are not, and containers of one machine have a `/dev/shm` each unless they were given one together.
+    """
+    try:
+        found = os.stat(shared_memory)
+        return f"{boot.read_text().strip()}/{found.st_dev}-{found.st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"  # a system that tells neither: nothing is shared

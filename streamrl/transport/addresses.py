@@ -1,0 +1,203 @@
+"""The address by which others reach a process, and the one where it listens: two questions.
+
+A process is reached where its packets to the manager come from: everybody else can reach the manager, too. So nothing
+has to be said on a machine with one network, and `--advertise` says it where that is the wrong one, or where others
+reach this machine by another address than it has itself. What is announced is never a wildcard address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+
+from streamrl.errors import ConfigError, PeerLost
+from streamrl.transport.keys import is_loopback
+
+log = logging.getLogger(__name__)
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Environment variables: the network interface at which gloo, or NCCL, listens and which it announces to the others."""
+SOMEWHERE_ELSE = "192.0.2.1"
+"""An address that nobody has (RFC 5737), to ask for the route that leads off this machine."""
+DISCARD_PORT = 9
+"""For sockets that are connected and never send."""
+RESOLVE_SECONDS = 1.0
+"""Between two tries to resolve the manager's name."""
+
+
+class Listening(NamedTuple):
+    """Of one socket."""
+
+    at: str
+    """The address where it listens; a wildcard address: at all of the machine's."""
+    announced: str
+    """The address that others are told."""
+
+
+LOOPBACK = Listening("127.0.0.1", "127.0.0.1")
+"""Of what only this machine reaches."""
+
+
+class Reach(NamedTuple):
+    """How others reach this process."""
+
+    announced: str
+    local: str
+    """An address of this machine: where it listens unless a setting says otherwise. Its interface is the one over which
+    process groups meet."""
+    told: bool = False
+    """Whether `announced` was given by `--advertise`."""
+
+    def listening(self, setting: str) -> Listening:
+        """Return where a socket listens whose setting (`gserver.host` and the like) is `setting`; it may be empty."""
+        fixed = setting and not is_wildcard(setting) and not self.told
+        return Listening(at=setting or self.local, announced=setting if fixed else self.announced)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine reaches this process."""
+        return is_loopback(self.announced)
+
+
+LOCAL = Reach(*LOOPBACK)
+"""Of a process that talks to others of its machine alone."""
+
+
+def reach_towards(manager_url: str, *, advertise: str = "", patience: float = 0.0) -> Reach:
+    """Return how others reach a process of this machine, in a run whose manager is at `manager_url`.
+
+    `advertise`: the address that others are to be told. A manager whose name cannot be resolved yet, or to which there
+    is no route yet, is tried again for `patience` seconds; then `PeerLost` is raised. Raises `ConfigError` for a URL
+    without a host, and for an address that nobody can be reached at.
+    """
+    manager = urlsplit(manager_url).hostname
+    if not manager:
+        raise ConfigError(f"--manager {manager_url}: write it as http://HOST:PORT")
+    deadline = time.monotonic() + patience
+    warned = False
+    while True:
+        try:
+            return _reach(source_address(manager), advertise)
+        except OSError as error:
+            reason = f"there is no way to the manager at {manager_url}: {error.strerror or error}"
+            if time.monotonic() >= deadline:
+                raise PeerLost(f"{reason}; tried for {patience:.0f} s") from error
+            if not warned:
+                log.warning("%s; trying again for %.0f s", reason, patience)
+            warned = True
+            time.sleep(RESOLVE_SECONDS)
+
+
+def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
+    """Return how others reach a manager that listens at `host`."""
+    if not is_wildcard(host):
+        return _reach(host, advertise)
+    try:
+        local = source_address(SOMEWHERE_ELSE)
+    except OSError:  # a machine without a way to others
+        local = "127.0.0.1"
+    return _reach(local, advertise)
+
+
+def source_address(host: str) -> str:
+    """Return the address of this machine from which it reaches `host`; raises `OSError` where there is no route.
+
+    Nothing is sent: the system chooses the address when a datagram socket is connected.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asking:
+        asking.connect(address)
+        found: str = asking.getsockname()[0]
+    return found
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has `address`; empty: this machine does not have it.
+
+    A loopback interface has all of its network.
+    """
+    try:
+        wanted = {
+            ipaddress.ip_address(str(entry[0]).partition("%")[0]) for *_, entry in socket.getaddrinfo(address, None)
+        }
+    except OSError:
+        return ""
+    interfaces = psutil.net_if_addrs().items()
+    return next((str(name) for name, entries in interfaces if any(_covers(entry, wanted) for entry in entries)), "")
+
+
+def use_interface_of(address: str, *, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL of this process, and of what it starts, meet others at the interface that has `address`.
+
+    To be called before torch makes a process group. Without it they take what the machine's own name stands for: on
+    Debian 127.0.1.1, which nobody else reaches. An interface that was chosen by the environment stays. Over loopback
+    addresses NCCL is left to itself: it then knows faster ways between the GPUs of one machine.
+    """
+    interface = interface_of(address)
+    if not interface:
+        return
+    environment.setdefault(GLOO_INTERFACE, interface)
+    if not is_loopback(address):
+        environment.setdefault(NCCL_INTERFACE, f"={interface}")  # exactly this one, not all whose names begin so
+
+
+def meeting_interface(backend: str) -> str:
+    """Return, for messages, at which interface and address a process group of this process meets the others."""
+    name = os.environ.get(NCCL_INTERFACE if backend == "nccl" else GLOO_INTERFACE, "").lstrip("=")
+    if not name:
+        return f"the address that {socket.gethostname()} stands for"
+    entries = psutil.net_if_addrs().get(name)
+    if entries is None:
+        return f"{name}, an interface that this machine does not have"
+    return f"{name} ({', '.join(e.address for e in entries if e.family == socket.AF_INET) or 'without an address'})"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for all addresses of a machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def url_of(host: str, port: int, *, scheme: str = "http") -> str:
+    """Return the URL of a server, with brackets around an IPv6 address."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """Return the host of a URL or a ZMQ endpoint; empty: it names none."""
+    return urlsplit(address).hostname or ""
+
+
+def _reach(local: str, advertise: str) -> Reach:
+    if not advertise:
+        return Reach(announced=local, local=local)
+    if is_wildcard(advertise):
+        raise ConfigError(f"--advertise {advertise}: no other process reaches it there; give one address of this host")
+    return Reach(announced=advertise, local=advertise if _is_own(advertise) else local, told=True)
+
+
+def _is_own(host: str) -> bool:
+    """Whether `host` is an address of this machine, as a number; what a name stands for here may be 127.0.1.1."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return bool(interface_of(host))
+
+
+def _covers(entry: Any, wanted: set[ipaddress.IPv4Address | ipaddress.IPv6Address]) -> bool:
+    if entry.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    own = ipaddress.ip_address(entry.address.partition("%")[0])
+    return any(own == other or (own.is_loopback and other.is_loopback) for other in wanted)

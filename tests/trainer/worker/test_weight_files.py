@@ -168,4 +168,4 @@ def test_memory_of_a_dead_run_is_freed_by_the_next_and_that_of_a_living_one_is_n
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
     mine = WeightFiles.in_memory(Path("mine"), dtype=torch.float32, checksum=True, root=tmp_path)
     assert set(tmp_path.glob(f"{PREFIX}*")) == {living.folder, mine.folder}
-    assert mine.announce().host
+    assert mine.announce().machine

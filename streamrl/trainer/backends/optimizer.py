@@ -1,6 +1,4 @@
-"""The learning rate of each optimizer step. Pure.
-
-AdamW over named local tensors, with its learning-rate schedule, its files, and a place of its own to compute.
+"""torch's AdamW over named local tensors, with its learning-rate schedule, its files, and a place to compute.
 
 Files: `optimizer.safetensors` with `exp_avg/NAME` and `exp_avg_sq/NAME` as whole tensors under the
 weights' Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
@@ -26,9 +24,12 @@ from streamrl.trainer.backends.files import TensorFiles
 
 
 def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_steps: int) -> float:
-    """Of optimizer step `step`, from 0: linear warm-up, then `config.schedule` down to its end at `total_steps`.
+    """Return the learning rate of optimizer step `step`, from 0: linear warm-up, then `config.schedule` down to its end
+    at `total_steps`.
 
-    The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays.
+    The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays. Pure: unlike
+    torch's schedulers it has no state to save, so a run goes on from the number of steps alone, under whichever
+    backend; and beyond the end the cosine does not rise again.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
@@ -66,6 +67,7 @@ class AdamW:
     """
 
     def __init__(self, weights: dict[str, Tensor], spec: ModelSpec) -> None:
+        """`weights`: this rank's part of each, by name; it may be empty."""
         assert spec.lr is not None
         self._peak = spec.lr
         self._config = spec.optimizer
@@ -73,42 +75,40 @@ class AdamW:
         self._weights = weights
         self._offloaded = spec.offload_optimizer
         self.updates = 0
+        """Steps so far."""
         self._masters = (
             {name: w.to("cpu", copy=True) for name, w in weights.items()} if self._offloaded else dict(weights)
         )
+        self._adam = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=self._peak,
+            betas=spec.optimizer.betas,
+            eps=spec.optimizer.eps,
+            weight_decay=spec.optimizer.weight_decay,
+            fused=True,
+        )
         self._moments = {key: {n: torch.zeros_like(w) for n, w in self._masters.items()} for key in MOMENTS}
+        for name, master in self._masters.items():
+            moments = {key: self._moments[key][name] for key in MOMENTS}
+            self._adam.state[master] = {"step": torch.tensor(0.0, device=master.device), **moments}
 
     def step(self, gradients: dict[str, Tensor], *, scale: float, lr_scale: float = 1.0) -> float:
-        """Update the weights by `gradients · scale`; answers the learning rate, the schedule's times `lr_scale`."""
+        """Update the weights by `gradients · scale`; return the learning rate, the schedule's times `lr_scale`.
+
+        Changes `gradients`.
+        """
         lr = lr_scale * learning_rate(self.updates, peak=self._peak, config=self._config, total_steps=self._total)
         self.updates += 1
         names = [name for name, weight in self._weights.items() if weight.numel()]
-        masters = [self._masters[name] for name in names]
-        found = [gradients[name] for name in names]
         if scale != 1.0:
-            torch._foreach_mul_(found, scale)
+            torch._foreach_mul_([gradients[name] for name in names], scale)
+        for name in names:
+            self._masters[name].grad = gradients[name].to(self._masters[name].device)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._adam.zero_grad()
         if self._offloaded:
-            found = [gradient.to("cpu") for gradient in found]
-        device = masters[0].device if masters else torch.device("cpu")
-        with torch.no_grad():
-            torch._fused_adamw_(
-                masters,
-                found,
-                [self._moments["exp_avg"][name] for name in names],
-                [self._moments["exp_avg_sq"][name] for name in names],
-                [],
-                [torch.tensor(float(self.updates), device=device) for _ in names],
-                amsgrad=False,
-                lr=lr,
-                beta1=self._config.betas[0],
-                beta2=self._config.betas[1],
-                weight_decay=self._config.weight_decay,
-                eps=self._config.eps,
-                maximize=False,
-                grad_scale=None,
-                found_inf=None,
-            )
-            if self._offloaded:
+            with torch.no_grad():
                 for name in names:
                     self._weights[name].copy_(self._masters[name])
         return lr
@@ -138,6 +138,8 @@ class AdamW:
         except ModelError as error:
             raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}") from error
         self.updates = updates
+        for state in self._adam.state.values():
+            state["step"].fill_(updates)
 
 
 class _Updates(msgspec.Struct, frozen=True):

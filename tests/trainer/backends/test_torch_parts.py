@@ -15,7 +15,7 @@ from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.base import Offloaded
 from streamrl.trainer.backends.files import TensorFiles, write_tensors
-from streamrl.trainer.backends.optimizer import learning_rate
+from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
 from streamrl.trainer.backends.torch import TorchModel
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
 from tests.trainer.models import save_model
@@ -104,6 +104,67 @@ def test_learning_rates_are_those_of_torchs_schedulers(schedule, warmup, total, 
     assert learning_rate(10_000, peak=2.0, config=config, total_steps=total) == pytest.approx(
         2.0 if schedule == "constant" else 2.0 * ratio
     )
+
+
+def test_torchs_cosine_rises_again_beyond_its_end_where_a_run_may_go_on():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    scheduler = CosineAnnealingLR(optimizer, 10, eta_min=0.2)
+    for _ in range(20):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr()[0] > 1.9
+    config = OptimizerConfig(schedule="cosine", min_lr_ratio=0.1, warmup_steps=0)
+    assert learning_rate(20, peak=2.0, config=config, total_steps=10) == pytest.approx(0.2)
+
+
+class FromFiles:
+    """Tensors that one rank has whole: what `Spread` is without other ranks."""
+
+    def gather(self, parts):
+        return iter(parts.items())
+
+    def load(self, tensors, *, into):
+        for name, tensor in tensors:
+            into[name].copy_(tensor)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_steps_are_those_of_a_loop_in_float64_and_go_on_from_files(tmp_path, offload):
+    """AdamW by its formulas (Loshchilov and Hutter, 2019, algorithm 2), with a clipped gradient and two rates."""
+    generator = torch.Generator().manual_seed(0)
+    spec = make_spec(tmp_path, offload_optimizer=offload, lr=0.01, total_updates=40)
+    begin = {
+        "a": torch.randn(7, 5, generator=generator),
+        "b": torch.randn(3, generator=generator),
+        "none": torch.empty(0),
+    }
+    mine = {name: tensor.clone() for name, tensor in begin.items()}
+    adam = AdamW(mine, spec)
+    exact = {name: tensor.double() for name, tensor in begin.items()}
+    first = {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
+    second = {name: torch.zeros_like(tensor) for name, tensor in exact.items()}
+    (beta1, beta2), config = spec.optimizer.betas, spec.optimizer
+    for step in range(40):
+        if step == 20:  # another process goes on
+            write_tensors(tmp_path, OPTIMIZER, adam.state(FromFiles()))
+            for name, content in updates_file(adam.updates).items():
+                (tmp_path / name).write_bytes(content)
+            adam = AdamW(mine, spec)
+            adam.load(tmp_path, FromFiles())
+        gradients = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in begin.items()}
+        scale, lr_scale = (0.5, 1.0) if step % 3 else (1.0, 0.25)
+        lr = adam.step({name: g.clone() for name, g in gradients.items()}, scale=scale, lr_scale=lr_scale)
+        assert lr == lr_scale * learning_rate(step, peak=0.01, config=config, total_steps=40)
+        for name, weight in exact.items():
+            gradient = scale * gradients[name].double()
+            first[name] = beta1 * first[name] + (1 - beta1) * gradient
+            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
+            weight -= lr * config.weight_decay * weight
+            corrected = (second[name] / (1 - beta2 ** (step + 1))).sqrt() + config.eps
+            weight -= lr * first[name] / (1 - beta1 ** (step + 1)) / corrected
+    for name, weight in exact.items():
+        assert torch.allclose(mine[name].double(), weight, rtol=2e-6, atol=2e-6)
+    assert adam.updates == 40
 
 
 def test_offloaded_memory_is_free_and_views_come_back():

@@ -1,8 +1,9 @@
 """Liveness: when a peer was last heard of, and from when on it counts as silent.
 
 The one notion of it, for every process of the run at the manager (`gserver/manager/registry.py`), for workers at the
-master (`request_reply.py`) and for pushers at a DP head (`puller.py`). Pure: times in seconds are passed in, all on
-one clock. What follows from silence is decided there.
+master (`request_reply.py`), for pushers at a DP head (`puller.py`) and heads at a pusher (`push_pull.py`), and for a
+real SGLang server at its gserver (`gserver/sglang/monitor.py`). Pure: times in seconds are passed in, all on one clock.
+What follows from silence is decided there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class LastHeard:
 
     def __init__(self, *, now: float, patience: float) -> None:
         self.at = now
-        """When it last said something; -inf: its connection has ended since."""
+        """When it last said something; -inf: its connection has ended since, or it never did."""
         self.patience = patience
 
     def hear(self, *, now: float) -> None:
@@ -31,7 +32,7 @@ class LastHeard:
 
     @property
     def ended(self) -> bool:
-        """Whether its connection has ended and it was not heard since."""
+        """Whether its connection has ended and it was not heard since, or never."""
         return self.at == -math.inf
 
     @property

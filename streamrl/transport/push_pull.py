@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -36,6 +37,7 @@ import zmq
 
 from streamrl.errors import UNDECODABLE, PeerLost, WireError
 from streamrl.transport import codec
+from streamrl.transport.liveness import LastHeard
 from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -152,7 +154,7 @@ class _Link:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()  # longest untouched first
         self._offered: list[int] = []
         self._withdrawn: list[int] = []
-        self._heard: float | None = None
+        self._heard = LastHeard(now=-math.inf, patience=2 * resend_seconds)  # not yet
         self._warned = 0.0
         self._taken = self._capacity = self._eager = 0
         self._under_way = 0
@@ -244,7 +246,7 @@ class _Link:
             self._handle(reply)
 
     def _handle(self, reply: Reply) -> None:
-        self._heard = time.monotonic()
+        self._heard.hear(now=time.monotonic())
         self._taken, self._capacity, self._eager = reply.taken, reply.capacity, reply.eager
         for seq in reply.stored:
             item = self._remove(seq)
@@ -309,8 +311,10 @@ class _Link:
         if now - started < self._warn_seconds:
             return
         self._warned = now
-        if self._heard is None or now - self._heard > 2 * self._resend_seconds:
-            silence = "has not answered yet" if self._heard is None else f"is silent for {now - self._heard:.0f} s"
+        if self._heard.is_silent(now=now):
+            silence = (
+                "has not answered yet" if self._heard.ended else f"is silent for {self._heard.seconds(now=now):.0f} s"
+            )
             log.warning(
                 "%s waits for %s, which %s: %d groups unacknowledged, oldest seq %d for %.0f s",
                 *(self._worker, self._name, silence, len(self._pending), oldest, now - started),

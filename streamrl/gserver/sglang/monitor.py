@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamrl import essential
 from streamrl.errors import PeerLost
 from streamrl.transport.keys import bearer
+from streamrl.transport.liveness import LastHeard
 
 log = logging.getLogger(__name__)
 
@@ -160,22 +161,22 @@ class _Responder:
 
     def __init__(self, name: str, *, patience: float) -> None:
         self._name = name
-        self._patience = patience
-        self._last_answer = time.monotonic()
+        self._heard = LastHeard(now=time.monotonic(), patience=patience)
         self._unanswered = 0
         """Questions since then."""
 
     def answered(self) -> None:
-        self._last_answer, self._unanswered = time.monotonic(), 0
+        self._heard.hear(now=time.monotonic())
+        self._unanswered = 0
 
     def missed(self) -> None:
         self._unanswered += 1
 
     def check(self) -> None:
         """Raise `PeerLost` if it has been silent for too long."""
-        silent = time.monotonic() - self._last_answer
-        if silent >= self._patience and self._unanswered >= SILENT_QUESTIONS:
-            raise PeerLost(f"{self._name} has not answered for {silent:.0f} s; look at its log")
+        now = time.monotonic()
+        if self._heard.is_silent(now=now) and self._unanswered >= SILENT_QUESTIONS:
+            raise PeerLost(f"{self._name} has not answered for {self._heard.seconds(now=now):.0f} s; look at its log")
 
 
 class Figures:

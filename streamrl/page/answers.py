@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl import config as configuration
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
@@ -21,7 +22,9 @@ from streamrl.page.lanes import ordered
 from streamrl.page.runs import Run, RunState
 from streamrl.page.table import Column, thinned
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
 from streamrl.trainer.graph import graph_of
+from streamrl.types import NO_VERSION
 
 MOST_AGES = 12
 """More ages than these are told in stretches."""
@@ -46,7 +49,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     beats: int
     """Heartbeats that were read: tells that the timeline grew."""
     rollouts: int
-    """Responses that are kept: tells that their table grew."""
+    """Responses that were read: tells that their table grew; 0 while nobody has asked for it."""
     begin: float
     """Seconds since the epoch; 0: unknown."""
     seconds: float
@@ -58,7 +61,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     """Lines of its files that were left out."""
 
 
-def facts(run: Run, *, number: int, rollouts: int = 0) -> RunFacts:
+def facts(run: Run, *, number: int) -> RunFacts:
     """What `run` is and how it stands."""
     state, message = run.state()
     settings = run.settings
@@ -74,7 +77,7 @@ def facts(run: Run, *, number: int, rollouts: int = 0) -> RunFacts:
         most_steps=steps if isinstance(steps, int) else None,
         evaluations=len(run.evaluations),
         beats=sum(len(p.stats) for p in run.processes.values()),
-        rollouts=rollouts,
+        rollouts=run.rollouts_read,
         begin=begin,
         seconds=max(0.0, run.end - begin) if begin else 0.0,
         max_staleness=_get(settings, "staleness", "max_staleness"),
@@ -273,6 +276,97 @@ def health(run: Run) -> list[Finding]:
             Finding(severity, f"Policy {run.health.state} since step {run.health.since}: {signs}", run.health.turn)
         )
     return found
+
+
+class Response(msgspec.Struct, frozen=True):
+    """One response of a group, token by token, from the end of the prompt on."""
+
+    index: int
+    episode: int
+    reward: float
+    reward_parts: dict[str, float]
+    finish: str
+    parent: int
+    """The response of the same episode that it begins like; -1: it is the first of its episode."""
+    shared: int
+    """How many of its tokens it has in common with that one."""
+    pieces: list[str]
+    """The text of each token."""
+    ids: list[int]
+    uses: list[int]
+    """Index in `Group.token_uses`."""
+    figures: dict[str, list[float | None]]
+    """Name → one number for each token; of tokens that the policy did not sample, None."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A group with all its siblings."""
+
+    step: int
+    seq: int
+    seconds: float
+    """Since the run's begin."""
+    worker: str
+    gserver: str
+    prompt: list[str]
+    """The text of each token that all responses share."""
+    token_uses: tuple[str, ...]
+    responses: list[Response]
+
+
+def group(run: Run, *, step: int, seq: int) -> Group:
+    """Group `seq` of `step`; raises `DataError` if it is not there."""
+    kept = run.rollouts.group(step, seq)
+    branches = kept.branches()
+    shared = min([kept.prompt_length, *kept.seqlens.tolist()])
+    return Group(
+        step=kept.step,
+        seq=kept.seq,
+        seconds=kept.time - run.begin,
+        worker=kept.worker,
+        gserver=kept.gserver,
+        prompt=kept.pieces(0)[:shared] if kept.size else [],
+        token_uses=TOKEN_USES,
+        responses=[_response(kept, index, branch, shared) for index, branch in enumerate(branches)],
+    )
+
+
+def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Response:
+    first, end = kept.bounds(index)
+    own = slice(first + shared, end)
+    sampled = kept.policy_versions[own] != NO_VERSION
+    found = {
+        "version": kept.policy_versions,
+        "age": kept.step - 1 - kept.policy_versions,
+        "logprob": kept.behavior_logprobs,
+        "proximal": kept.proximal_logprobs,
+        "difference": None if kept.proximal_logprobs is None else kept.proximal_logprobs - kept.behavior_logprobs,
+        "reference": kept.ref_logprobs,
+        "advantage": kept.advantages,
+        "value": kept.values,
+        "entropy": kept.entropy,
+    }
+    return Response(
+        index=index,
+        episode=int(kept.episodes[index]),
+        reward=float(kept.rewards[index]),
+        reward_parts=kept.reward_parts[index] if kept.reward_parts else {},
+        finish=kept.finish_reasons[index],
+        parent=branch.parent,
+        shared=branch.shared,
+        pieces=kept.pieces(index)[shared:],
+        ids=kept.input_ids[own].tolist(),
+        uses=kept.token_uses[own].tolist(),
+        figures={name: _figures(array[own], sampled) for name, array in found.items() if array is not None},
+    )
+
+
+def _figures(values: NDArray[Any], sampled: NDArray[np.bool_]) -> list[float | None]:
+    """`values` where the policy sampled, to six figures that count."""
+    if not sampled.any():
+        return [None] * len(values)
+    known = sampled & np.isfinite(values)
+    return [float(f"{value:.6g}") if there else None for value, there in zip(values, known, strict=True)]
 
 
 class Configuration(msgspec.Struct, frozen=True):

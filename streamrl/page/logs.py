@@ -67,7 +67,8 @@ def _entries(file: Path, *, process: str) -> list[LogLine]:
     for line in lines:
         if match := _LINE.match(line):
             hours, minutes, seconds = (int(part) for part in match.groups()[:3])
-            entries.append((3600.0 * hours + 60.0 * minutes + seconds, match[4], [match[5]]))
+            text = match[5].removeprefix(f"{'/'.join(process.rsplit('-', 1))} ")
+            entries.append((3600.0 * hours + 60.0 * minutes + seconds, match[4], [text]))
         elif line.strip():
             shown = line.rsplit("\r", 1)[-1]  # a progress bar's last state
             if entries:

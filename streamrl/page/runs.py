@@ -24,6 +24,7 @@ from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.metrics import METRICS_FILE
+from streamrl.records.rollouts import Rollouts
 from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class Run:
         self._final_stamp = 0
         self._settings: Mapping[str, Any] = {}
         self._gone = False
+        self._rollouts: Rollouts | None = None
         self.final: Final | None = None
         self.generation = 0
         """Grows whenever something that was told before does not count any more."""
@@ -153,6 +155,7 @@ class Run:
         gone = not self.folder.is_dir()
         changed = gone != self._gone
         self._gone = gone
+        changed |= self._rollouts is not None and self._rollouts.refresh()
         return self._read_steps() | self._read_evaluations() | self._read_timeline() | self._read_final() | changed
 
     def _read_steps(self) -> bool:
@@ -282,6 +285,18 @@ class Run:
             raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The responses that are kept. They are read when somebody wants to see them, and followed from then on."""
+        if self._rollouts is None:
+            self._rollouts = Rollouts(self.folder)
+        return self._rollouts
+
+    @property
+    def rollouts_read(self) -> int:
+        """How many responses have been read; 0 while nobody has wanted to see them."""
+        return len(self._rollouts) if self._rollouts is not None else 0
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl import essential
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.page import answers, logs
 from streamrl.page.lanes import lanes
 from streamrl.page.runs import Run
@@ -53,6 +53,8 @@ PIECE_BYTES = 256 * 2**10
 LEAST_COMPRESSED = 16 * 2**10
 MOST_CONNECTIONS = 128
 MOST_WATCHERS = 32
+MOST_ROWS = 500
+"""Of a table in one answer."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -100,6 +102,9 @@ class Page:
             "/api/runs/{run:\\d+}/health": self._health,
             "/api/runs/{run:\\d+}/timeline": self._timeline,
             "/api/runs/{run:\\d+}/fleet": self._fleet,
+            "/api/runs/{run:\\d+}/rollouts": self._rollouts,
+            "/api/runs/{run:\\d+}/rollouts/search": self._search,
+            "/api/runs/{run:\\d+}/rollouts/{step:\\d+}/{seq:\\d+}": self._group,
             "/api/runs/{run:\\d+}/config": self._config,
             "/api/runs/{run:\\d+}/graph": self._graph,
             "/api/runs/{run:\\d+}/logs": self._logs,
@@ -117,12 +122,12 @@ class Page:
             return await handler(request)
         except web.HTTPException as error:
             return await _send(request, (error.text or error.reason).encode(), "text/plain", status=error.status)
-        except (ConfigError, ValueError, KeyError) as error:
-            return await _send(request, f"bad request: {error}".encode(), "text/plain", status=400)
+        except (ConfigError, DataError, ValueError) as error:
+            return await _send(request, str(error).encode(), "text/plain", status=400)
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()
-            raise
+            return web.Response()  # nobody is there to have it
 
     def _admit(self, request: web.Request) -> None:
         """Raises `HTTPException` for a caller who may not look."""
@@ -195,6 +200,40 @@ class Page:
 
     async def _fleet(self, request: web.Request) -> web.StreamResponse:
         return await _send_json(request, await self._of(_number(request), lambda run, _: answers.fleet(run)))
+
+    async def _rollouts(self, request: web.Request) -> web.StreamResponse:
+        query = request.query
+        offset, limit = int(query.get("offset", "0")), int(query.get("limit", "50"))
+        if offset < 0 or not 1 <= limit <= MOST_ROWS:
+            raise ValueError(f"offset: at least 0; limit: from 1 to {MOST_ROWS}")
+
+        def made(run: Run, number: int) -> object:
+            return run.rollouts.table(
+                sort=query.get("sort", "step"),
+                descending=query.get("descending", "true") == "true",
+                filter=query.get("filter", ""),
+                offset=offset,
+                limit=limit,
+            )
+
+        return await _send_json(request, await self._of(_number(request), made))
+
+    async def _search(self, request: web.Request) -> web.StreamResponse:
+        query = request.query
+        if not query.get("text"):
+            raise ValueError("text: what to search for")
+        before = (int(query["step"]), int(query["seq"])) if "step" in query and "seq" in query else None
+
+        def made(run: Run, number: int) -> object:
+            return run.rollouts.search(query["text"], filter=query.get("filter", ""), before=before)
+
+        return await _send_json(request, await self._of(_number(request), made))
+
+    async def _group(self, request: web.Request) -> web.StreamResponse:
+        step, seq = int(request.match_info["step"]), int(request.match_info["seq"])
+        return await _send_json(
+            request, await self._of(_number(request), lambda run, _: answers.group(run, step=step, seq=seq))
+        )
 
     async def _config(self, request: web.Request) -> web.StreamResponse:
         return await _send_json(request, await self._of(_number(request), lambda run, _: answers.settings(run)))

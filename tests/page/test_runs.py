@@ -160,9 +160,9 @@ def test_logs_are_merged_by_time(tmp_path: Path) -> None:
     lines = tail(tmp_path)
     assert [line.text for line in lines] == [
         "printed at once",
-        "manager/0 before midnight",
-        "gserver/1 <b>broken</b>",
-        "manager/0 late\n  with a second line",
+        "before midnight",
+        "<b>broken</b>",
+        "late\n  with a second line",
     ]
     assert [line.process for line in tail(tmp_path, level="WARNING")] == ["gserver-1", "manager-0"]
     assert [line.process for line in tail(tmp_path, text="BROKEN")] == ["gserver-1"]

@@ -6,8 +6,12 @@ import * as state from "./state.js";
 import { ofRun } from "./colours.js";
 import { AXES } from "./charts.js";
 import * as overview from "./views/overview.js";
+import * as pools from "./views/pools.js";
+import * as rollouts from "./views/rollouts.js";
+import * as staleness from "./views/staleness.js";
+import * as configuration from "./views/run.js";
 
-const VIEWS = { overview };
+const VIEWS = { overview, pools, rollouts, staleness, configuration };
 const STATES = {
   running: ["●", "running"], finished: ["✓", "finished"], failed: ["✕", "failed"], stopped: ["■", "stopped"],
   silent: ["?", "no last word"], empty: ["○", "nothing written yet"], gone: ["∅", "gone"],
@@ -76,7 +80,7 @@ function drawRuns() {
 
 function drawControls() {
   if (controls.contains(document.activeElement)) return;
-  const plots = Boolean(VIEWS[state.get("view")]?.plots ?? state.get("view") === "overview");
+  const { plots } = VIEWS[shownView] ?? {};
   const smooth = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.get("smooth"), oninput: (event) => state.set({ smooth: event.target.value }) });
   const axis = h("select", { onchange: (event) => state.set({ x: event.target.value, from: "", to: "" }) },
     Object.entries(AXES).map(([name, one]) => h("option", { value: name, text: one.label })));

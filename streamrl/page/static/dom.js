@@ -53,9 +53,9 @@ export function number(value, unit = "") {
   if (unit === "%") return `${(value * 100).toFixed(size < 0.1 && size > 0 ? 1 : 0)}%`;
   if (size !== 0 && (size < 0.001 || size >= 1e7)) text = value.toExponential(1);
   else if (size >= 1000) text = Math.round(value).toLocaleString("en-US");
+  else if (Number.isInteger(value)) text = String(value);
   else if (size >= 100) text = value.toFixed(0);
   else if (size >= 10) text = value.toFixed(1);
-  else if (Number.isInteger(value)) text = String(value);
   else text = size >= 1 ? value.toFixed(2) : value.toFixed(3);
   return unit ? `${text} ${unit}` : text;
 }

@@ -7,6 +7,7 @@ import { Chart, smoothed, dash, AXES } from "../charts.js";
 import { ofRun, ofSeries, ofAge } from "../colours.js";
 
 export const title = "Overview";
+export const plots = true;
 
 const PLOTS = [
   { title: "Reward", unit: "mean of the batch", lines: [["reward_mean", "training"], ["@reward_mean", "held-out"]] },
@@ -43,9 +44,9 @@ export function mount(root) {
   const known = new Map();
   const health = h("div", { class: "findings" });
   const figures = h("div", { class: "figures" });
-  const plots = h("div", { class: "grid" });
+  const grid = h("div", { class: "grid" });
   const more = h("div", { class: "more" });
-  fill(root, health, figures, plots, more);
+  fill(root, health, figures, grid, more);
   const charts = new Map();
   let asked = 0;
 
@@ -53,7 +54,7 @@ export function mount(root) {
     if (!charts.has(plot.title)) {
       const chart = new Chart(plot);
       charts.set(plot.title, chart);
-      plots.append(chart.element);
+      grid.append(chart.element);
     }
     return charts.get(plot.title);
   }
@@ -83,7 +84,7 @@ export function mount(root) {
     drawFindings(shown);
     drawFigures(shown);
     const any = shown.some((one) => one.steps.rows);
-    plots.hidden = !any;
+    grid.hidden = !any;
     if (!any) {
       fill(more, empty("No training step yet", "The first figures come with the end of the first step. Until then, Pools shows who is there and what each waits for."));
       return;

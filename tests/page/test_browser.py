@@ -1,0 +1,127 @@
+"""Every view in a real browser: drawn, by keyboard, narrow, dark, live; and what a model wrote is text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.page.browser import Tab, browser, chromium
+from tests.page.made_up import made_up_run
+from tests.page.test_server import serving
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium (apt-get install chromium)")
+
+VIEWS = {
+    "overview": "all('.chart:not(.without) canvas').length > 8",
+    "pools": "all('.lane-names div').length >= 5 && all('table tbody tr').length >= 3",
+    "rollouts": "all('.rollouts tbody tr').length > 20",
+    "staleness": "all('.chart:not(.without) canvas').length > 3",
+    "configuration": "all('.config tr').length > 40",
+    "configuration?part=logs": "all('.log .line').length == 3",
+    "configuration?part=graph": "all('.graph svg .node').length > 1",
+    "rollouts?group=9/9": "all('.response').length == 4",
+}
+"""Where → what has to be there; `all`: `document.querySelectorAll`."""
+SIDEWAYS = "document.documentElement.scrollWidth > innerWidth"
+DRAWN = """(() => {
+    const c = document.querySelector('canvas');
+    return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((value) => value);
+})()"""
+
+
+async def until(tab: Tab, wanted: str) -> None:
+    """Wait until what a view has to have is there."""
+    await tab.until(f"((all) => {wanted})((what) => document.querySelectorAll(what))")
+
+
+async def says(tab: Tab, text: str) -> None:
+    """Wait until `text` is on the page."""
+    await tab.until(f"document.body?.innerText.includes({json.dumps(text)})")
+
+
+async def shows(tab: Tab, view: str) -> None:
+    await tab.value(f"location.hash = {json.dumps(f'#/{view}')}")
+    await until(tab, VIEWS[view])
+
+
+async def test_every_view_of_two_runs(tmp_path: Path) -> None:
+    runs = [made_up_run(tmp_path / "one"), made_up_run(tmp_path / "two", steps=25)]
+    async with serving(*runs) as page, browser() as tab:
+        await tab.open(str(page.url))
+        await tab.until("document.querySelectorAll('.run').length == 2")
+        for view in VIEWS:
+            await shows(tab, view)
+        await shows(tab, "overview")
+        await tab.until(DRAWN)
+        await tab.size(width=390, height=844)
+        await tab.prefer(dark=True)
+        for view in VIEWS:
+            await shows(tab, view)
+            assert not await tab.value(SIDEWAYS), f"{view} is wider than a phone"
+        assert await tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 23)"
+        assert tab.problems == []
+        assert {url for url in tab.asked if not url.startswith(str(page.url.origin()))} <= {"about:blank"}
+
+
+async def test_by_keyboard(tmp_path: Path) -> None:
+    async with serving(made_up_run(tmp_path / "run")) as page, browser() as tab:
+        await tab.open(str(page.url))
+        await until(tab, VIEWS["overview"])
+        await tab.press("3")
+        await until(tab, VIEWS["rollouts"])
+        await tab.value("document.querySelector('.rollouts tbody tr').focus()")
+        await tab.press("ArrowDown")
+        await tab.press("Enter")
+        await until(tab, VIEWS["rollouts?group=9/9"])
+        await tab.press("ArrowRight")
+        assert "log p, engine" in await tab.until("document.querySelector('.token-info').innerText")
+        await tab.press("Escape")
+        await until(tab, VIEWS["rollouts"])
+        await tab.press("1")
+        await until(tab, VIEWS["overview"])
+        await tab.value("document.querySelector('.plot').focus()")
+        await tab.press("ArrowLeft")
+        marked = "[...all('.chart:not(.without) .at')].filter((at) => at.textContent == 'step 39')"
+        await until(tab, f"{marked}.length > 8")  # the step is marked in all plots
+        await tab.press("+")
+        await tab.until("location.hash.includes('from=')")
+        await tab.press("0")
+        await tab.until("!location.hash.includes('from=')")
+        await tab.press("t")
+        await tab.until("document.documentElement.dataset.theme == 'dark'")
+        assert tab.problems == []
+
+
+async def test_what_a_run_says_is_text(tmp_path: Path) -> None:
+    async with serving(made_up_run(tmp_path / "run", hostile=True)) as page, browser() as tab:
+        await tab.open(str(page.url))
+        await until(tab, VIEWS["overview"])
+        for view in VIEWS:
+            await shows(tab, view)
+            assert await tab.value("window.hacked") is None
+            assert await tab.value("document.querySelector('iframe, img, body script, svg[onload]')") is None
+        assert "<script>" in await tab.value(
+            "document.querySelector('.response .tokens').innerText.replaceAll('\\n', '')"
+        )
+        assert tab.problems == []
+        refused = "try { document.body.innerHTML = '<b>x</b>'; 'done' } catch (error) { error.name }"
+        assert await tab.value(refused) == "TypeError"  # the policy lets no text become HTML, whoever tries
+
+
+async def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", steps=30)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"")
+    (run / "final.json").unlink()
+    async with serving(run) as page, browser() as tab:
+        await tab.open(str(page.url))
+        await says(tab, "No training step yet")
+        (run / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
+        await says(tab, "step 20")
+        await until(tab, VIEWS["overview"])
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b"".join(lines[20:]))
+        await says(tab, "step 30")
+        assert tab.problems == []

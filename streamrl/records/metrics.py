@@ -35,6 +35,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """Scalars by name."""
     token_ages: dict[int, int]
     """Age in versions → tokens that entered the loss."""
+    masked_ages: dict[int, int] = {}
+    """Age in versions → sampled tokens of the batch that were too old to enter it (`over_age = "mask"`)."""
     spans: list[tuple[str, float, float]] = []
     """What the trainer did: (name, begin, end) in seconds since the epoch."""
     seqs: list[int] = []

@@ -103,6 +103,7 @@ class Manager:
             on_joined=self._joined,
             on_heard=self._heard,
             on_silent=self._fell_silent,
+            own_stats=self._stats,
             long_poll_seconds=long_poll_seconds,
             open_to_others=open_to_others,
         )
@@ -234,6 +235,18 @@ class Manager:
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
             self._state.name = "running"
             log.info("all processes have joined")
+
+    def _stats(self) -> dict[str, float]:
+        """How much may start, what is out, and how many calls wait for either."""
+        ledger = self._ledger
+        return {
+            "ledger_room": ledger.room,
+            "groups_running": ledger.running,
+            "groups_returned": ledger.returned,
+            "groups_untrained": max(0, ledger.accepted - ledger.trained),
+            "admissions_waiting": len(self._signals.admissions),
+            "routes_waiting": len(self._signals.routes),
+        }
 
     def _heard(self, member: Member) -> None:
         now = member.last_heard.at

@@ -59,9 +59,11 @@ class Members:
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
+        own_stats: Callable[[], dict[str, float]],
         long_poll_seconds: float,
         open_to_others: bool = False,
     ) -> None:
+        """`own_stats`: the manager's own figures, for the timeline."""
         self._configuration = SharedConfiguration(config)
         self._open = open_to_others
         self._elastic = config.trainer.graph != SYNCHRONOUS
@@ -76,6 +78,7 @@ class Members:
         self._on_joined = on_joined
         self._on_heard = on_heard
         self._on_silent = on_silent
+        self._own_stats = own_stats
         self._long_poll = long_poll_seconds
 
     async def register(self, message: Register) -> RegisterReply:
@@ -134,7 +137,7 @@ class Members:
                 )
             )
             if member.role == "master":  # of which there is one, so the manager beats as often
-                own = {**processor_seconds(), MACHINE_SECONDS: machine_seconds()}
+                own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
                 self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
         return HeartbeatReply(
             stop=self._state.over,

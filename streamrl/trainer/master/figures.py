@@ -56,6 +56,16 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
     }
 
 
+def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_staleness: int) -> dict[int, int]:
+    """Age in versions → sampled tokens of the batch that are older than `max_staleness`."""
+    ages: dict[int, int] = {}
+    for meta in batch:
+        for version, count in meta.version_counts.items():
+            if (age := policy_version - version) > max_staleness:
+                ages[age] = ages.get(age, 0) + count
+    return dict(sorted(ages.items()))
+
+
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     """What `actor_train` found, over all ranks; means are over the tokens that were computed.
 

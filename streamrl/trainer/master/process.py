@@ -33,6 +33,7 @@ from streamrl.trainer.master.executor import FunctionExecutor, StepResult
 from streamrl.trainer.master.figures import (
     Span,
     batch_metrics,
+    masked_ages,
     sample_of_lengths,
     token_ages,
     train_metrics,
@@ -159,6 +160,8 @@ class Master:
         self._weights_at_rest = asyncio.Lock()
         """Held while a step may change the weights, and while their publication is being set up."""
         self._counted: list[WorkerSpec] = []
+        self._dropped = (0, 0)
+        """Groups and sampled tokens that were discarded as too old since the last step."""
         self._mismatch = MismatchWatch(config.trainer)
         self._comparison: Comparison | None = None
         """The latest; those before it belong to the publication."""
@@ -428,7 +431,9 @@ class Master:
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]
-        self._history.tokens_dropped += sum(meta.sampled_tokens for meta in metas)
+        tokens = sum(meta.sampled_tokens for meta in metas)
+        self._history.tokens_dropped += tokens
+        self._dropped = self._dropped[0] + len(metas), self._dropped[1] + tokens
         with self._groups.dropping(seqs) as held:
             await self._workers.clear(held, come_again=True)
 
@@ -452,14 +457,20 @@ class Master:
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": figures["tokens_trained"] / (end - begin),
             "save_seconds": self._checkpoints.take_seconds(),
+            "groups_dropped": self._dropped[0],
+            "tokens_dropped": self._dropped[1],
             "epoch": self._control.epochs(self._groups.consumed),
         }
+        self._dropped = (0, 0)
         spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
         return StepReport(
             step=self.policy_version,
             time=end,
             metrics=metrics,
             token_ages=token_ages(result.trained),
+            masked_ages=masked_ages(
+                batch, policy_version=self.policy_version - 1, max_staleness=self._former.max_staleness
+            ),
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=[meta.seq for meta in batch],
             health=self._history.watch.health,

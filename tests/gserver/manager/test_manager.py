@@ -76,6 +76,10 @@ async def test_heartbeats_of_all_and_of_the_manager_are_in_the_timeline(tmp_path
     assert set(beats) == {"gserver", "rollout", "model_worker", "master", "manager"}
     assert beats["manager"]["processor_seconds_total"] > 0
     assert beats["manager"]["machine_processor_seconds_total"] > 0
+    # what may start (all of it: nothing was admitted), and who waits for it
+    config = run.config
+    assert beats["manager"]["ledger_room"] == (config.staleness.max_staleness + 1) * config.trainer.batch_groups
+    assert beats["manager"]["groups_running"] == beats["manager"]["admissions_waiting"] == 0
 
 
 async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def test_mask_takes_the_oldest_admissions_and_leaves_old_tokens_out(tmp_path):
     assert late.seqs[0] == 0
     assert late.metrics["tokens_masked"] > 0
     assert late.metrics["tokens_trained"] + late.metrics["tokens_masked"] == late.metrics["tokens_sampled"]
+    assert sum(late.masked_ages.values()) == late.metrics["tokens_masked"]
+    assert min(late.masked_ages) > 2 >= max(late.token_ages)
+    assert all(not report.masked_ages for report in run.manager.reports if not report.metrics["tokens_masked"])
 
 
 def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path):
@@ -153,6 +156,8 @@ def test_a_group_that_is_dropped_comes_again(tmp_path):
     assert_exactly_once(run)
     final = json.loads((config.run_dir / "final.json").read_text())
     assert final["tokens_dropped"] == 40
+    assert sum(report.metrics["tokens_dropped"] for report in run.manager.reports) == 40
+    assert [report.metrics["groups_dropped"] for report in run.manager.reports if report.metrics["groups_dropped"]] == [1]
 
 
 def test_a_publication_that_fails_ends_the_run_with_its_error_while_a_batch_is_awaited(tmp_path):

@@ -23,7 +23,9 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.launch.processes import ProcessPlan
+from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
+from streamrl.records.health import ENOUGH, Finding, RunFigures
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
@@ -50,6 +52,8 @@ class History:
         self.status: Status | None = None
         self.generated_rates: deque[float] = deque(maxlen=keep)
         """Tokens per second of the generation pool, one value for each status."""
+        self.first: list[StepReport] = []
+        """The first steps that were seen."""
         self._window = window_seconds
         self._seen: deque[tuple[float, dict[str, ProcessStatus]]] = deque()
 
@@ -70,12 +74,31 @@ class History:
         for step in steps:
             if not self.steps or step.step > self.steps[-1].step:
                 self.steps.append(step)
+                if len(self.first) < ENOUGH:
+                    self.first.append(step)
                 new.append(step)
         return new
 
     def values(self, metric: str) -> list[float]:
         """One value for each remembered step that has `metric`."""
         return [step.metrics[metric] for step in self.steps if metric in step.metrics]
+
+    def figures(self, config: Config, *, disk_free: int, disk_bytes: int) -> RunFigures:
+        """What the health of the run is judged by; bytes free, and in all, of the disk that it writes to."""
+        last = self.steps[-1] if self.steps else None
+        pool = self.pool_shares()
+        return RunFigures(
+            steps=[step.metrics for step in self.steps],
+            first=[step.metrics for step in self.first],
+            best_reward=max(self.values("reward_mean"), default=None),
+            health=last.health if last is not None else HEALTHY,
+            response_lengths=last.response_lengths if last is not None else (),
+            stats={f"{p.role}/{p.index}": p.stats for p in self.status.processes} if self.status is not None else {},
+            generation_busy=pool.busy if pool is not None else None,
+            config=config,
+            disk_free=disk_free,
+            disk_bytes=disk_bytes,
+        )
 
     def pool_shares(self) -> PoolShares | None:
         """None before there are two looks at a gserver."""
@@ -162,9 +185,11 @@ def dashboard(
     now: float,
     config: Config | None = None,
     warnings: Sequence[str] = (),
+    findings: Sequence[Finding] = (),
     height: int = 30,
 ) -> RenderableType:
-    """The whole picture; `config` adds what the manager does not tell (steps to go, limits)."""
+    """The whole picture; `config` adds what the manager does not tell (steps to go, limits). `findings`: what is
+    unhealthy, the worst first."""
     status = history.status
     if status is None:
         return Panel(Text("waiting for the manager's first word", style="dim"), title="streamrl", border_style="blue")
@@ -176,7 +201,7 @@ def dashboard(
         _side_by_side(_times(history), _staleness(history, status)),
         _groups(history, status),
         _processes(status, rows),
-        _warnings(warnings),
+        _warnings(warnings, findings),
     )
 
 
@@ -473,6 +498,9 @@ def _occupation(process: ProcessStatus, last: StepReport | None) -> Text:
     return Text("at work", style="dim")
 
 
-def _warnings(warnings: Sequence[str]) -> Panel:
-    lines = [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings[-2:]]
+def _warnings(warnings: Sequence[str], findings: Sequence[Finding]) -> Panel:
+    """The worst that is unhealthy, beside the policy, which has a line of its own; and what was warned of last."""
+    worst = [str(finding) for finding in findings if finding.severity != "note" and finding.topic != "policy"][:1]
+    said = [*worst, *list(warnings)[-2 + len(worst) :]]
+    lines = [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in said]
     return Panel(Group(*lines) if lines else Text("none", style="dim"), title="last warnings")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -24,6 +25,7 @@ from streamrl.launch.dashboard import History, dashboard, duration, step_line
 from streamrl.launch.files import Tail, Warnings
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
+from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control import Status
 from streamrl.transport.keys import manager_key
@@ -48,6 +50,8 @@ class Display:
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
         self._health = HEALTHY.state
+        self._told: set[str] = set()
+        """Topics of findings that were told."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +98,19 @@ class Display:
             if step.health.state != self._health:
                 self._health = step.health.state
                 self.note(f"step {step.step}: {step.health}")
+            for finding in self._findings():
+                if finding.severity != "note" and finding.topic not in {*self._told, "policy"}:
+                    self._told.add(finding.topic)
+                    self.note(f"step {step.step}: {finding}")
+
+    def _findings(self) -> list[Finding]:
+        """What is unhealthy by the latest figures."""
+        try:
+            disk = shutil.disk_usage(self._config.run_dir)
+        except OSError as error:
+            log.debug("nobody knows how full the disk is: %s", error)
+            return []
+        return findings(self._history.figures(self._config, disk_free=disk.free, disk_bytes=disk.total))
 
     def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
         for report in reports:
@@ -146,6 +163,7 @@ class LiveDisplay(Display):
             now=time.monotonic(),
             config=self._config,
             warnings=self._warnings.recent(),
+            findings=self._findings(),
             height=self._console.height - 1,
         )
         self._live.update(picture, refresh=True)

@@ -6,7 +6,9 @@ Tolerant by purpose: a run that crashed is read as far as it got. What cannot be
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -14,9 +16,11 @@ import msgspec
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_records
 from streamrl.records.final import FINAL_FILE, Final
+from streamrl.records.health import ENOUGH, WINDOW, RunFigures
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
 from streamrl.transport.control import Status
@@ -24,9 +28,14 @@ from streamrl.transport.control import Status
 log = logging.getLogger(__name__)
 
 
+PROCESSOR_SECONDS = "processor_seconds_total"
+"""The counter that each process has: where it falls, the process was started again."""
+
+
 class Records(msgspec.Struct, frozen=True, kw_only=True):
     """All that is readable in a run folder."""
 
+    folder: Path
     config: Config | None
     steps: list[StepReport]
     """In order; of a step that was reported twice, the last report."""
@@ -56,6 +65,7 @@ def read_run(run_dir: Path) -> Records:
             heartbeats.setdefault(f"{entry.role}/{entry.index}", []).append(entry)
     final, status = _final(run_dir / FINAL_FILE)
     return Records(
+        folder=run_dir,
         config=_config(run_dir / "config.toml"),
         steps=[steps[number] for number in sorted(steps)],
         evaluations=[evaluations[version] for version in sorted(evaluations)],
@@ -87,6 +97,50 @@ def _config(file: Path) -> Config | None:
     except ConfigError as error:
         log.warning("the run's configuration is left out: %s", error)
         return None
+
+
+def figures(records: Records) -> RunFigures:
+    """Return what the health of a run is judged by: its latest figures."""
+    steps, status = records.steps, records.status
+    recent = steps[-WINDOW:]
+    free, size = None, None
+    if records.final is None and records.folder.is_dir():  # one that is over needs no more room
+        disk = shutil.disk_usage(records.folder)
+        free, size = disk.free, disk.total
+    return RunFigures(
+        steps=[step.metrics for step in recent],
+        first=[step.metrics for step in steps[:ENOUGH]],
+        best_reward=max(values(steps, "reward_mean"), default=None),
+        health=steps[-1].health if steps else HEALTHY,
+        response_lengths=steps[-1].response_lengths if steps else (),
+        evaluations=records.evaluations,
+        stats={process: entries[-1].stats for process, entries in records.heartbeats.items()},
+        generation_busy=generation_busy(records, since=time_range(recent)[0]),
+        restarts={process: count for process, entries in records.heartbeats.items() if (count := restarts(entries))},
+        failed_updates=sum(not update.done for update in records.publications),
+        config=records.config,
+        state=status.state if status is not None else "",
+        message=status.message if status is not None else "",
+        disk_free=free,
+        disk_bytes=size,
+    )
+
+
+def restarts(entries: Sequence[HeartbeatEntry]) -> int:
+    """Return how often a process was started again, as far as its heartbeats tell."""
+    seconds = [entry.stats[PROCESSOR_SECONDS] for entry in entries if PROCESSOR_SECONDS in entry.stats]
+    return sum(after < before for before, after in pairwise(seconds))
+
+
+def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
+    """Return the share of the gservers' time in which they computed; `since`: seconds since the epoch."""
+    busy = seconds = 0.0
+    for process, entries in records.heartbeats.items():
+        recent = [entry for entry in entries if entry.time >= since]
+        if process.startswith("gserver/") and len(recent) > 1:
+            busy += growth(recent, "busy_seconds_total") - recent[0].stats.get("busy_seconds_total", 0.0)
+            seconds += recent[-1].time - recent[0].time
+    return busy / seconds if seconds > 0 else None
 
 
 def values(steps: Sequence[StepReport], metric: str) -> list[float]:

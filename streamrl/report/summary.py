@@ -16,14 +16,19 @@ from rich.table import Table
 from streamrl.records.collapse import HEALTHY, HealthState
 from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.final import Final
+from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import StepReport
-from streamrl.report.reading import Records, growth, read_run, time_range, total_ages, values
+from streamrl.report.reading import Records, figures, generation_busy, growth, read_run, time_range, total_ages, values
 from streamrl.transport.control import Status
 
 log = logging.getLogger(__name__)
 
 MAX_CHANGES = 6
 """So many changes of the run's health are shown in the table."""
+
+
+TOLD_ELSEWHERE = ("end", "policy")
+"""Findings that other rows of the table tell."""
 
 
 class HealthChange(msgspec.Struct, frozen=True):
@@ -111,6 +116,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Requests of agents that were answered with an earlier one's answer."""
     health: list[HealthChange] = []
     """When the run's health changed; empty if it was healthy all the time."""
+    findings: list[Finding] = []
+    """What is unhealthy by its last figures, in words, the worst first."""
 
 
 def write_report(run_dir: Path) -> Summary:
@@ -169,7 +176,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         tokens_trained=int(trained),
         tokens_generated_per_second=ratio(generated, seconds),
         tokens_trained_per_second=ratio(trained, seconds),
-        generation_busy_share=_busy_share(records),
+        generation_busy_share=generation_busy(records),
         trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),
         weight_update_seconds_mean=mean(values(steps, "publish_seconds")),
         pause_seconds_mean=mean(values(steps, "pause_seconds")),
@@ -183,6 +190,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
         agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
+        findings=findings(figures(records)),
     )
 
 
@@ -231,6 +239,10 @@ def summary_table(summary: Summary) -> Table:
         row("", "", f"and {len(s.health) - MAX_CHANGES} changes more (health in summary.json)")
     if s.health and s.health[-1].turn:
         row("turn", "", escape("; ".join(s.health[-1].turn)))
+    for finding in s.findings:
+        if finding.topic not in TOLD_ELSEWHERE:
+            turn = f"; turn {finding.turn[0]}" if finding.turn else ""
+            row(finding.topic, finding.severity, escape(finding.text + turn))
     row("steps", f"{s.steps}", f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
     given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""
     row(
@@ -318,15 +330,6 @@ def _seconds(steps: Sequence[StepReport]) -> float:
     """Return the time from the first step's beginning to the last one's end, without times when the run was down."""
     begin, end = time_range(steps)
     return steps[-1].metrics.get("run_seconds", end - begin) if steps else 0.0
-
-
-def _busy_share(records: Records) -> float | None:
-    busy = seconds = 0.0
-    for process, entries in records.heartbeats.items():
-        if process.startswith("gserver/") and len(entries) > 1:
-            busy += growth(entries, "busy_seconds_total") - entries[0].stats.get("busy_seconds_total", 0.0)
-            seconds += entries[-1].time - entries[0].time
-    return ratio(busy, seconds)
 
 
 def _text(value: float | None, form: str = "") -> str:

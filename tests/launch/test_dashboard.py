@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from streamrl.launch.dashboard import History, dashboard, duration, plan_table, 
 from streamrl.launch.display import Display
 from streamrl.launch.processes import plan
 from streamrl.records.collapse import Health, HealthState
+from streamrl.records.health import findings
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
@@ -184,3 +186,30 @@ def test_a_change_of_health_is_told_once_where_there_is_no_picture() -> None:
         "turn trainer.lr=1e-6 (it is 2e-6)",
         "step 39: the run is healthy",
     ]
+
+
+def without_contrast(step: StepReport) -> StepReport:
+    return msgspec.structs.replace(step, metrics=step.metrics | {"groups_with_contrast": 0.0})
+
+
+def test_the_worst_finding_is_beside_the_last_warning() -> None:
+    made = history(steps=20)
+    made.add_steps(without_contrast(step_report(step)) for step in range(21, 45))
+    found = findings(made.figures(CONFIG, disk_free=2**20, disk_bytes=2**40))
+    assert [finding.topic for finding in found][:2] == ["disk", "contrast"]
+    lines = drawn(dashboard(made, now=12.0, config=CONFIG, warnings=["a", "gserver/0 slow"], findings=found))
+    assert len(lines) <= 30
+    text = "\n".join(lines)
+    assert "0.0 GiB are free where the run writes" in text
+    assert "gserver/0 slow" in text
+
+
+def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> None:
+    out = io.StringIO()
+    config = from_dict({"run": {"name": tmp_path.name, "dir": str(tmp_path.parent)}})
+    display = Display(Console(file=out, width=400), config=config)
+    for step in range(1, 31):
+        display._show_steps(display._history.add_steps([without_contrast(step_report(step))]))
+    told = [line for line in out.getvalue().splitlines() if "all siblings scored the same" in line]
+    assert len(told) == 1
+    assert "step 5: in 100% of the groups" in told[0]

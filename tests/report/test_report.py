@@ -17,6 +17,7 @@ from streamrl.records.timeline import HeartbeatEntry
 from streamrl.report.reading import growth, read_run
 from streamrl.report.summary import evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
+from tests.launch.statuses import EPOCH
 from tests.runs import read_steps, write_lines, write_run
 
 PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
@@ -182,3 +183,30 @@ def test_growth_survives_restarts(lives: list[list[int]]) -> None:
             entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
         expected += count
     assert growth(entries, "n") == expected
+
+
+def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert write_report(folder).findings == []
+    steps = [
+        msgspec.structs.replace(step, metrics=step.metrics | {"tokens_masked": 800.0, "tokens_sampled": 1600.0})
+        for step in read_steps(folder)
+    ]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    beats = [
+        HeartbeatEntry(time=EPOCH + 200 + n, role="rollout", index=1, stats={"processor_seconds_total": seconds})
+        for n, seconds in enumerate([1.0, 2.0, 0.5, 0.7, 0.1])
+    ]
+    with (folder / "timeline.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(beat) + b"\n" for beat in beats)
+    summary = write_report(folder)
+    assert [(f.severity, f.topic) for f in summary.findings] == [("warning", "staleness"), ("note", "restarts")]
+    assert "rollout/1 was started again twice" in summary.findings[1].text
+    assert json.loads((folder / "summary.json").read_text())["findings"][0]["turn"][0].startswith(
+        "staleness.max_staleness=8"
+    )
+    console = Console(record=True, width=260, file=io.StringIO())
+    console.print(summary_table(summary))
+    text = console.export_text()
+    assert "50% of the sampled tokens were more than 4 versions old" in text
+    assert "turn staleness.max_staleness=8 (it is 4)" in " ".join(text.split())

@@ -157,7 +157,9 @@ def test_a_group_that_is_dropped_comes_again(tmp_path):
     final = json.loads((config.run_dir / "final.json").read_text())
     assert final["tokens_dropped"] == 40
     assert sum(report.metrics["tokens_dropped"] for report in run.manager.reports) == 40
-    assert [report.metrics["groups_dropped"] for report in run.manager.reports if report.metrics["groups_dropped"]] == [1]
+    assert [report.metrics["groups_dropped"] for report in run.manager.reports if report.metrics["groups_dropped"]] == [
+        1
+    ]
 
 
 def test_a_publication_that_fails_ends_the_run_with_its_error_while_a_batch_is_awaited(tmp_path):

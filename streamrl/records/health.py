@@ -1,0 +1,416 @@
+"""What is unhealthy about a run, in sentences: the figure, what it means, and which key to turn. Pure.
+
+`findings` looks at the latest figures only, so it works on a run that goes on, on one that crashed, and on one of which
+some files are missing: what a figure is missing for is left out. The terminal display, `streamrl report` and the page
+all say what it says. Each limit below names where it is from; those without a source are ours, and say why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
+from streamrl.records.evaluation import EvaluationReport
+
+Severity = Literal["bad", "warning", "note"]
+"""bad: the run fails, or learns something wrong. warning: it is likely to, or wastes a good part of what it does. note:
+good to know."""
+
+WINDOW = 20
+"""Steps over which figures are judged."""
+ENOUGH = 5
+"""Fewer steps are not judged; so many at the beginning of a run are what later ones are compared with."""
+
+WRONG_SAMPLE = 0.5
+"""Effective sample size below which half of the batch counts for nothing (Kish's definition,
+https://en.wikipedia.org/wiki/Effective_sample_size); `collapse.SMALLEST_SAMPLE` is where it is told at all."""
+CLIPPED_GRADIENTS = 0.5
+"""Share of steps in which `trainer.optimizer.grad_clip` cuts the gradient: then it, and not the learning rate, sets the
+size of most steps."""
+KL_ABOVE_TARGET = 1.5
+"""KL over its target at which PPO's rule makes the penalty larger (https://arxiv.org/abs/1707.06347, section 4)."""
+LARGEST_KL = 1.0
+"""Mean KL from the reference of a token, in nats: tokens are e times as likely as under the reference."""
+LEAST_CONTRAST = 0.25
+"""Share of groups whose siblings scored differently; the others have no gradient (DAPO, https://arxiv.org/abs/2503.14476,
+section 3.2). Below a quarter a batch is less than a fourth of what it costs."""
+LEAST_ENTROPY = 0.05
+"""Share of the entropy of the first steps. A policy without entropy has stopped to explore, and its reward comes to
+rest (https://arxiv.org/abs/2505.22617)."""
+LEARNED = 0.95
+"""Share of the largest reward seen from which a policy may well be sure of itself."""
+CUT_RESPONSES = 0.1
+"""Share of responses that reach the limit of tokens: their rewards judge an unfinished answer (DAPO, section 3.4)."""
+MASKED = 0.05
+MOSTLY_MASKED = 0.3
+"""Share of sampled tokens left out as too old: "a few per cent" of docs/staleness.md, and where it is far from that."""
+WAITING = 0.5
+"""Share of a step's time in which one pool waits for the other: the slower half of the machine decides."""
+PAUSED = 0.1
+"""Share of a step's time that weight updates cost generation, or hold up the optimizer."""
+REJECTED = 0.1
+"""Share of groups that were given up."""
+OFTEN_RESTARTED = 3
+"""Restarts of one process, as many as `gserver.max_restarts` and `rollout.restarts` allow in a row by default."""
+LEAST_DISK = 2**30
+LEAST_DISK_SHARE = 0.03
+"""Free bytes, and share of the disk, below which the next checkpoint may not fit."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One sentence about a run."""
+
+    severity: Severity
+    topic: str
+    """What it is about, in a word or two: `reward`, `staleness`, `disk`, ..."""
+    text: str
+    """What is unhealthy, with its figure."""
+    turn: list[str] = []
+    """What to change, the first to try first: `key=value`, with the present value, or words."""
+
+    def __str__(self) -> str:
+        return self.text + (f"; turn {' or '.join(self.turn)}" if self.turn else "")
+
+
+class RunFigures(msgspec.Struct, kw_only=True):
+    """What is known of a run; whatever is not known is left out."""
+
+    steps: Sequence[Mapping[str, float]] = ()
+    """`StepReport.metrics` of the last `WINDOW` steps or more, the latest last."""
+    first: Sequence[Mapping[str, float]] = ()
+    """Of the first few steps of the run."""
+    best_reward: float | None = None
+    """Largest `reward_mean` of a step."""
+    health: Health = HEALTHY
+    """Of the last step."""
+    response_lengths: Sequence[Sequence[int]] = ()
+    """Of the last step."""
+    evaluations: Sequence[EvaluationReport] = ()
+    stats: Mapping[str, Mapping[str, float]] = {}
+    """Process → the figures of its last heartbeat."""
+    generation_busy: float | None = None
+    """Share of the last steps' time in which gservers computed, from 0 to 1."""
+    restarts: Mapping[str, int] = {}
+    """Process → how often it was started again."""
+    failed_updates: int = 0
+    """Weight updates that were rolled back."""
+    config: Config | None = None
+    state: str = ""
+    """As the manager has it: `running`, `finished`, `failed`, ..."""
+    message: str = ""
+    """Why it ended."""
+    disk_free: int | None = None
+    """Bytes free where the run writes; only of a run that goes on."""
+    disk_bytes: int | None = None
+    """Size of that disk."""
+
+
+def findings(run: RunFigures) -> list[Finding]:
+    """Return what is unhealthy about `run`, the worst first; empty: nothing is, as far as anybody knows."""
+    order: dict[Severity, int] = {"bad": 0, "warning": 1, "note": 2}
+    found = [*_end(run), *_policy(run), *_engines(run), *_data(run), *_staleness(run), *_pace(run), *_machines(run)]
+    return sorted(found, key=lambda finding: order[finding.severity])
+
+
+def _end(run: RunFigures) -> Iterator[Finding]:
+    if run.state == "failed":
+        yield Finding("bad", "end", f"the run failed: {run.message}", ["the logs of its processes say more"])
+
+
+def _policy(run: RunFigures) -> Iterator[Finding]:
+    config = run.config or Config()
+    lr = f"trainer.lr={config.trainer.lr / 2:g} (it is {config.trainer.lr:g})"
+    if run.health.state != "healthy":
+        what = "is collapsing" if run.health.state == "collapsing" else "may be about to fall apart"
+        yield Finding(
+            "bad" if run.health.state == "collapsing" else "warning",
+            "policy",
+            f"the policy {what} since step {run.health.since}: {', '.join(run.health.signs)}",
+            run.health.turn,
+        )
+    sample = _mean(run, "effective_sample_size")
+    if sample is not None and sample < SMALLEST_SAMPLE and run.health.state == "healthy":
+        yield Finding(
+            "warning" if sample < WRONG_SAMPLE else "note",
+            "effective sample size",
+            f"the effective sample size is {sample:.2f}: of each batch, data count for {sample:.0%} of their number, "
+            "because they were written by a policy that is far from the present one",
+            advice(config),
+        )
+    gradient = max(_values(run, "grad_norm_ratio")[-ENOUGH:], default=0.0)
+    if gradient > LARGEST_GRADIENT and run.health.state == "healthy":
+        yield Finding(
+            "note", "gradient", f"a gradient norm was {gradient:.1f} times the usual in the last {ENOUGH} steps", [lr]
+        )
+    norms = _values(run, "grad_norm")
+    clip = config.trainer.optimizer.grad_clip
+    cut = _share(norms, lambda norm: norm > clip)
+    if run.config is not None and cut is not None and cut > CLIPPED_GRADIENTS:
+        yield Finding(
+            "note",
+            "gradient",
+            f"the gradient norm was above {clip:g} in {cut:.0%} of the last {len(norms)} steps (mean "
+            f"{fmean(norms):.2g}): clipping, and not the learning rate, sets the size of the steps",
+            [lr, f"trainer.optimizer.grad_clip={2 * clip:g} (it is {clip:g})"],
+        )
+    yield from _kl(run, config)
+    entropy, before = _mean(run, "entropy"), _mean_of(run.first, "entropy")
+    reward = _mean(run, "reward_mean")
+    sure = reward is not None and run.best_reward is not None and reward >= LEARNED * run.best_reward > 0
+    if entropy is not None and before is not None and before > 0 and entropy < LEAST_ENTROPY * before and not sure:
+        coefficient = config.algorithm.entropy_coef
+        yield Finding(
+            "warning",
+            "entropy",
+            f"the entropy of a token is {entropy:.2g} nats, {entropy / before:.0%} of what it was at first: the policy "
+            "has stopped to explore",
+            [
+                f"algorithm.entropy_coef={2 * coefficient or 0.003:g} (it is {coefficient:g})",
+                f"algorithm.clip_high={config.algorithm.clip_high + 0.1:.2g} (it is {config.algorithm.clip_high:g})",
+            ],
+        )
+
+
+def _kl(run: RunFigures, config: Config) -> Iterator[Finding]:
+    kl, target, coefficient = _mean(run, "kl"), config.algorithm.kl_target, config.algorithm.kl_coef
+    if kl is None:
+        return
+    turn = [f"algorithm.kl_coef={2 * coefficient:g} (it is {coefficient:g})"]
+    if target is not None and kl > KL_ABOVE_TARGET * target:
+        yield Finding(
+            "warning",
+            "KL",
+            f"the KL from the reference is {kl:.3g} nats a token, {kl / target:.1f} times algorithm.kl_target",
+            turn,
+        )
+    elif target is None and kl > LARGEST_KL:
+        yield Finding(
+            "warning", "KL", f"the policy is {kl:.2f} nats a token away from the reference, which is a long way", turn
+        )
+
+
+def _engines(run: RunFigures) -> Iterator[Finding]:
+    limit = (run.config or Config()).trainer.logprob_diff_warning
+    latest = run.steps[-1] if run.steps else {}
+    far = {
+        name.partition("/")[2].replace("_", "/"): value
+        for name, value in latest.items()
+        if name.startswith("logprob_diff_mean/") and value > limit
+    }
+    if far:
+        worst = max(far, key=lambda name: far[name])
+        others = f" (and {len(far) - 1} more)" if len(far) > 1 else ""
+        yield Finding(
+            "bad",
+            "engine against trainer",
+            f"{worst}{others} computes log-probabilities that are {far[worst]:.3g} nats a token away from the "
+            f"trainer's, more than {limit:g}: it may serve other weights than it says, or compute differently",
+            ["gserver.dtype and trainer.dtype to the same", "restart the gserver"],
+        )
+    sampled = latest.get("sampling_diff_mean")
+    if sampled is not None and sampled > limit and not far:
+        yield Finding(
+            "bad",
+            "engine against trainer",
+            f"fresh responses were sampled with log-probabilities {sampled:.3g} nats a token away from the trainer's, "
+            f"more than {limit:g}",
+            ["rollout.sampling.* and model.chat_template to what the trainer computes with"],
+        )
+    missing = latest.get("gservers_not_compared", 0.0)
+    if missing and not latest.get("gservers_compared"):
+        yield Finding(
+            "note", "engine against trainer", f"none of {missing:.0f} gservers was compared with the trainer lately"
+        )
+    if run.failed_updates:
+        yield Finding(
+            "warning",
+            "weight updates",
+            f"{run.failed_updates} weight updates failed and were rolled back",
+            ["weights.timeout_seconds, or weights.mode"],
+        )
+
+
+def _data(run: RunFigures) -> Iterator[Finding]:
+    config = run.config or Config()
+    groups, contrast = _mean(run, "groups"), _mean(run, "groups_with_contrast")
+    if groups and contrast is not None and contrast / groups < LEAST_CONTRAST:
+        reward = _mean(run, "reward_mean")
+        at = f" at a mean reward of {reward:.2f}" if reward is not None else ""
+        size = config.rollout.group_size
+        yield Finding(
+            "warning",
+            "contrast",
+            f"in {1 - contrast / groups:.0%} of the groups all siblings scored the same{at}: they teach nothing",
+            [
+                "data that are neither solved nor hopeless",
+                f"rollout.group_size={2 * size} (it is {size})",
+                *([] if config.rollout.drop_uniform_groups else ["rollout.drop_uniform_groups=true"]),
+            ],
+        )
+    most = config.rollout.sampling.max_new_tokens
+    lengths = [length for group in run.response_lengths for length in group]
+    cut = _share(lengths, lambda length: length >= most)
+    if run.config is not None and cut is not None and cut > CUT_RESPONSES:
+        yield Finding(
+            "warning",
+            "length",
+            f"{cut:.0%} of the responses are as long as they may be, {most} tokens: they were cut before their end",
+            [f"rollout.sampling.max_new_tokens={2 * most} (it is {most})", "rollout.reward.overlong_tokens"],
+        )
+    if run.evaluations:
+        last = run.evaluations[-1]
+        if last.cut_share is not None and last.cut_share > CUT_RESPONSES:
+            yield Finding(
+                "note",
+                "evaluation",
+                f"{last.cut_share:.0%} of the held-out responses at version {last.policy_version} were cut",
+                ["evaluation.max_new_tokens"],
+            )
+        failed = last.rejected / max(1, last.rejected + last.prompts)
+        if failed > REJECTED:
+            yield Finding(
+                "warning", "evaluation", f"{failed:.0%} of the held-out prompts failed at version {last.policy_version}"
+            )
+    done = _sum(run, "rollout/", "groups_done_total")
+    rejected = _sum(run, "rollout/", "groups_rejected_total")
+    if done + rejected and rejected / (done + rejected) > REJECTED:
+        yield Finding(
+            "warning",
+            "rejected groups",
+            f"{rejected / (done + rejected):.0%} of the groups were given up ({rejected:.0f}): the logs of the rollout "
+            "workers say why",
+            ["rollout.reward.timeout_seconds", "data.max_prompt_tokens"],
+        )
+
+
+def _staleness(run: RunFigures) -> Iterator[Finding]:
+    config = run.config or Config()
+    eta = config.staleness.max_staleness
+    raised = f"staleness.max_staleness={max(1, 2 * eta)} (it is {eta})"
+    masked, sampled = _total(run, "tokens_masked"), _total(run, "tokens_sampled")
+    if sampled and masked / sampled > MASKED:
+        yield Finding(
+            "warning" if masked / sampled > MOSTLY_MASKED else "note",
+            "staleness",
+            f"{masked / sampled:.0%} of the sampled tokens were more than {eta} versions old and left out of the loss",
+            [raised, "shorter responses"],
+        )
+    dropped = _total(run, "tokens_dropped")
+    if dropped and dropped / (dropped + sampled) > MASKED:
+        yield Finding(
+            "warning",
+            "staleness",
+            f"{dropped / (dropped + sampled):.0%} of the generated tokens were dropped as too old: the policy trains "
+            "on shorter responses than it writes",
+            ['staleness.over_age="mask"', raised],
+        )
+
+
+def _pace(run: RunFigures) -> Iterator[Finding]:
+    config = run.config or Config()
+    seconds = _total(run, "step_seconds")
+    if not seconds or len(run.steps) < ENOUGH:
+        return
+    waiting = _total(run, "wait_seconds") / seconds
+    if waiting > WAITING:
+        count = config.gserver.count
+        yield Finding(
+            "note",
+            "pace",
+            f"the trainer waits for data in {waiting:.0%} of its time: generation is the slower pool",
+            [f"gserver.count={2 * count} (it is {count})", "gserver.max_running", "staleness.max_staleness"],
+        )
+    elif run.generation_busy is not None and run.generation_busy < 1 - WAITING:
+        yield Finding(
+            "note",
+            "pace",
+            f"the gservers compute in {run.generation_busy:.0%} of their time: the trainer is the slower pool, or too "
+            "few groups may run",
+            [
+                f"staleness.max_staleness={max(1, 2 * config.staleness.max_staleness)} "
+                f"(it is {config.staleness.max_staleness})",
+                "rollout.max_concurrent_groups",
+                "trainer.data_parallel",
+            ],
+        )
+    for figure, what in (
+        ("pause_seconds", "generation is paused by weight updates"),
+        ("blocked_seconds", "the optimizer waits for the publication of the weights before"),
+    ):
+        share = _total(run, figure) / seconds
+        if share > PAUSED:
+            yield Finding(
+                "note", "weight updates", f"{what} in {share:.0%} of the time", ["weights.mode", "weights.pause_mode"]
+            )
+
+
+def _machines(run: RunFigures) -> Iterator[Finding]:
+    for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
+        yield Finding(
+            "warning" if count >= OFTEN_RESTARTED else "note",
+            "restarts",
+            f"{name} was started again {_times(count)}; logs/{name.replace('/', '-')}.log says why",
+        )
+    if run.disk_free is not None:
+        share = run.disk_free / run.disk_bytes if run.disk_bytes else 1.0
+        if run.disk_free < LEAST_DISK or share < LEAST_DISK_SHARE:
+            yield Finding(
+                "bad" if run.disk_free < LEAST_DISK / 8 else "warning",
+                "disk",
+                f"{run.disk_free / 2**30:.1f} GiB are free where the run writes: the next checkpoint may not fit",
+                ["make room", "trainer.keep_checkpoints", "metrics.rollouts_mb"],
+            )
+    lost = _sum(run, "model_worker/", "rollouts_lost_total")
+    if lost:
+        yield Finding(
+            "note",
+            "rollouts",
+            f"{lost:.0f} groups that were to be kept for people to look at were lost: the disk is full, or too slow",
+            ["metrics.rollouts_per_step"],
+        )
+    refused = _sum(run, "model_worker/", "groups_refused_total")
+    if refused:
+        yield Finding(
+            "warning",
+            "stream",
+            f"{refused:.0f} groups were refused by the trainer; the logs of the model workers say why",
+        )
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _values(run: RunFigures, metric: str) -> list[float]:
+    """`metric` of each of the last steps that has it as a number."""
+    return [step[metric] for step in run.steps[-WINDOW:] if math.isfinite(step.get(metric, math.nan))]
+
+
+def _mean(run: RunFigures, metric: str) -> float | None:
+    values = _values(run, metric)
+    return fmean(values) if len(values) >= ENOUGH else None
+
+
+def _mean_of(steps: Sequence[Mapping[str, float]], metric: str) -> float | None:
+    values = [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
+    return fmean(values) if values else None
+
+
+def _total(run: RunFigures, metric: str) -> float:
+    return sum(_values(run, metric))
+
+
+def _share(values: Sequence[float], counts: Callable[[float], bool]) -> float | None:
+    """Share of `values` that count; None where they are too few."""
+    return sum(map(counts, values)) / len(values) if len(values) >= ENOUGH else None
+
+
+def _sum(run: RunFigures, role: str, stat: str) -> float:
+    """`stat` of all processes whose names begin with `role`."""
+    return sum(stats.get(stat, 0.0) for name, stats in run.stats.items() if name.startswith(role))

@@ -1,0 +1,314 @@
+"""Health in words: each finding at its limit, none for a healthy run, and nothing that figures can break."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.config import from_dict
+from streamrl.records.collapse import CollapseWatch, Health, advice
+from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
+from tests.evaluations import make_report
+
+CONFIG = from_dict(
+    {
+        "staleness": {"max_staleness": 4},
+        "algorithm": {"kl_coef": 0.1},
+        "trainer": {"lr": 1e-4},
+        "rollout": {"sampling": {"max_new_tokens": 100}},
+    }
+)
+HEALTHY = {
+    "reward_mean": 0.8,
+    "reward_std": 0.2,
+    "groups": 32.0,
+    "groups_with_contrast": 20.0,
+    "effective_sample_size": 0.98,
+    "grad_norm": 0.4,
+    "grad_norm_ratio": 1.1,
+    "kl": 0.02,
+    "entropy": 0.9,
+    "tokens_sampled": 1000.0,
+    "tokens_trained": 1000.0,
+    "tokens_masked": 0.0,
+    "tokens_dropped": 0.0,
+    "logprob_diff_mean": 1e-5,
+    "logprob_diff_mean/gserver_0": 1e-5,
+    "logprob_diff_mean/gserver_1": 1e-5,
+    "gservers_compared": 2.0,
+    "gservers_not_compared": 0.0,
+    "sampling_diff_mean": 1e-5,
+    "step_seconds": 2.0,
+    "wait_seconds": 0.2,
+    "pause_seconds": 0.05,
+    "blocked_seconds": 0.0,
+}
+
+
+def healthy(**changed):
+    """A run without a flaw but those in `changed`."""
+    steps = [HEALTHY] * WINDOW
+    figures = {
+        "steps": steps,
+        "first": [HEALTHY],
+        "best_reward": 0.8,
+        "response_lengths": [[20, 30], [99, 40], [10, 10]],
+        "evaluations": [make_report(3, cut_share=0.0)],
+        "stats": {
+            "rollout/0": {"groups_done_total": 100.0, "groups_rejected_total": 2.0, "groups_uniform_total": 90.0},
+            "model_worker/0": {"rollouts_lost_total": 0.0, "groups_refused_total": 0.0},
+        },
+        "generation_busy": 0.8,
+        "config": CONFIG,
+        "state": "running",
+        "disk_free": 2**40,
+        "disk_bytes": 2**42,
+    }
+    return RunFigures(**(figures | changed))
+
+
+def with_steps(**changed):
+    return healthy(steps=[HEALTHY | changed] * WINDOW)
+
+
+def test_a_healthy_run_has_nothing_to_tell():
+    assert findings(healthy()) == []
+    assert findings(RunFigures()) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "severity", "topic", "text", "turn"),
+    [
+        (healthy(state="failed", message="gserver/0 died"), "bad", "end", "the run failed: gserver/0 died", "logs"),
+        (
+            healthy(health=Health(state="collapsing", since=7, signs=["reward fallen"], turn=["trainer.lr=1"])),
+            *("bad", "policy", "is collapsing since step 7: reward fallen", "trainer.lr=1"),
+        ),
+        (
+            healthy(health=Health(state="warning", since=7, signs=["ratios"], turn=["trainer.lr=1"])),
+            *("warning", "policy", "may be about to fall apart since step 7: ratios", "trainer.lr=1"),
+        ),
+        (
+            with_steps(effective_sample_size=0.8),
+            *("note", "effective sample size", "is 0.80: of each batch, data count for 80%", advice(CONFIG)[0]),
+        ),
+        (
+            with_steps(effective_sample_size=0.4),
+            *("warning", "effective sample size", "is 0.40", "staleness.max_staleness=2 (it is 4)"),
+        ),
+        (with_steps(grad_norm_ratio=7.0), "note", "gradient", "7.0 times the usual", "trainer.lr=5e-05 (it is 0.0001)"),
+        (
+            with_steps(grad_norm=2.0),
+            "note",
+            "gradient",
+            "above 1 in 100% of the last 20 steps",
+            "grad_clip=2 (it is 1)",
+        ),
+        (with_steps(kl=1.4), "warning", "KL", "1.40 nats a token away", "algorithm.kl_coef=0.2 (it is 0.1)"),
+        (
+            with_steps(entropy=0.01, reward_mean=0.5),
+            "warning",
+            "entropy",
+            "0.01 nats, 1% of what it was",
+            "algorithm.entropy_coef=0.003",
+        ),
+        (
+            with_steps(**{"logprob_diff_mean/gserver_1": 0.4}),
+            *(
+                "bad",
+                "engine against trainer",
+                "gserver/1 computes log-probabilities that are 0.4 nats",
+                "gserver.dtype",
+            ),
+        ),
+        (with_steps(sampling_diff_mean=0.2), "bad", "engine against trainer", "0.2 nats a token", "chat_template"),
+        (
+            with_steps(gservers_compared=0.0, gservers_not_compared=2.0),
+            *("note", "engine against trainer", "none of 2 gservers was compared", ""),
+        ),
+        (healthy(failed_updates=3), "warning", "weight updates", "3 weight updates failed", "weights.timeout_seconds"),
+        (
+            with_steps(groups_with_contrast=4.0),
+            *("warning", "contrast", "in 88% of the groups all siblings scored the same at a mean reward of 0.80"),
+            "rollout.group_size=16 (it is 8)",
+        ),
+        (
+            healthy(response_lengths=[[100, 3, 7], [100, 4, 4]]),
+            *("warning", "length", "33% of the responses are as long as they may be, 100 tokens"),
+            "rollout.sampling.max_new_tokens=200 (it is 100)",
+        ),
+        (
+            healthy(evaluations=[make_report(3, cut_share=0.5)]),
+            *("note", "evaluation", "50% of the held-out responses at version 3 were cut", "evaluation.max_new_tokens"),
+        ),
+        (
+            healthy(stats={"rollout/1": {"groups_done_total": 50.0, "groups_rejected_total": 50.0}}),
+            *("warning", "rejected groups", "50% of the groups were given up (50)", "rollout.reward"),
+        ),
+        (
+            with_steps(tokens_masked=100.0, tokens_trained=900.0),
+            *("note", "staleness", "10% of the sampled tokens were more than 4 versions old"),
+            "staleness.max_staleness=8 (it is 4)",
+        ),
+        (with_steps(tokens_masked=400.0), "warning", "staleness", "40% of the sampled tokens", "shorter responses"),
+        (with_steps(tokens_dropped=250.0), "warning", "staleness", "20% of the generated tokens were dropped", "mask"),
+        (
+            with_steps(wait_seconds=1.5),
+            "note",
+            "pace",
+            "waits for data in 75% of its time",
+            "gserver.count=2 (it is 1)",
+        ),
+        (healthy(generation_busy=0.3), "note", "pace", "compute in 30% of their time", "rollout.max_concurrent_groups"),
+        (
+            with_steps(pause_seconds=0.6),
+            "note",
+            "weight updates",
+            "paused by weight updates in 30%",
+            "weights.pause_mode",
+        ),
+        (
+            with_steps(blocked_seconds=0.6),
+            "note",
+            "weight updates",
+            "optimizer waits for the publication",
+            "weights.mode",
+        ),
+        (
+            healthy(restarts={"gserver/1": 1}),
+            "note",
+            "restarts",
+            "gserver/1 was started again once; logs/gserver-1.log",
+            "",
+        ),
+        (healthy(restarts={"gserver/1": 3}), "warning", "restarts", "started again 3 times", ""),
+        (healthy(disk_free=2**29), "warning", "disk", "0.5 GiB are free", "trainer.keep_checkpoints"),
+        (healthy(disk_free=2**20), "bad", "disk", "0.0 GiB are free", "make room"),
+        (healthy(disk_free=2**35), "warning", "disk", "32.0 GiB are free", "make room"),
+        (
+            healthy(stats={"model_worker/0": {"rollouts_lost_total": 5.0}}),
+            *("note", "rollouts", "5 groups that were to be kept", "metrics.rollouts_per_step"),
+        ),
+        (
+            healthy(stats={"model_worker/0": {"groups_refused_total": 5.0}}),
+            "warning",
+            "stream",
+            "5 groups were refused",
+            "",
+        ),
+    ],
+)
+def test_what_is_unhealthy_is_said_with_its_figure_and_what_to_turn(run, severity, topic, text, turn):
+    (found,) = findings(run)
+    assert (found.severity, found.topic) == (severity, topic)
+    assert text in found.text
+    assert turn in " ".join(found.turn)
+
+
+def test_a_target_of_the_kl_counts_instead_of_the_limit():
+    config = from_dict({"algorithm": {"kl_coef": 0.1, "kl_target": 0.01}})
+    (found,) = findings(with_steps(kl=0.02) and healthy(steps=[HEALTHY | {"kl": 0.02}] * WINDOW, config=config))
+    assert "2.0 times algorithm.kl_target" in found.text
+    assert findings(healthy(steps=[HEALTHY | {"kl": 0.012}] * WINDOW, config=config)) == []
+
+
+def test_a_policy_that_has_learned_its_task_may_be_sure_of_itself():
+    steps = [HEALTHY | {"entropy": 0.001}] * WINDOW
+    assert findings(healthy(steps=steps, best_reward=0.82)) == []
+    assert [f.topic for f in findings(healthy(steps=steps, best_reward=0.95))] == ["entropy"]
+
+
+def test_a_policy_that_falls_apart_is_not_told_twice():
+    health = Health(state="warning", since=7, signs=["effective sample size 0.40"], turn=["trainer.lr=1"])
+    run = healthy(steps=[HEALTHY | {"effective_sample_size": 0.4, "grad_norm_ratio": 9.0}] * WINDOW, health=health)
+    assert [found.topic for found in findings(run)] == ["policy"]
+
+
+def test_a_few_steps_are_not_judged():
+    bad = HEALTHY | {"effective_sample_size": 0.1, "wait_seconds": 1.9, "groups_with_contrast": 0.0}
+    assert findings(healthy(steps=[bad] * (ENOUGH - 1))) == []
+    assert len(findings(healthy(steps=[bad] * ENOUGH))) == 3
+
+
+def test_old_steps_are_not_judged():
+    bad = HEALTHY | {"effective_sample_size": 0.1}
+    assert findings(healthy(steps=[bad] * 50 + [HEALTHY] * WINDOW)) == []
+
+
+def test_the_worst_comes_first():
+    run = healthy(
+        steps=[HEALTHY | {"wait_seconds": 1.9, "groups_with_contrast": 0.0}] * WINDOW, disk_free=0, failed_updates=1
+    )
+    found = findings(run)
+    assert [f.severity for f in found] == ["bad", "warning", "warning", "note"]
+    assert str(found[0]).startswith("0.0 GiB are free")
+    assert "; turn make room or " in str(found[0])
+    assert str(Finding("note", "x", "all is well")) == "all is well"
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([*HEALTHY, "logprob_diff_mean/gserver_7", "own"]), st.floats(), max_size=30),
+        max_size=30,
+    ),
+    st.booleans(),
+    st.dictionaries(
+        st.sampled_from(["rollout/0", "model_worker/1", "gserver/2", "odd"]),
+        st.dictionaries(st.text(max_size=3) | st.sampled_from(["groups_done_total"]), st.floats(0, 1e12)),
+    ),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_figures_break_it(steps, configured, stats):
+    run = RunFigures(steps=steps, first=steps[:3], stats=stats, config=CONFIG if configured else None, best_reward=0.0)
+    for found in findings(run):
+        assert found.text
+        assert found.severity in ("bad", "warning", "note")
+
+
+def recorded():
+    return json.loads((Path(__file__).parent / "collapse_traces.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "trace", recorded(), ids=lambda t: f"kl {t['behavior_kl_coef']} eta {t['max_staleness']} {t['seed']}"
+)
+def test_recorded_runs(trace):
+    """Runs that collapsed are told as bad at the time, and on-policy ones never."""
+    eta = trace["max_staleness"]
+    config = from_dict(
+        {"staleness": {"max_staleness": eta}, "algorithm": {"behavior_kl_coef": trace["behavior_kl_coef"]}}
+    )
+    names = list(trace["figures"])
+    steps = [
+        dict(zip(names, values, strict=True)) | {"groups": trace["groups"]}
+        for values in zip(*trace["figures"].values(), strict=True)
+    ]
+    watch, told = CollapseWatch(), Counter()
+    states = set()
+    for number, step in enumerate(steps, start=1):
+        ratio = {"grad_norm_ratio": watch.grad_norm_ratio(step["grad_norm"])}
+        step |= ratio
+        watch = watch.after(step, step=number, turn=advice(config), slow=False)
+        states.add(watch.health.state)
+        run = RunFigures(steps=steps[:number][-WINDOW:], first=steps[:5], health=watch.health, config=config)
+        found = findings(run)
+        told.update({(f.severity, f.topic) for f in found})
+        assert (watch.health.state == "collapsing") == any(f.severity == "bad" for f in found)
+        if watch.health.state != "healthy":
+            policy = next(f for f in found if f.topic == "policy")
+            assert policy.turn == advice(config)
+    if eta == 0:
+        assert not [key for key in told if key[0] == "bad"]
+        assert ("note", "effective sample size") not in told
+    assert (told["bad", "policy"] > 0) == ("collapsing" in states)
+
+
+def test_findings_can_be_written_and_read():
+    (found,) = findings(healthy(failed_updates=1))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Finding) == found

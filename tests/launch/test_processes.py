@@ -16,9 +16,13 @@ from streamrl.launch.local import claim_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
+    Share,
     command,
     fitted,
     plan,
+    plan_pool,
+    plan_trainer,
+    share_of,
     visible_gpus,
 )
 
@@ -158,3 +162,64 @@ def test_the_environment_is_set_before_torch_is_loaded() -> None:
     """torch reads the number of threads once, when it loads: what runs before a component must not load it."""
     loaded = "import sys, streamrl.launch.role; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], timeout=60, check=False).returncode == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_nodes_share_all_ranks_evenly(workers: int, nodes: int) -> None:
+    shares = [list(Share(node, nodes).ranks(workers)) for node in range(nodes)]
+    assert [rank for share in shares for rank in share] == list(range(workers))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(1, 8), st.integers(0, 8))
+def test_processes_of_one_machine_share_its_gpus(local: int, gpus: int) -> None:
+    names = [str(i) for i in range(gpus)]
+    used = [list(Share(i, local, i, local).of(names)) for i in range(local)]
+    if gpus >= local:
+        assert [gpu for own in used for gpu in own] == names
+    else:
+        assert all(len(own) == (gpus > 0) for own in used)
+
+
+def test_each_node_starts_its_ranks_and_the_first_one_the_master() -> None:
+    chosen = config(model_workers=4)
+    gpus = ["0", "1"]
+    first = plan_trainer(chosen, share=Share(0, 2), master=True, gpus=gpus)
+    second = plan_trainer(chosen, share=Share(1, 2), master=False, gpus=gpus)
+    assert [p.name for p in first] == ["model_worker/0", "model_worker/1", "master/0"]
+    assert [(p.name, list(p.gpus)) for p in second] == [("model_worker/2", ["0"]), ("model_worker/3", ["1"])]
+    alone = plan_trainer(chosen, share=Share(0, 1), master=False)
+    assert [p.name for p in alone] == [f"model_worker/{i}" for i in range(4)]
+
+
+def test_torchrun_says_which_part_of_the_trainer_it_is() -> None:
+    chosen = config(model_workers=4)
+    said = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+    assert share_of(chosen, node=None, nodes=None, environment=said) == Share(3, 4, 1, 2)
+    (only,) = plan_trainer(chosen, share=Share(3, 4, 1, 2), master=False, gpus=["0", "1"])
+    assert only.name == "model_worker/3"
+    assert share_of(chosen, node=1, nodes=2, environment=said) == Share(1, 2), "options come first"
+    assert share_of(chosen, node=None, nodes=None, environment={}) == Share(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("node", "nodes", "environment", "told"),
+    [
+        (2, 2, {}, "--node 2 --nodes 2: nodes are numbered from 0 to 1"),
+        (1, None, {}, "--node 1: say of how many"),
+        (0, 5, {}, "there are only 4 model workers"),
+        (None, None, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: torchrun.s variables are numbers"),
+        (None, None, {"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 of WORLD_SIZE=4: nodes are numbered from 0 to 3"),
+    ],
+)
+def test_parts_that_cannot_be(node: int | None, nodes: int | None, environment: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        share_of(config(model_workers=4), node=node, nodes=nodes, environment=environment)
+
+
+def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
+    pool = plan_pool(sglang(), "gserver", indices=[3, 5], gpus=["0", "1"])
+    assert [(p.name, list(p.gpus)) for p in pool] == [("gserver/3", ["0"]), ("gserver/5", ["1"])]
+    workers = plan_pool(config(), "rollout", indices=[4])
+    words = command(workers[0], config_file=Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9")
+    assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]

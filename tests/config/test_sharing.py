@@ -1,0 +1,77 @@
+"""What all processes of a run must agree on, and what a process is told that does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, from_dict
+from streamrl.config.sharing import MAY_DIFFER, MOST_NAMED, SAME_IN_THEM, differences
+
+DEFAULTS = Config().shared()
+
+
+def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    there, here = from_dict(theirs), from_dict(ours)
+    found = differences(there.shared_changes(), here.shared_changes(), defaults=DEFAULTS)
+    assert bool(found) == (there.digest() != here.digest())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"gserver": {"host": "0.0.0.0", "count": 4, "threads": 8}}, {"gserver": {"host": "10.0.0.1"}}),
+        ({"stream": {"host": "10.0.0.2"}, "weights": {"host": "10.0.0.2", "dir": "", "backend": "gloo"}}, {}),
+        ({"model": {"path": "/data/m"}}, {"model": {"path": "/scratch/models/m"}}),
+        ({"data": {"source": "jsonl", "path": "/a.jsonl"}}, {"data": {"source": "jsonl", "path": "/b.jsonl"}}),
+        ({"critic": {"path": "/a"}}, {"critic": {"path": "/b"}}),
+        ({"rollout": {"workers": 9, "reward": {"processes": 3}}}, {"rollout": {"max_concurrent_groups": 5}}),
+        ({"run": {"name": "a", "device": "cpu"}, "manager": {"host": "0.0.0.0"}}, {}),
+    ],
+)
+def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert differing(theirs, ours) == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "told"),
+    [
+        (
+            {"rollout": {"group_size": 8}},
+            {"rollout": {"group_size": 16}},
+            "rollout.group_size is 8 there and 16 at the",
+        ),
+        ({"run": {"seed": 1}}, {}, "run.seed is 1 there and 0 at the manager"),
+        ({"model": {"path": "/data/m"}}, {}, "model.path is 'a path' there and 'smollm2-135m-instruct' at the manager"),
+        ({"data": {"path": "leg_counting"}}, {}, "data.path is 'leg_counting' there and 'chain_sum' at the manager"),
+        ({"critic": {"path": "/a"}}, {}, "critic.path is 'a path' there and not set at the manager"),
+        ({"data": {"args": {"min_terms": 2}}}, {}, "data.args.min_terms is 2 there and not set at the manager"),
+        ({"trainer": {"data_parallel": 2}}, {}, "trainer.data_parallel is 2 there and 1 at the manager"),
+    ],
+)
+def test_what_differs_is_named_with_both_values(theirs: dict[str, Any], ours: dict[str, Any], told: str) -> None:
+    assert told in differing(theirs, ours)
+
+
+def test_every_setting_that_may_differ_is_one() -> None:
+    names = set(flat(msgspec.to_builtins(Config())))
+    for name in (*MAY_DIFFER, *SAME_IN_THEM):
+        assert name in names or any(each.startswith(f"{name}.") for each in names), name
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        found += [f"{prefix}{key}", *(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [])]
+    return found
+
+
+@given(st.dictionaries(st.text(max_size=5), st.one_of(st.none(), st.integers(), st.text(max_size=200)), max_size=30))
+def test_whatever_a_process_says_of_itself_the_answer_stays_short(theirs: dict[str, Any]) -> None:
+    told = differences(theirs, {}, defaults=DEFAULTS)
+    assert len(told) < (MOST_NAMED + 1) * 250

@@ -1,0 +1,20 @@
+"""Who shares memory with whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.machine import machine_identity
+
+
+def test_a_machine_is_a_boot_of_the_kernel_and_a_file_system(tmp_path: Path) -> None:
+    assert machine_identity() == machine_identity()
+    other = machine_identity(shared_memory=tmp_path)
+    assert other != machine_identity()
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    assert machine_identity(boot=boot) != machine_identity()
+
+
+def test_where_the_system_does_not_tell_nothing_is_shared(tmp_path: Path) -> None:
+    assert machine_identity(shared_memory=tmp_path / "missing") != machine_identity()

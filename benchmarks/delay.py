@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -58,6 +59,10 @@ class Variant(NamedTuple):
     """Largest gradient norm, as a multiple of the median of the last steps'."""
     keep: Callable[[Tokens], Tensor] | None = None
     """Which tokens keep their gradient min(ρ, 5) · A · ∇ log π, in a method that streamrl does not have."""
+    step_share: Callable[[Tokens], float] = lambda tokens: 1.0
+    """Of the learning rate, for a batch."""
+    squared_pull: float = 0.0
+    """Coefficient of the mean of (log ρ)²."""
 
 
 def age_widened(tokens: Tokens) -> Tensor:
@@ -75,6 +80,36 @@ def divergence_mask(tokens: Tokens) -> Tensor:
     return ~(((tokens.advantages > 0) & (moved > 0.2)) | ((tokens.advantages < 0) & (moved < -0.2)))
 
 
+def second_moment_mask(tokens: Tokens) -> Tensor:
+    """M2PO (https://arxiv.org/abs/2510.01161), over outward tokens as in its authors' code: the largest |log ρ| are cut
+    until the mean of (log ρ)² over all of them is at most 0.04; never one inside [0.7, 1.5]."""
+    log_ratio = _log_ratio(tokens)
+    outward = (log_ratio * tokens.advantages) > 0
+    squares = torch.where(outward, log_ratio**2, 0.0)
+    order = squares.argsort()
+    kept = torch.empty_like(outward)
+    kept[order] = squares[order].cumsum(0) <= 0.04 * max(int(outward.sum()), 1)
+    inside = (log_ratio >= math.log(0.7)) & (log_ratio <= math.log(1.5))
+    return ~outward | kept | inside
+
+
+def sequence_mask(tokens: Tokens) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556): responses with A < 0 which the
+    policy has left by more than 0.1 for each token, in the mean of log π_b / π, have no gradient."""
+    counts = tokens.sequence.bincount(minlength=tokens.sequences).clamp(min=1)
+    left = torch.zeros(tokens.sequences).index_add_(0, tokens.sequence, -_log_ratio(tokens)) / counts
+    return ~((tokens.advantages < 0) & (left[tokens.sequence] > 0.1))
+
+
+def effective_sample_share(tokens: Tokens) -> float:
+    """The step size of VCPO (https://arxiv.org/abs/2602.17616): the square root of the share of responses that is left
+    when each is weighed by Π ρ, without a cap."""
+    weights = (
+        torch.zeros(tokens.sequences).index_add_(0, tokens.sequence, _log_ratio(tokens)).clamp(max=300).double().exp()
+    )
+    return math.sqrt(float(weights.sum() ** 2 / (tokens.sequences * (weights**2).sum())))
+
+
 def _log_ratio(tokens: Tokens) -> Tensor:
     return tokens.logprobs.detach() - tokens.behavior_logprobs
 
@@ -90,6 +125,13 @@ VARIANTS = {
     "cap 1": Variant(ALONE | {"behavior_weight_cap": 1.0}),
     "age-widened": Variant(ALONE, keep=age_widened),
     "dppo": Variant(ALONE, keep=divergence_mask),
+    "m2po": Variant(ALONE, keep=second_moment_mask),
+    "opsm": Variant(ALONE, keep=sequence_mask),
+    "vcpo's step size": Variant(
+        ALONE | {"behavior_weight_level": "sequence", "behavior_weight_cap": 8.0}, step_share=effective_sample_share
+    ),
+    "dppo, (log ρ)²": Variant(ALONE, keep=divergence_mask, squared_pull=1e-3),
+    "dppo, 0.05 (log ρ)²": Variant(ALONE, keep=divergence_mask, squared_pull=0.05),
     "no entropy bonus": Variant(ALONE | {"entropy_coef": 0.0}),
     "no deviation": Variant(ALONE | {"advantage": "mean"}),
     "beta2 0.999": Variant(ALONE, betas=(0.9, 0.999)),
@@ -194,9 +236,12 @@ class Loop:
         batch = self._draw()
         tokens = self._tokens(batch, age=len(self._versions) - 1)
         loss = self._loss(tokens)
+        if self._variant.squared_pull:
+            moved = (tokens.logprobs - tokens.behavior_logprobs).square()
+            loss = loss + self._variant.squared_pull * moved.mean()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = self._update()
+        norm = self._update(self._variant.step_share(tokens))
         ratio = _log_ratio(tokens).exp()
         return {
             "reward": batch.reward,
@@ -215,8 +260,9 @@ class Loop:
         )
         return others.loss - (weight * tokens.advantages * tokens.logprobs).mean()
 
-    def _update(self) -> float:
-        """One step of the optimizer; return the gradient norm before it was clipped."""
+    def _update(self, share: float) -> float:
+        """One step of the optimizer with `share` of the learning rate; return the gradient norm before it was
+        clipped."""
         limit = self._config.trainer.optimizer.grad_clip
         if self._variant.clip_to_median and len(self._norms) >= 10:
             limit = min(limit, self._variant.clip_to_median * median(self._norms))
@@ -225,7 +271,7 @@ class Loop:
         self._updates += 1
         warmup = min(1.0, self._updates / self._config.trainer.optimizer.warmup_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.trainer.lr * self._variant.lr_share(self._delay) * warmup
+            group["lr"] = self._config.trainer.lr * self._variant.lr_share(self._delay) * warmup * share
         self._optimizer.step()
         return norm
 

@@ -1,0 +1,244 @@
+"""What a large run costs its manager, its master and its stream.
+
+    python benchmarks/bench_scale.py [--quick] [--workers 100 1000] [--gservers 16 256]
+
+Manager, master, model worker, ledger and streams are the real ones, each a process of its own, as a user would start
+them; the model worker really trains (0.1 million parameters, so that it is not what one waits for). gservers are
+SIMULATED, and rollout workers are real but for what generates (`scale_load.py`); all of them share one process, which
+is the limit where its share of a core is near 1.
+
+All rows have the same groups in flight and the same time of a group, so the same work is spread over more or fewer
+workers: `cpu per worker` is what one more of them costs the manager. Latency is that of a call which the manager
+answers at once. Calls are those of rollout workers and gservers to the manager; `calls/update` are those of the manager
+to one gserver for one weight update (through files).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from common import latest, write_results
+from rich.console import Console
+from rich.table import Table
+from scale_load import Settings
+
+from streamrl.config import from_dict, to_toml
+
+IN_FLIGHT = 1200
+"""Groups, over all workers."""
+GROUP_SECONDS = 12.0
+TOKENS = 8
+BATCH = 256
+WARM_UP_SECONDS = 40.0
+DEADLINE_SECONDS = 300.0
+"""For everybody to have joined."""
+COLUMNS = (
+    "workers",
+    "gservers",
+    "groups_per_second",
+    "calls_per_second",
+    "p50_ms",
+    "p99_ms",
+    "manager_cpu_share",
+    "manager_cpu_us_per_call",
+    "manager_mib",
+    "master_cpu_share",
+    "model_worker_cpu_share",
+    "timeline_kib_per_second",
+    "calls_per_update",
+    "oldest_token",
+    "load_cpu_share",
+)
+
+
+def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> dict[str, Any]:
+    return {
+        "run": {"dir": folder, "name": "scale", "total_train_steps": 10**6, "stop_at_reward": 1e9},
+        "model": {
+            "path": "scratch",
+            "scratch": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "max_position_embeddings": 32},
+        },
+        "data": {"source": "python", "path": "streamrl.rollout.tasks:copy_digits", "max_prompt_tokens": 16},
+        "rollout": {
+            "workers": workers,
+            "group_size": 2,
+            "max_concurrent_groups": max(1, -(-IN_FLIGHT // workers)),
+            "sampling": {"max_new_tokens": TOKENS},
+            "reward": {"function": "streamrl.rollout.tasks:copy_reward"},
+        },
+        "gserver": {"engine": "simulated", "count": gservers, "max_context": 32},
+        "manager": {"port": port},
+        "staleness": {"max_staleness": IN_FLIGHT // BATCH + 2},
+        "stream": {"capacity_groups": 4 * BATCH},
+        "trainer": {"batch_groups": BATCH, "dtype": "float32", "save_at_end": False},
+        "weights": {"mode": "disk", "checksum": False},
+        "metrics": {"tensorboard": False, "plots": False},
+    }
+
+
+class Processes:
+    """Manager, trainer and load; ended, and waited for, at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begun: list[subprocess.Popen[str]] = []
+
+    def start(self, name: str, words: list[str], **options: Any) -> subprocess.Popen[str]:
+        said = (self._folder / f"{name}.log").open("w")
+        options = {"stdout": said} | options
+        begun = subprocess.Popen([sys.executable, *words], stderr=said, text=True, **options)
+        self._begun.append(begun)
+        return begun
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for begun in reversed(self._begun):
+            begun.terminate()
+        for begun in self._begun:
+            try:
+                begun.wait(30)
+            except subprocess.TimeoutExpired:
+                begun.kill()
+
+
+def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
+    """One row."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        port = free_port()
+        config_file = Path(folder) / "config.toml"
+        config = from_dict(settings_of(folder, workers=workers, gservers=gservers, port=port))
+        config_file.write_text(to_toml(config))
+        url = f"http://127.0.0.1:{port}"
+        streamrl = ["-m", "streamrl"]
+        manager = processes.start("manager", [*streamrl, "manager", str(config_file)])
+        trainer = processes.start("trainer", [*streamrl, "trainer", str(config_file), "--manager", url])
+        asked = Settings(workers, gservers, GROUP_SECONDS, TOKENS, slots=64)
+        load = processes.start(
+            "load",
+            [str(Path(__file__).parent / "scale_load.py"), str(config_file), url, msgspec.json.encode(asked).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        run_dir = Path(folder) / "scale"
+        try:
+            await_steps(run_dir, 2, processes=(manager, trainer, load))
+            time.sleep(WARM_UP_SECONDS)
+            before = snapshot(run_dir, manager, trainer, load)
+            time.sleep(seconds)
+            after = snapshot(run_dir, manager, trainer, load)
+        except RuntimeError as error:
+            logs = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in Path(folder).glob("*.log")]
+            raise SystemExit("\n".join([str(error), *logs])) from error
+    return {"workers": workers, "gservers": gservers, **between(before, after)}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def await_steps(run_dir: Path, count: int, *, processes: tuple[subprocess.Popen[str], ...]) -> None:
+    """Wait until the run has made `count` training steps."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while len(steps(run_dir)) < count:
+        if any(process.poll() is not None for process in processes) or time.monotonic() > end:
+            raise RuntimeError("the run did not begin")
+        time.sleep(0.5)
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def snapshot(run_dir: Path, manager: Any, trainer: Any, load: Any) -> dict[str, Any]:
+    """Counters up to now."""
+    load.stdin.write("\n")
+    load.stdin.flush()
+    found: dict[str, Any] = json.loads(load.stdout.readline())
+    cpu = {"manager": manager.pid, "load": load.pid}
+    for child in psutil.Process(trainer.pid).children():
+        words = child.cmdline()
+        cpu |= {role.replace("-", "_"): child.pid for role in ("master", "model-worker") if role in words}
+    made = steps(run_dir)
+    return found | {
+        "time": time.monotonic(),
+        "cpu": {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in cpu.items()},
+        "manager_mib": psutil.Process(manager.pid).memory_info().rss / 2**20,
+        "timeline": (run_dir / "timeline.jsonl").stat().st_size,
+        "groups": sum(step["metrics"]["groups"] for step in made),
+        "versions": len(made),
+        "oldest": max(int(age) for step in made for age in step["token_ages"]),
+    }
+
+
+def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the time between two snapshots."""
+    seconds = after["time"] - before["time"]
+    calls = {name: count - before["calls"].get(name, 0) for name, count in after["calls"].items()}
+    to_gservers = sum(after["gserver_calls"].values()) - sum(before["gserver_calls"].values())
+    gservers = max(1, len(after["gserver_calls"]))
+    shares = {f"{name}_cpu_share": (used - before["cpu"][name]) / seconds for name, used in after["cpu"].items()}
+    versions = after["versions"] - before["versions"]
+    rounded = {
+        "groups_per_second": (after["groups"] - before["groups"]) / seconds,
+        "calls_per_second": sum(calls.values()) / seconds,
+        "p50_ms": after["p50_ms"],
+        "p99_ms": after["p99_ms"],
+        **shares,
+        "manager_cpu_us_per_call": 1e6 * shares["manager_cpu_share"] * seconds / max(1, sum(calls.values())),
+        "manager_mib": after["manager_mib"],
+        "timeline_kib_per_second": (after["timeline"] - before["timeline"]) / 1024 / seconds,
+    }
+    return {
+        **{name: round(value, 2) for name, value in rounded.items()},
+        "updates": versions,
+        "gserver_calls": to_gservers,
+        "calls_by_path": {name: round(count / seconds, 1) for name, count in sorted(calls.items()) if count},
+        "gserver_calls_by_path": sorted(after["gserver_calls"]),
+        "oldest_token": after["oldest"],
+        "calls_per_update": round(to_gservers / max(1, versions), 1) if gservers else 0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small row")
+    parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--gservers", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--seconds", type=float, default=30.0, help="that are measured, for each row")
+    options = parser.parse_args()
+    sizes = [(20, 4)] if options.quick else list(product(options.workers, options.gservers))
+    console = Console(width=200)
+    rows: list[dict[str, Any]] = []
+    for workers, gservers in sizes:
+        rows.append(measure(workers=workers, gservers=gservers, seconds=options.seconds))
+        rows[-1]["calls_per_update"] = round(rows[-1]["calls_per_update"] / gservers, 2)
+        console.print(rows[-1])
+        settings = {"in_flight": IN_FLIGHT, "group_seconds": GROUP_SECONDS, "batch": BATCH, "seconds": options.seconds}
+        write_results("bench_scale", settings, rows)
+    table = Table(*(column.replace("_", " ") for column in COLUMNS))
+    for row in rows:
+        table.add_row(*(f"{row[column]:,}" for column in COLUMNS))
+    console.print(table)
+    console.print(f"written: {latest('bench_scale.json')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The load of `bench_scale.py`: SIMULATED gservers, and rollout workers that are real but for what generates.
+
+    python benchmarks/scale_load.py CONFIG MANAGER_URL SETTINGS
+
+A rollout worker here is streamrl's own, with its admissions, reports, heartbeats and stream; in the place of what
+samples and scores stands a wait of the length that a response would take, and a response of random tokens. A gserver
+answers whatever the manager asks and holds no weights. All of them live in this process, each with connections of its
+own. `SETTINGS` is a JSON object (`Settings`). Each line on stdin asks for figures, which are one line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+from aiohttp import web
+from manager_load import percentile
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.launch.process import allow_many_connections
+from streamrl.rollout import process
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.generation import GroupRoute
+from streamrl.rollout.process import Joined, serve_until_over
+from streamrl.rollout.worker import RolloutWorker
+from streamrl.transport.control import Heartbeat, HeartbeatReply
+from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
+from streamrl.transport.keys import manager_key
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.membership import Membership
+from streamrl.transport.push_pull import GroupPusher
+from streamrl.types import Trajectory, TrajectoryGroup
+
+SIGMA = 0.6
+"""Spread of the times of responses: standard deviation of their logarithm."""
+PROBE_SECONDS = 0.02
+"""Between two calls whose latency is measured."""
+PROMPT = (1, 2, 3, 4)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    workers: int
+    gservers: int
+    group_seconds: float
+    """Mean time of a group."""
+    tokens: int
+    """Of a response."""
+    slots: int
+    """Requests that a gserver runs together."""
+
+
+class Counted(ControlClient):
+    """A client of the manager that counts its calls by path."""
+
+    calls: Counter[str] = Counter()
+
+    async def _call(self, method: str, path: str, *rest: Any) -> Any:
+        self.calls[path.partition("?")[0]] += 1
+        return await super()._call(method, path, *rest)
+
+
+process.ControlClient = Counted  # type: ignore[misc]  # what `serve_until_over` calls the manager with
+
+
+class SimulatedMaker:
+    """In the place of `GroupMaker`."""
+
+    def __init__(self, config: Config, settings: Settings, joined: Joined) -> None:
+        self._config, self._settings, self._joined = config, settings, joined
+        self._random = random.Random(joined.membership.index)
+
+    async def make(self, seq: int, route: GroupRoute, before_scoring: Any = None) -> TrajectoryGroup:
+        siblings = range(self._config.rollout.group_size)
+        found = await asyncio.gather(*(self._response(seq, sibling, route) for sibling in siblings))
+        return TrajectoryGroup.from_trajectories(
+            seq=seq, worker=self._joined.membership.name, prompt_length=len(PROMPT), trajectories=found
+        )
+
+    async def _response(self, seq: int, sibling: int, route: GroupRoute) -> Trajectory:
+        version = self._joined.membership.policy_version
+        seconds = self._settings.group_seconds * self._random.lognormvariate(-(SIGMA**2) / 2, SIGMA)
+        with route.request(len(PROMPT) + self._settings.tokens):
+            await asyncio.sleep(seconds)
+        sampled = np.random.default_rng((seq, sibling)).integers(1, 11, self._settings.tokens, dtype=np.int32)
+        ids = np.concatenate([np.array(PROMPT, np.int32), sampled])
+        mask = np.arange(len(ids)) >= len(PROMPT)
+        return Trajectory(
+            input_ids=ids,
+            loss_mask=mask,
+            behavior_logprobs=np.where(mask, -2.4, 0.0).astype(np.float32),
+            policy_versions=np.where(mask, version, -1).astype(np.int32),
+            reward=float(sampled[0] % 2),
+            finish_reason="stop",
+        )
+
+
+async def one_worker(config: Config, settings: Settings, *, manager_url: str, index: int) -> None:
+    """Run one rollout worker until the run is over."""
+
+    async def work(joined: Joined) -> None:
+        heads = await joined.control.topology("model_worker", config.trainer.workers, patience=300)
+        pusher = GroupPusher(
+            worker=joined.membership.name,
+            endpoints=[head.address for head in heads if head.address],
+            max_group_bytes=config.stream.max_group_bytes,
+            resend_seconds=config.stream.resend_seconds,
+        )
+        joined.at_exit.push_async_callback(pusher.close)
+        maker: Any = SimulatedMaker(config, settings, joined)
+        await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data_rows=config.data.size).run()
+
+    activity = Activity(idle="room in the ledger")
+    await serve_until_over(config, role="rollout", index=index, manager_url=manager_url, activity=activity, work=work)
+
+
+class SimulatedGservers:
+    """One server that answers for all gservers: gserver n is at URL/n."""
+
+    def __init__(self, settings: Settings, *, first_label: str) -> None:
+        self._settings = settings
+        self._labels = [first_label] * settings.gservers
+        self.calls: Counter[str] = Counter()
+
+    async def start(self) -> str:
+        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        _, number, path = request.path.split("/", 2)
+        self.calls[path] += 1
+        body = await request.read()
+        reply: msgspec.Struct = Outcome(success=True)
+        if path == "server_info":
+            reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._settings.slots)
+        elif path == "model_info":
+            reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
+        elif path == "update_weights_from_disk":
+            self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+
+async def one_gserver(config: Config, *, manager_url: str, index: int, address: str) -> None:
+    """Beat for one gserver until the run is over."""
+    client = Counted(manager_url, key=manager_key(config))
+    started = time.monotonic()
+
+    def stats() -> dict[str, float]:
+        seconds = time.monotonic() - started
+        return {"running": 8.0, "queued": 0.0, "tokens_generated_total": 100 * seconds, "busy_seconds_total": seconds}
+
+    membership = Membership(
+        client, role="gserver", index=index, address=address, config_digest=config.digest(), stats=stats
+    )
+    await membership.join(patience=300)
+    await membership.stopping.wait()
+    await client.close()
+
+
+async def probe(config: Config, url: str, latencies: list[float]) -> None:
+    """Measure how soon the manager answers a heartbeat of somebody whom it does not know."""
+    client = ControlClient(url, key=manager_key(config))
+    await client.data_rows()  # patiently: the manager may not be there yet
+    message = Heartbeat(role="evaluator", index=0, stats={})
+    while True:
+        await asyncio.sleep(PROBE_SECONDS)
+        began = time.monotonic()
+        await client._post("/heartbeat", message, HeartbeatReply)
+        latencies.append(time.monotonic() - began)
+
+
+async def main() -> None:
+    config_file, manager_url, text = sys.argv[1:]
+    allow_many_connections()
+    config = configuration.load(config_file)
+    settings = msgspec.json.decode(text, type=Settings)
+    gservers = SimulatedGservers(settings, first_label="default")
+    address = await gservers.start()
+    latencies: list[float] = []
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    async with asyncio.TaskGroup() as everybody:
+        for index in range(settings.gservers):
+            everybody.create_task(
+                one_gserver(config, manager_url=manager_url, index=index, address=f"{address}/{index}")
+            )
+        for index in range(settings.workers):
+            everybody.create_task(one_worker(config, settings, manager_url=manager_url, index=index))
+        probing = everybody.create_task(probe(config, manager_url, latencies))
+        while await orders.readline():
+            found = {
+                "calls": dict(Counted.calls),
+                "gserver_calls": dict(gservers.calls),
+                "p50_ms": 1e3 * percentile(latencies or [0.0], 0.5),
+                "p99_ms": 1e3 * percentile(latencies or [0.0], 0.99),
+            }
+            latencies.clear()
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+        probing.cancel()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

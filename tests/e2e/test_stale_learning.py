@@ -1,0 +1,44 @@
+"""Runs that go on after they have learned their task, on data up to η versions old: what was learned has to last.
+
+The task is one on which the decoupled objective alone (`algorithm.behavior_kl_coef = 0`) loses what it has learned
+(docs/staleness.md, "Why stale runs collapsed").
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps
+
+LEARNED, NEARLY = 0.95, 0.9
+WINDOW = 3
+"""Steps over which a reward is a mean."""
+AFTERWARDS = 60
+"""Steps for which a run goes on after it has learned."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", [4, 8])
+def test_what_was_learned_lasts(tmp_path: Path, max_staleness: int, seed: int) -> None:
+    settings = overrides(
+        tmp_path,
+        "lasting",
+        data__path="streamrl.rollout.tasks:increment_digits",
+        staleness__max_staleness=max_staleness,
+        run__seed=seed,
+        run__total_train_steps=150,
+        run__stop_at_reward=2.0,
+        trainer__save_at_end="false",
+    )
+    run(COPY_SCRATCH, settings, seconds=800)
+    assert_exactly_once(tmp_path / "lasting")
+    rewards = [step["metrics"]["reward_mean"] for step in steps(tmp_path / "lasting")]
+    smooth = [fmean(rewards[max(0, end - WINDOW) : end]) for end in range(1, len(rewards) + 1)]
+    learned = next((step for step, reward in enumerate(smooth) if reward >= LEARNED), None)
+    assert learned is not None, rewards
+    assert learned + AFTERWARDS < len(smooth), f"learned at step {learned} only"
+    assert min(smooth[learned:]) >= NEARLY, rewards[learned:]

@@ -5,7 +5,7 @@
 A rollout worker here is streamrl's own, with its admissions, reports, heartbeats and stream; in the place of what
 samples and scores stands a wait of the length that a response would take, and a response of random tokens. A gserver
 answers whatever the manager asks and holds no weights. All of them live in this process, each with connections of its
-own. `SETTINGS` is a JSON object (`Settings`). Each line on stdin asks for figures, which are one line of JSON on stdout.
+own. `SETTINGS` is a JSON object (`Settings`). Each line on stdin asks for figures: a line of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True):
 class Counted(ControlClient):
     """A client of the manager that counts its calls by path."""
 
-    calls: Counter[str] = Counter()
+    calls: ClassVar[Counter[str]] = Counter()
 
     async def _call(self, method: str, path: str, *rest: Any) -> Any:
         self.calls[path.partition("?")[0]] += 1

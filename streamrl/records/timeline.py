@@ -1,8 +1,9 @@
 """`timeline.jsonl`: what each process of a run was doing when, for plots and for the planner.
 
 It covers the whole run and stays below `MAX_BYTES`: when the file is full, every second heartbeat of each process is
-removed from it, and only every second one is written from then on. A full disk does not stop the manager, which is
-its only writer.
+removed from it, and only every second one is written from then on. Of many processes each has fewer of its heartbeats
+written, so that a large run costs no more than one of `HEARTBEATS_PER_SECOND` processes. A full disk does not stop the
+manager, which is its only writer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 32 * 2**20
+HEARTBEATS_PER_SECOND = 100
+"""That are written, of all processes together."""
 CLOSING_SECONDS = 5.0
 """Longest wait for a disk that does not respond."""
 
@@ -71,6 +74,8 @@ class Timeline:
         self._every = 1
         """One of so many heartbeats of each process is written."""
         self._heartbeats: Counter[tuple[str, int]] = Counter()
+        self._next: dict[tuple[str, int], float] = {}
+        """Process → time from which on its next heartbeat is written."""
         self._entries: SimpleQueue[TimelineEntry | None] = SimpleQueue()
         self._thread = essential.thread(self._write, name="the timeline")
         self._thread.start()
@@ -88,6 +93,9 @@ class Timeline:
         while (entry := self._entries.get()) is not None:
             if isinstance(entry, HeartbeatEntry):
                 process = entry.role, entry.index
+                if entry.time < self._next.get(process, 0.0):
+                    continue
+                self._next[process] = entry.time + len(self._next) / HEARTBEATS_PER_SECOND
                 self._heartbeats[process] += 1
                 if self._heartbeats[process] % self._every:
                     continue

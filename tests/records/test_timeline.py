@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, Timeline
+from streamrl.records.timeline import HEARTBEATS_PER_SECOND, TIMELINE_FILE, HeartbeatEntry, PublicationEntry, Timeline
 
 BEATS = 3000
 MOST = 20_000
@@ -36,3 +36,17 @@ def test_a_long_run_is_thinned_out_and_never_too_long(tmp_path: Path) -> None:
         gaps = [after - before for before, after in pairwise(times)]
         assert max(gaps) < 0.1 * BEATS, "the whole run is covered"
     assert [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE]
+
+
+def test_of_many_processes_each_has_fewer_heartbeats_written(tmp_path: Path) -> None:
+    processes, seconds = 5 * HEARTBEATS_PER_SECOND, 20
+    timeline = Timeline(tmp_path)
+    for second in range(seconds):
+        for index in range(processes):
+            time = 1e9 + second + index / processes
+            timeline.add(HeartbeatEntry(time=time, role="rollout", index=index, stats={"running": 1.0}))
+    timeline.close()
+    written = Counter(json.loads(line)["index"] for line in (tmp_path / TIMELINE_FILE).read_text().splitlines())
+    assert len(written) == processes, "each of them is there"
+    assert written.total() <= HEARTBEATS_PER_SECOND * seconds + 2 * processes
+    assert min(written.values()) >= seconds / 5 - 2

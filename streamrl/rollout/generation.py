@@ -451,7 +451,7 @@ class SiblingRequests:
 # --- what the manager is told of what is in flight ---
 
 REPORT_SECONDS = 0.02
-"""Changes within this time go into one message."""
+"""Changes within this time go into the first message; the manager says how long the pause is before each later one."""
 
 
 class InFlightReports:
@@ -479,13 +479,15 @@ class InFlightReports:
 
     async def run(self) -> None:
         """Send reports until cancelled."""
+        pause = REPORT_SECONDS
         while True:
             await self._changed.wait()
-            await asyncio.sleep(REPORT_SECONDS)
+            await asyncio.sleep(pause)
             self._changed.clear()
             groups, self._unreported = self._unreported, {}
             if groups:
-                await self._control.in_flight(InFlight(worker=self._worker, groups=list(groups.values())))
+                message = InFlight(worker=self._worker, groups=list(groups.values()))
+                pause = (await self._control.in_flight(message)).pause_seconds
 
 
 class RequestCount:

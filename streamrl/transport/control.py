@@ -228,6 +228,12 @@ class InFlight(msgspec.Struct, frozen=True):
     groups: list[GroupInFlight]
 
 
+class InFlightReply(msgspec.Struct, frozen=True):
+    """How soon the worker may report again: with more workers each does so less often."""
+
+    pause_seconds: float
+
+
 class Reject(msgspec.Struct, frozen=True):
     worker: int
     seq: int

@@ -38,6 +38,7 @@ from streamrl.transport.control import (
     Heartbeat,
     HeartbeatReply,
     InFlight,
+    InFlightReply,
     Leave,
     NextEvaluation,
     NextEvaluationReply,
@@ -155,8 +156,8 @@ class ControlClient:
     async def route(self, message: Route) -> RouteReply:
         return await self._post_patiently("/route", message, RouteReply)
 
-    async def in_flight(self, message: InFlight) -> None:
-        await self._post_patiently("/in_flight", message, Done)
+    async def in_flight(self, message: InFlight) -> InFlightReply:
+        return await self._post_patiently("/in_flight", message, InFlightReply)
 
     async def reject(self, message: Reject) -> None:
         await self._post_patiently("/reject", message, Done)

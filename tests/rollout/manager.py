@@ -18,6 +18,7 @@ from streamrl.transport.control import (
     Heartbeat,
     HeartbeatReply,
     InFlight,
+    InFlightReply,
     Peer,
     Register,
     RegisterReply,
@@ -94,7 +95,7 @@ class Manager:
     async def in_flight(self, message: InFlight) -> msgspec.Struct:
         for group in message.groups:
             self.in_flight_told.append((group.seq, group.requests, group.tokens))
-        return Done()
+        return InFlightReply(pause_seconds=0.02)
 
     async def finish_run(self, message: FinishRun) -> msgspec.Struct:
         self.finished.append(message)

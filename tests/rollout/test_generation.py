@@ -17,7 +17,7 @@ from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireErro
 from streamrl.rollout import generation
 from streamrl.rollout.generation import Endings, Generation, Generator, GroupRoute, InFlightReports, RequestCount
 from streamrl.stop_strings import StopStrings
-from streamrl.transport.control import InFlight
+from streamrl.transport.control import InFlight, InFlightReply
 from streamrl.transport.generation import MIXED_WEIGHTS, GenerateReply, GenerateRequest, GenerationClient
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 
@@ -500,10 +500,11 @@ class ListeningManager:
         self.replies = asyncio.Event()
         self.replies.set()
 
-    async def in_flight(self, message: InFlight) -> None:
+    async def in_flight(self, message: InFlight) -> InFlightReply:
         self.heard.append(message)
         self.more.set()
         await self.replies.wait()
+        return InFlightReply(pause_seconds=0.02)
 
     async def next(self) -> dict[int, tuple[int, int]]:
         await asyncio.wait_for(self.more.wait(), 10)

@@ -39,6 +39,7 @@ from streamrl.transport.control import (
     Done,
     GroupChanges,
     InFlight,
+    InFlightReply,
     Reject,
     Route,
     RouteReply,
@@ -51,6 +52,10 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """A prompt is given up after so many deaths of workers that had it, if they are more than half of all deaths since
 the first of them: it may well be what kills them. Where workers come and go, a long response sees some end."""
+LEAST_PAUSE_SECONDS = 0.02
+"""Between two reports of one worker on what is in flight."""
+REPORTS_PER_SECOND = 1000.0
+"""That all workers together may make of that."""
 REMEMBERED_TICKETS = 16
 """Of each worker."""
 
@@ -291,12 +296,13 @@ class Groups:
         )
         return RouteReply(gserver="" if self._state.over else found)
 
-    async def in_flight(self, message: InFlight) -> Done:
+    async def in_flight(self, message: InFlight) -> InFlightReply:
         now = time.monotonic()
         worker = self._members.caller("rollout", message.worker).name
         for group in message.groups:
             self._admissions.in_flight(worker, group.seq, Work(group.requests, group.tokens), now=now)
-        return Done()
+        pause = max(LEAST_PAUSE_SECONDS, self._live_workers() / REPORTS_PER_SECOND)
+        return InFlightReply(pause_seconds=pause)
 
     async def reject(self, message: Reject) -> Done:
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
+from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
 from streamrl.gserver.manager.core import Manager
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
-from streamrl.transport.control import Admit, GroupChanges, Reject, Role, Route
+from streamrl.transport.control import Admit, GroupChanges, InFlight, Reject, Role, Route
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
@@ -206,6 +207,15 @@ async def test_workers_share_the_room(tmp_path: Path) -> None:
         assert await run.admit_seqs(worker=0) == [0, 1]
         assert await run.admit_seqs(worker=1) == [2]
         assert await run.admit_seqs(worker=0) == [3]
+
+
+async def test_more_workers_report_less_often_each(tmp_path: Path) -> None:
+    pauses = []
+    for workers in (1, 40):
+        async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+            await join(run, gserver, workers=workers)
+            pauses.append((await run.client.in_flight(InFlight(worker=0, groups=[]))).pause_seconds)
+    assert pauses == [LEAST_PAUSE_SECONDS, 40 / REPORTS_PER_SECOND]
 
 
 async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_same_groups(tmp_path: Path) -> None:

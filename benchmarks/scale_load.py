@@ -119,7 +119,9 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
         await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data_rows=config.data.size).run()
 
     activity = Activity(idle="room in the ledger")
-    await serve_until_over(config, role="rollout", index=index, manager_url=manager_url, activity=activity, work=work)
+    await serve_until_over(
+        config, role="rollout", index=index, manager_url=manager_url, advertise="", activity=activity, work=work
+    )
 
 
 class SimulatedGservers:
@@ -159,9 +161,7 @@ async def one_gserver(config: Config, *, manager_url: str, index: int, address: 
         seconds = time.monotonic() - started
         return {"running": 8.0, "queued": 0.0, "tokens_generated_total": 100 * seconds, "busy_seconds_total": seconds}
 
-    membership = Membership(
-        client, role="gserver", index=index, address=address, config_digest=config.digest(), stats=stats
-    )
+    membership = Membership(client, role="gserver", index=index, address=address, config=config, stats=stats)
     await membership.join(patience=300)
     await membership.stopping.wait()
     await client.close()

@@ -34,6 +34,7 @@ from streamrl.transport.control import (
     GroupChanges,
     HeartbeatReply,
     InFlight,
+    InFlightReply,
     NextEvaluation,
     NextEvaluationReply,
     Register,
@@ -192,6 +193,7 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
 REPLIES: dict[str, msgspec.Struct] = {
     "GET /groups": GroupChanges([]),
     "/publish/resync": ResyncNeeded(0, [], 0),
+    "/in_flight": InFlightReply(pause_seconds=0.02),
     "/data": DataFacts(rows=3),
     "/evaluations": EvaluationReports([], stop=False),
     "/route": RouteReply(gserver="http://h"),

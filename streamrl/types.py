@@ -60,6 +60,8 @@ class Trajectory(msgspec.Struct, frozen=True):
     """`stop`, `length`, or the workflow's own word."""
     turns: int = 1
     """How many generations it has."""
+    score: float | None = None
+    """What its whole episode earned, the same in all of its trajectories; None: `reward` says it."""
 
 
 class TrajectoryGroup(msgspec.Struct):
@@ -92,6 +94,9 @@ class TrajectoryGroup(msgspec.Struct):
     episodes: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
     """`[n]` the episode, from 0, that each trajectory is of: those of an episode stand together, in order. Left out:
     each trajectory is an episode of its own."""
+    scores: list[float] = []
+    """What each episode earned, for figures: where its calls are rewarded one by one, `rewards` are what followed them.
+    Left out: the mean of its trajectories' rewards."""
 
     def __post_init__(self) -> None:
         if not len(self.episodes):
@@ -109,7 +114,8 @@ class TrajectoryGroup(msgspec.Struct):
         episodes: Sequence[int] = (),
     ) -> TrajectoryGroup:
         """Pack trajectories that share their first `prompt_length` tokens into a group."""
-        return cls(
+        scored = any(t.score is not None for t in trajectories)
+        group = cls(
             seq=seq,
             worker=worker,
             prompt_length=prompt_length,
@@ -123,6 +129,15 @@ class TrajectoryGroup(msgspec.Struct):
             generation_seconds=generation_seconds,
             episodes=np.array(episodes, dtype=np.int32),
         )
+        if scored:
+            said = [t.reward if t.score is None else t.score for t in trajectories]
+            group.scores = _means(said, group.episodes.tolist())
+        return group
+
+    @property
+    def mean_reward(self) -> float:
+        """Of its episodes."""
+        return fmean(self.scores or _means(self.rewards.tolist(), self.episodes.tolist()))
 
     @property
     def size(self) -> int:
@@ -180,6 +195,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     """From admission to the last reward, in seconds."""
     episodes: list[int] = []
     """`[size]` the episode of each trajectory, as in `TrajectoryGroup`; empty: each is one of its own."""
+    scores: list[float] = []
+    """As in `TrajectoryGroup`."""
 
     @property
     def episode_count(self) -> int:
@@ -188,13 +205,10 @@ class SampleMeta(msgspec.Struct, frozen=True):
 
     @property
     def episode_rewards(self) -> list[float]:
-        """Reward of each episode: the mean of its trajectories'."""
-        if not self.episodes:
-            return self.rewards
-        return [
-            fmean(reward for _, reward in of_one)
-            for _, of_one in groupby(zip(self.episodes, self.rewards, strict=True), key=itemgetter(0))
-        ]
+        """What each episode earned."""
+        if self.scores:
+            return self.scores
+        return _means(self.rewards, self.episodes) if self.episodes else self.rewards
 
     @property
     def oldest_version(self) -> int:
@@ -221,7 +235,14 @@ class SampleMeta(msgspec.Struct, frozen=True):
             version_counts=version_counts,
             generation_seconds=group.generation_seconds,
             episodes=group.episodes.tolist() if int(group.episodes[-1]) + 1 < group.size else [],
+            scores=group.scores,
         )
+
+
+def _means(rewards: Sequence[float], episodes: Sequence[int]) -> list[float]:
+    """Return the mean of the `rewards` of each episode."""
+    of_episodes = groupby(zip(episodes, rewards, strict=True), key=itemgetter(0))
+    return [fmean(reward for _, reward in of_one) for _, of_one in of_episodes]
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:

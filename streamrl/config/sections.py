@@ -172,6 +172,11 @@ class AgentConfig(Section, frozen=True):
     scored_by: Literal["agent", "reward"] = "agent"
     """`agent`: by what the function returns, the last line that the program prints, or `notify_score`; `reward`: the
     function of [rollout.reward] judges the last thing that the policy said."""
+    renderer: str = "auto"
+    """What makes tokens of conversations: `auto`, a renderer of the `renderers` package if it writes what the model's
+    chat template writes; `template`, the chat template; or the name of a renderer."""
+    discount: Share = 1.0
+    """What a reward counts for the answer before the one that earned it; 1: all answers earn the score alike."""
     processes: Positive = 1
     """In which episodes of a `function` run, in each of them many at the same time."""
     timeout_seconds: PositiveFloat = 300.0

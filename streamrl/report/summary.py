@@ -110,6 +110,12 @@ class Summary(msgspec.Struct, frozen=True):
     agent_rewritten: int = 0
     """Calls whose history has answers that the policy never gave, so that they begin a conversation anew: edited by the
     agent, or written otherwise by its client."""
+    agent_rerendered: int = 0
+    """Calls that begin a conversation anew because the model's template writes earlier turns in another way then."""
+    agent_drifted: int = 0
+    """Answers whose text is other tokens than those sampled: trained as sampled, but written anew they would not be."""
+    agent_metrics: dict[str, float] = {}
+    """Figures of the agents' own: their means over the episodes that gave them."""
     agent_generation_share: float | None = None
     """Share of the episodes' time in which they waited for the policy; the rest is the agents' own, tools included."""
     agent_retries: int = 0
@@ -187,6 +193,9 @@ def summarize(records: Records, *, name: str) -> Summary:
         calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
         trajectories_per_episode=ratio(_counted(records, "rollout", "agent_trajectories_total"), episodes),
         agent_rewritten=int(_counted(records, "rollout", "agent_rewritten_total")),
+        agent_rerendered=int(_counted(records, "rollout", "agent_rerendered_total")),
+        agent_drifted=int(_counted(records, "rollout", "agent_drifted_total")),
+        agent_metrics=_agent_metrics(records),
         agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
         agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
@@ -264,9 +273,12 @@ def summary_table(summary: Summary) -> Table:
             f"{s.episodes:,}",
             f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
             f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy; "
-            f"{s.agent_rewritten} calls with a rewritten history, {s.agent_retries} retries answered",
-            last=True,
+            f"{s.agent_rewritten} calls with a rewritten history, {s.agent_rerendered} written anew by the template, "
+            f"{s.agent_drifted} answers of other tokens when tokenized anew, {s.agent_retries} retries answered",
+            last=not s.agent_metrics,
         )
+    for place, (name, value) in enumerate(s.agent_metrics.items(), 1):
+        row(escape(name), f"{value:.3f}", "the agents' own figure", last=place == len(s.agent_metrics))
     row(
         "weight update",
         f"{_text(s.weight_update_seconds_mean, '.3f')} s",
@@ -324,6 +336,29 @@ def _counted(records: Records, role: str, name: str) -> float:
     """How much the counter `name` has grown in all processes of `role`."""
     found = records.heartbeats.items()
     return sum(growth(entries, name) for process, entries in found if process.startswith(f"{role}/"))
+
+
+_METRIC_TOTAL, _METRIC_COUNT = "agent_metric_total/", "agent_metric_count/"
+
+
+def _agent_metrics(records: Records) -> dict[str, float]:
+    """Return the mean of each of the agents' own figures over the episodes of all rollout workers."""
+    totals: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for process, entries in records.heartbeats.items():
+        if not process.startswith("rollout/"):
+            continue
+        names = {name for entry in entries for name in entry.stats if name.startswith(_METRIC_COUNT)}
+        for name in (name.removeprefix(_METRIC_COUNT) for name in names):
+            count = total = 0.0
+            for entry in entries:
+                if (now := entry.stats.get(_METRIC_COUNT + name, 0.0)) < count:  # the process was started again
+                    totals[name] = totals.get(name, 0.0) + total
+                    counts[name] = counts.get(name, 0.0) + count
+                count, total = now, entry.stats.get(_METRIC_TOTAL + name, 0.0)
+            totals[name] = totals.get(name, 0.0) + total
+            counts[name] = counts.get(name, 0.0) + count
+    return {name: totals[name] / counts[name] for name in sorted(counts) if counts[name]}
 
 
 def _seconds(steps: Sequence[StepReport]) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 64
 """Groups over which the mean reward goes."""
+MOST_METRICS = 64
+"""Names of agents' own figures."""
 REASONS_PER_INTERVAL = 5
 REASON_INTERVAL_SECONDS = 10.0
 
@@ -47,6 +49,8 @@ class Activity:
         self._interruptions = 0
         self._reward_seconds = 0.0
         self._agent_seconds = 0.0
+        self._metrics: dict[str, tuple[float, int]] = {}
+        """Of agents: name → sum and count."""
         self._agent_generation_seconds = 0.0
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
@@ -81,6 +85,8 @@ class Activity:
                 "agent_seconds_total": self._agent_seconds,
                 "agent_generation_seconds_total": self._agent_generation_seconds,
             }
+            for name, (total, count) in self._metrics.items():
+                stats |= {f"agent_metric_total/{name}": total, f"agent_metric_count/{name}": count}
         if self._rewards:
             stats["reward_mean"] = sum(self._rewards) / len(self._rewards)
         return stats
@@ -142,18 +148,35 @@ class Activity:
         self._reasons.log(what, reason)
 
     def episode_ended(
-        self, *, calls: int, trajectories: int, rewritten: int, seconds: float, generation_seconds: float
+        self,
+        *,
+        calls: int,
+        conversations: int,
+        rewritten: int,
+        rerendered: int,
+        drifted: int,
+        seconds: float,
+        generation_seconds: float,
+        metrics: Mapping[str, float],
     ) -> None:
         """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers.
 
-        `rewritten`: calls whose history has answers that the policy never gave.
+        `rewritten`: calls whose history has answers that the policy never gave. `rerendered`: calls whose history the
+        model's template wrote in another way than before. `drifted`: answers whose text is other
+        tokens than those sampled. `metrics`: the agent's own figures; those beyond `MOST_METRICS` names are left out.
         """
         self.episodes["agent_episodes_total"] += 1
         self.episodes["agent_calls_total"] += calls
-        self.episodes["agent_trajectories_total"] += trajectories
+        self.episodes["agent_trajectories_total"] += conversations
         self.episodes["agent_rewritten_total"] += rewritten
+        self.episodes["agent_rerendered_total"] += rerendered
+        self.episodes["agent_drifted_total"] += drifted
         self._agent_seconds += seconds
         self._agent_generation_seconds += generation_seconds
+        for name, value in metrics.items():
+            if name in self._metrics or len(self._metrics) < MOST_METRICS:
+                total, count = self._metrics.get(name, (0.0, 0))
+                self._metrics[name] = (total + value, count + 1)
 
     @contextmanager
     def _in(self, stage: str) -> Iterator[None]:

@@ -54,6 +54,11 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer itself, with the chat template."""
+        return self._tokenizer
+
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
         """Load the tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
@@ -75,7 +80,7 @@ class ChatTokenizer:
 
         Raises `DataError` when the chat template refuses the conversation.
         """
-        return self.encode(self._render_text(messages, tools))
+        return self.encode(self.render_text(messages, tools))
 
     def next_turn(
         self, output_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -86,7 +91,7 @@ class ChatTokenizer:
         Raises `ConfigError` for a template that does not show assistant messages.
         """
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER_MARK}]
-        _, mark, tail = self._render_text([*opening, *messages], tools).rpartition(_ANSWER_MARK)
+        _, mark, tail = self.render_text([*opening, *messages], tools).rpartition(_ANSWER_MARK)
         if not mark:
             raise ConfigError("the chat template does not show assistant messages: it cannot serve several turns")
         token_ids = self.encode(tail)
@@ -94,13 +99,23 @@ class ChatTokenizer:
             del token_ids[0]
         return token_ids
 
-    def _render_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+    def retokenized(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that the text of `token_ids`, special ones included, has when it is tokenized anew."""
+        return self.encode(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def render_text(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, answering: bool = True
+    ) -> str:
+        """Return a conversation as text; `answering`: up to where the model answers.
+
+        Raises `DataError` when the chat template refuses it.
+        """
         from jinja2 import TemplateError
 
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answering
                 )
             )
         except TemplateError as error:

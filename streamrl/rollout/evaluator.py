@@ -114,7 +114,7 @@ class Evaluator:
                 self._activity.rejected(number, error, what="held-out prompt")
                 tally.reject()
             else:
-                self._activity.done(mean_reward=float(group.rewards.mean()))
+                self._activity.done(mean_reward=group.mean_reward)
                 tally.add(group)
             finally:
                 routes.end(number)

@@ -122,6 +122,8 @@ def check_trajectory(trajectory: Trajectory) -> None:
         raise WireError("trajectory: its first token is sampled; there must be a prompt before it")
     if not -LARGEST_REWARD <= trajectory.reward <= LARGEST_REWARD:  # NaN fails, too
         raise WireError(f"trajectory: the reward is {trajectory.reward}; at most {LARGEST_REWARD:g} in magnitude")
+    if trajectory.score is not None and not -LARGEST_REWARD <= trajectory.score <= LARGEST_REWARD:
+        raise WireError(f"trajectory: the score is {trajectory.score}; at most {LARGEST_REWARD:g} in magnitude")
     if (trajectory.policy_versions[mask] < 0).any() or (trajectory.policy_versions[~mask] != NO_VERSION).any():
         raise WireError("trajectory: policy_versions must be NO_VERSION exactly where loss_mask is False")
 

@@ -18,6 +18,7 @@ from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
+from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
@@ -142,7 +143,9 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     joined.membership.waiting_for = "the agent's processes"
     agents = agents_of(config)
     joined.at_exit.push_async_callback(agents.close)
-    await agents.start()
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(agents.start())
+        choosing = starting.create_task(asyncio.to_thread(renderer_of, chat, name=agent.renderer))
     episodes = EpisodeTable()
     model = Path(config.model.path).name
     own = config.rollout.sampling
@@ -166,7 +169,15 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     joined.at_exit.push_async_callback(gateway.close)
     joined.activity.agent_retries = lambda: gateway.retries_answered
     url = await gateway.start()
-    return AgentWorkflow(agent, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=chat, model=model)
+    return AgentWorkflow(
+        agent,
+        agents=agents,
+        gateway=gateway,
+        url=url,
+        episodes=episodes,
+        renderer=choosing.result(),
+        model=model,
+    )
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:

@@ -224,7 +224,7 @@ class RolloutWorker:
             await self._reject(seq, error)
         else:
             self._failures_in_a_row = self._uniform_in_a_row = 0
-            self._activity.done(mean_reward=float(group.rewards.mean()))
+            self._activity.done(mean_reward=group.mean_reward)
             return True
         return False
 

@@ -67,6 +67,7 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     prompt_length: int
     finish_reasons: list[str]
     generation_seconds: float
+    scores: list[float]
     dtypes: tuple[str, ...]
     """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
     size: int
@@ -164,6 +165,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         finish_reasons=header.finish_reasons,
         generation_seconds=header.generation_seconds,
         episodes=episodes,
+        scores=header.scores,
     )
     check(group, limits, where=where)
     return group
@@ -211,6 +213,7 @@ def header_of(group: TrajectoryGroup) -> GroupHeader:
         prompt_length=int(group.prompt_length),
         finish_reasons=group.finish_reasons,
         generation_seconds=float(group.generation_seconds),
+        scores=group.scores,
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
@@ -250,6 +253,11 @@ def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> N
         )
     if not all(-LARGEST_REWARD <= reward <= LARGEST_REWARD for reward in rewards):  # NaN fails, too
         raise WireError(f"{where}: rewards {rewards[:16]} must be finite, and at most {LARGEST_REWARD:g} in magnitude")
+    episodes = int(group.episodes[-1]) + 1
+    if len(group.scores) not in (0, episodes):
+        raise WireError(f"{where}: {len(group.scores)} scores for {episodes} episodes")
+    if not all(-LARGEST_REWARD <= score <= LARGEST_REWARD for score in group.scores):
+        raise WireError(f"{where}: scores {group.scores[:16]} must be finite, and at most {LARGEST_REWARD:g}")
     if not 0 <= group.generation_seconds < math.inf:
         raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")
 

@@ -121,6 +121,26 @@ def test_table_shows_the_figures(tmp_path: Path) -> None:
         assert part in text, part
 
 
+def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+
+    def beat(time: float, index: int, episodes: int, total: float) -> str:
+        stats = {"agent_episodes_total": episodes, "agent_drifted_total": episodes}
+        stats |= {"agent_metric_total/tools": total, "agent_metric_count/tools": episodes}
+        entry = HeartbeatEntry(time=time, role="rollout", index=index, stats=stats)
+        return msgspec.json.encode(entry).decode() + "\n"
+
+    with (folder / "timeline.jsonl").open("a") as file:
+        # rollout/7 was started again after its third episode
+        file.writelines([beat(1, 7, 1, -5), beat(2, 7, 3, -9), beat(3, 7, 2, 4), beat(4, 8, 5, 10)])
+    summary = write_report(folder)
+    assert (summary.episodes, summary.agent_drifted) == (10, 10)
+    assert summary.agent_metrics == {"tools": pytest.approx((-9 + 4 + 10) / 10)}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_table(summary))
+    assert "tools" in console.file.getvalue()
+
+
 def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=9)
     trouble = {step: Health("warning", 4, ["gradient norm 7.0 times the usual"], ["trainer.lr=1"]) for step in (4, 5)}

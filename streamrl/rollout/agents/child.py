@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, BinaryIO
@@ -27,7 +27,18 @@ from streamrl.children import (
 )
 from streamrl.errors import StreamRLError
 from streamrl.importing import load_object
-from streamrl.rollout.agents.pipe import Begin, Ended, Failed, FromAgents, Ready, Setup, ToAgents, frame, read_body
+from streamrl.rollout.agents.pipe import (
+    Begin,
+    Ended,
+    Failed,
+    FromAgents,
+    Ready,
+    Score,
+    Setup,
+    ToAgents,
+    frame,
+    read_body,
+)
 from streamrl.rollout.agents.policy import Policy
 
 MOST_THREADS = 256
@@ -108,17 +119,32 @@ async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[From
         reply(Failed(begin.episode, traceback_tail(error)))
 
 
-def as_score(value: object) -> float | None:
+def as_score(value: object) -> Score:
     """Return what an agent returned as its score; raises `ValueError` when it is none."""
-    if value is None:
-        return None
+    if not isinstance(value, Mapping):
+        return Score(None if value is None else _number(value, "a score"))
+    unknown = value.keys() - set(Score.__struct_fields__)
+    if unknown:
+        known, found = ", ".join(Score.__struct_fields__), ", ".join(sorted(map(repr, unknown)))
+        raise ValueError(f"it returned a mapping with {found}; known: {known}")
+    score = value.get("score")
+    numbers: dict[str, dict[str, float]] = {}
+    for name, what in (("rewards", "a reward"), ("metrics", "a metric")):
+        given = value.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"it returned {name} = {given!r:.200}; it is a mapping to numbers")
+        numbers[name] = {str(key): _number(number, f"{what} ({key})") for key, number in given.items()}
+    return Score(None if score is None else _number(score, "a score"), **numbers)
+
+
+def _number(value: object, what: str) -> float:
     try:
-        score = float(value)  # type: ignore[arg-type]
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); a score is a number") from None
-    if not math.isfinite(score):
-        raise ValueError(f"it returned {score}; a score is a finite number")
-    return score
+        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); {what} is a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; {what} is a finite number")
+    return number
 
 
 if __name__ == "__main__":

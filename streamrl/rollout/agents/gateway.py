@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
-from streamrl.rollout.agents.pipe import Lease
+from streamrl.rollout.agents.pipe import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, Call
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of
@@ -39,6 +39,7 @@ CONCURRENT_REQUESTS = 64
 KEPT_REQUESTS = 256
 """Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
+_SCORE_FORM = 'the body must be {"score": NUMBER}, and may have "rewards" and "metrics", from names to numbers'
 LEASE_SECONDS = 30.0
 """Who asks for an episode waits so long for one, and may then ask again."""
 
@@ -54,17 +55,11 @@ PROTOCOLS: dict[str, Api] = {
 class EpisodeCalls(Protocol):
     """An episode, as far as its agent's calls go. An optional `delivered(completions)` hears what was written out."""
 
-    async def complete(self, request: ChatRequest) -> Sequence[Completion]:
-        """Return the answers to `request`; raises `RequestRefused`."""
+    async def complete(self, request: ChatRequest, *, call: str) -> Sequence[Completion]:
+        """Return the answers to `request`, by the id under which they are sent; raises `RequestRefused`."""
 
-    def score(self, value: float) -> None:
+    def score(self, said: Score) -> None:
         """Take what the agent says that the episode is worth; raises `RequestRefused`."""
-
-
-class Score(msgspec.Struct, frozen=True):
-    """Body of `POST /episodes/{episode}/score`."""
-
-    score: float
 
 
 class Episodes(Protocol):
@@ -74,7 +69,7 @@ class Episodes(Protocol):
         """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
         raised as a `RequestRefused` with status 410."""
 
-    def ended_with(self, key: str, score: float) -> bool:
+    def ended_with(self, key: str, score: Score) -> bool:
         """Whether the episode with this key has ended, and with this score: a client says it again."""
 
 
@@ -231,9 +226,11 @@ class Gateway:
 
     async def _score(self, request: web.Request) -> web.Response:
         try:
-            score = msgspec.json.decode(await request.read(), type=Score).score
+            score = msgspec.json.decode(await request.read(), type=Score)
         except msgspec.DecodeError as error:
-            raise RequestRefused(f'the body must be {{"score": NUMBER}}: {error}') from None
+            raise RequestRefused(f"{_SCORE_FORM}: {error}") from None
+        if not score.said:
+            raise RequestRefused(_SCORE_FORM)
         if not self._episodes.ended_with(_key(request), score):
             _, _, episode = self._find(request)
             episode.score(score)
@@ -279,7 +276,7 @@ class Gateway:
             call = _continued(call, asked)
         self._warn(call)
         asked.generating += 1
-        task = asyncio.ensure_future(episode.complete(call.request))
+        task = asyncio.ensure_future(episode.complete(call.request, call=call.id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(asked.done)

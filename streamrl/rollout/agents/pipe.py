@@ -77,11 +77,27 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The function is imported."""
 
 
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an agent says of its episode."""
+
+    score: float | None = None
+    """What the episode is worth as a whole: it is earned with the last answer. None: the agent does not say."""
+    rewards: dict[str, float] = {}
+    """What single answers earn besides: an answer's id, or its number from 0 in the order of the answers → reward."""
+    metrics: dict[str, float] = {}
+    """Figures of the agent's own, by name: their means are shown."""
+
+    @property
+    def said(self) -> bool:
+        """Whether it says what the episode earns."""
+        return self.score is not None or bool(self.rewards)
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """What the function returned: a finite number, or nothing."""
+    """What the function returned: finite numbers, or nothing."""
 
     episode: int
-    score: float | None
+    score: Score
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
+from collections.abc import Mapping
 
 from streamrl.rollout.agents.pipe import Access
 
@@ -22,12 +24,28 @@ class Policy:
         self.model = access.model
         self._score_url = access.score_url
 
-    def notify_score(self, score: float) -> None:
-        """Say what the episode is worth, instead of returning it; may be said again, the last one counts."""
+    def notify_score(
+        self,
+        score: float,
+        *,
+        rewards: Mapping[str | int, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say what the episode is worth, instead of returning it; may be said again, the last one counts.
+
+        `rewards`: what single answers earn besides; the id of an answer, or its number from 0 → reward. `metrics`:
+        figures of your own, by name. Raises `ValueError` for an answer that there is not.
+        """
+        said = {"score": score, "rewards": {str(key): reward for key, reward in (rewards or {}).items()}}
         request = urllib.request.Request(
             self._score_url,
-            data=json.dumps({"score": score}).encode(),
+            data=json.dumps(said | {"metrics": dict(metrics or {})}).encode(),
             headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=SCORE_SECONDS):
-            pass
+        try:
+            with urllib.request.urlopen(request, timeout=SCORE_SECONDS):
+                pass
+        except urllib.error.HTTPError as error:
+            if error.code == 400:
+                raise ValueError(json.loads(error.read())["error"]["message"]) from None
+            raise

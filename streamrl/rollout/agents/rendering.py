@@ -2,7 +2,8 @@
 
 `Renderer` is what an episode asks for. `TemplateRenderer` does it with the checkpoint's own chat template, for every
 model: a further turn is what the template writes between the end of an answer and the beginning of the next one, found
-once with a mark in place of the answer, so that its cost does not grow with the conversation.
+with a mark in place of the answer, so that its cost does not grow with the conversation. A template may also write
+earlier turns anew, most often to leave their reasoning out: that is tried once, and there nothing is extended.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.chat import ChatTokenizer
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """How Qwen, Hermes and others write the call of a tool."""
+_OPENING_TOKENS = 16
+"""In so many last tokens of a prompt a template may have begun the reasoning of the answer."""
 _REASONING = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -30,15 +33,42 @@ class Renderer(Protocol):
         """Return the tokens of a conversation up to where the model answers; raises `RequestRefused`."""
 
     def extend(
-        self, output_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
-        """Return the tokens to append after the sampled `output_ids` so that the model answers `messages`.
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        """Return the tokens to append after `prompt_ids` and the sampled `output_ids` so that the model answers
+        `messages`. None: the model's template writes what was before them in another way now.
 
         Raises `RequestRefused`.
         """
 
-    def parse(self, output_ids: Sequence[int], *, matched_stop: str, tools: Sequence[dict[str, Any]]) -> Message:
-        """Return what the model said, without the stop string that ended it."""
+    def parse(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        matched_stop: str,
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        """Return what the model said when it continued `prompt_ids`, without the stop string that ended it."""
+
+
+_QUESTION = Message("user", "?")
+_CALL = ToolCall("call_1", "look", "{}")
+_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+_FURTHER: dict[tuple[bool, str], tuple[Message, Message]] = {
+    (False, "user"): (Message("assistant", "!"), _QUESTION),
+    (True, "user"): (Message("assistant", "!", reasoning="hm"), _QUESTION),
+    (False, "tool"): (Message("assistant", "!", tool_calls=(_CALL,)), Message("tool", "ok", tool_call_id="call_1")),
+    (True, "tool"): (
+        Message("assistant", "!", reasoning="hm", tool_calls=(_CALL,)),
+        Message("tool", "ok", tool_call_id="call_1"),
+    ),
+}
+"""What is tried with a template: whether an answer has reasoning, and who speaks then → the answer, and that."""
 
 
 class TemplateRenderer:
@@ -46,27 +76,76 @@ class TemplateRenderer:
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
+        self._anew = {case for case, (answer, further) in _FURTHER.items() if not self._stable(answer, further)}
+        """The cases in which the template writes earlier turns anew."""
+
+    @property
+    def stability(self) -> str:
+        """What was found out about it, for the log."""
+        if not self._anew:
+            return "it leaves earlier turns as they were"
+        speaker = {"user": "a user", "tool": "a tool's result"}
+        cases = ", ".join(
+            f"{speaker[role]} after an answer {'with' if thought else 'without'} reasoning"
+            for thought, role in sorted(self._anew)
+        )
+        return f"it writes earlier turns anew, and such a turn may begin a conversation of its own: {cases}"
+
+    def _stable(self, answer: Message, further: Message) -> bool:
+        """Whether the template leaves a question and an `answer` as they were when `further` follows.
+
+        As the answer was, reasoning included, if it was written by the template; without reasoning also as it was
+        said, for some templates put empty reasoning before the last answer. What the template refuses, it will refuse
+        later, too: that is no instability.
+        """
+        tools = [_TOOL] if answer.tool_calls else []
+        try:
+            asked = self._chat.render_text(to_template([_QUESTION]), tools)
+            before = self._chat.render_text(to_template([_QUESTION, answer]), tools, answering=False)
+            after = self._chat.render_text(to_template([_QUESTION, answer, further]), tools)
+        except DataError:
+            return True
+        return after.startswith(before) or (not answer.reasoning and after.startswith(asked + answer.content))
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         try:
-            return self._chat.render(_to_template(messages), tools)
+            return self._chat.render(to_template(messages), tools)
         except DataError as error:
             raise RequestRefused(str(error)) from error
 
     def extend(
-        self, output_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        if self._anew:
+            thought = "</think>" in self._chat.decode(output_ids)
+            if any((thought, message.role) in self._anew for message in messages):
+                return None
         try:
-            return self._chat.next_turn(output_ids, _to_template(messages), tools)
-        except DataError as error:
+            return self._chat.next_turn(output_ids, to_template(messages), tools)
+        except (ConfigError, DataError) as error:
             raise RequestRefused(str(error)) from error
 
-    def parse(self, output_ids: Sequence[int], *, matched_stop: str, tools: Sequence[dict[str, Any]]) -> Message:
-        text = self._chat.decode(output_ids)
-        if matched_stop:
-            before, stop, _ = text.rpartition(matched_stop)
-            text = before if stop else text
-        return parse_text(text, tools=tools)
+    def parse(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        matched_stop: str,
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        text = before_stop(self._chat.decode(output_ids), matched_stop)
+        opened = self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
+        return parse_text(f"<think>{text}" if opened else text, tools=tools)
+
+
+def before_stop(text: str, stop: str) -> str:
+    """Return what is before the last `stop` in `text`; all of it where there is none."""
+    before, found, _ = text.rpartition(stop) if stop else ("", "", "")
+    return before if found else text
 
 
 def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:
@@ -106,7 +185,7 @@ def _tool_call(text: str, names: set[str]) -> ToolCall | None:
     return ToolCall(id=f"call_{uuid.uuid4().hex[:16]}", name=call["name"], arguments=arguments)
 
 
-def _to_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def to_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return `messages` in the form that chat templates of Hugging Face checkpoints read."""
     return [_fields(message) for message in messages]
 

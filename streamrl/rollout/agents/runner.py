@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ from streamrl.rollout.agents.pipe import (
     FromAgents,
     Lease,
     Ready,
+    Score,
     Setup,
     frame,
     read_body,
@@ -60,8 +62,8 @@ class Agents(Protocol):
     async def close(self) -> None:
         """End every episode and every process."""
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
-        """Run one episode, and return its score if the agent gave one; raises `AgentError` when it fails.
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
+        """Run one episode, and return what the agent says of it; raises `AgentError` when it fails.
 
         `begun` is called when the agent begins, from when on its time counts.
         """
@@ -101,7 +103,7 @@ class FunctionAgents:
     async def close(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
         process = min(self._processes, key=lambda process: process.running)
         return await process.run(task, access, begun)
 
@@ -113,7 +115,7 @@ class _AgentProcess:
         self._setup = setup
         self._environment = environment
         self._episodes = itertools.count()
-        self._waiting: dict[int, asyncio.Future[float | None]] = {}
+        self._waiting: dict[int, asyncio.Future[Score]] = {}
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -129,9 +131,9 @@ class _AgentProcess:
             if self._reading is None or self._reading.done():
                 await self._start()
 
-    async def run(self, task: dict[str, Any], access: Access, begun: Callable[[], None]) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, begun: Callable[[], None]) -> Score:
         episode = next(self._episodes)
-        future: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
         try:
             await self.ready()
@@ -157,7 +159,7 @@ class _AgentProcess:
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _cancel(self, episode: int, future: asyncio.Future[float | None]) -> None:
+    async def _cancel(self, episode: int, future: asyncio.Future[Score]) -> None:
         """Have the episode ended; end the whole process where it does not react."""
         with contextlib.suppress(ConnectionError):
             self._send(Cancel(episode))
@@ -245,7 +247,7 @@ class CommandAgents:
         for leader in self._leaders:
             kill_group(leader)
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> float | None:
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "streamrl.rollout.agents.command", str(self._memory_mb)),
             *(_filled(word, task) for word in self._command),
@@ -268,9 +270,21 @@ class CommandAgents:
         if status:
             said = "\n".join(lines)
             raise AgentError(f"the agent {self._command[0]} {describe_exit(status)}; it said last:\n{said}")
-        with contextlib.suppress(ValueError, IndexError):
-            return float(lines[-1])
-        return None
+        return _score_of(lines[-1] if lines else "")
+
+
+def _score_of(line: str) -> Score:
+    """Return what the last line of a program says: a number, or a JSON object like `Score`; raises `AgentError`."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(line)):
+            return Score(number)
+        raise AgentError(f"the last line that the agent printed is no score: {line:.200}")
+    if not line.lstrip().startswith("{"):
+        return Score()
+    try:
+        return msgspec.json.decode(line, type=Score)
+    except msgspec.DecodeError as error:
+        raise AgentError(f"the last line that the agent printed is no score: {error}: {line:.200}") from error
 
 
 def _filled(word: str, task: Mapping[str, Any]) -> str:
@@ -320,7 +334,7 @@ class RemoteAgents:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> None:
+    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._offers.put_nowait((Lease(task, access), taken))
         await asyncio.wait((taken,), timeout=UNTAKEN_SECONDS)
@@ -331,6 +345,7 @@ class RemoteAgents:
             )
         await taken
         begun()
+        return Score()
 
     async def lease(self, seconds: float) -> Lease | None:
         """Return an episode to play; None when none is there within `seconds`."""

@@ -34,6 +34,8 @@ class Call(msgspec.Struct, eq=False):
     """`[prompt]` token ids that the policy continued; they begin with the parent's `token_ids`."""
     generation: Generation
     """What it sampled."""
+    name: str = ""
+    """The id under which the answer was sent; where a request had several answers, with `/0`, `/1`, ... behind it."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -87,17 +89,38 @@ class EpisodeTree:
         if all(other.parent is not call for other in self.calls):
             self.calls = [other for other in self.calls if other is not call]
 
-    def trajectories(self, *, reward: float) -> list[Trajectory]:
-        """Return one trajectory for each leaf, oldest leaf first; all of them carry `reward`.
+    @property
+    def conversations(self) -> int:
+        """How many calls no other continues."""
+        return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent is not None})
 
-        A trajectory's `turns` are the calls that are under the loss in it.
+    def trajectories(self, returns: Sequence[float], *, score: float | None = None) -> list[Trajectory]:
+        """Return the trajectories of an episode whose calls have `returns` `[calls]`, oldest first.
+
+        Where all returns are the same, there is one for each leaf; else each call is the end of a trajectory of its
+        own, in which it alone is under the loss. A trajectory's `reward` is the return, its `turns` are the calls
+        that are under the loss in it. `score`: what the episode earned in all, where that is something else.
         """
-        parents = {id(call.parent) for call in self.calls}
+        continued = set() if len(set(returns)) > 1 else {id(call.parent) for call in self.calls}
         trained: set[int] = set()
-        return [_trajectory(leaf, trained=trained, reward=reward) for leaf in self.calls if id(leaf) not in parents]
+        return [
+            _trajectory(call, trained=trained, reward=earned, score=score)
+            for call, earned in zip(self.calls, returns, strict=True)
+            if id(call) not in continued
+        ]
 
 
-def _trajectory(leaf: Call, *, trained: set[int], reward: float) -> Trajectory:
+def discounted(rewards: Sequence[float], *, discount: float) -> list[float]:
+    """Return the return of each call from the `rewards` of all, in order: G_k = r_k + discount · G_{k+1}."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def _trajectory(leaf: Call, *, trained: set[int], reward: float, score: float | None) -> Trajectory:
     """Return the path to `leaf`; calls on it that are not in `trained` are under the loss, and are in it afterwards."""
     tokens = len(leaf.token_ids)
     loss_mask = np.zeros(tokens, dtype=np.bool_)
@@ -121,6 +144,7 @@ def _trajectory(leaf: Call, *, trained: set[int], reward: float) -> Trajectory:
         reward=reward,
         finish_reason=leaf.generation.finish_reason,
         turns=turns,
+        score=score,
     )
 
 

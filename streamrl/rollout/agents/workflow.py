@@ -7,26 +7,37 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
 from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway
 from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
-from streamrl.rollout.agents.pipe import Access
-from streamrl.rollout.agents.rendering import Renderer, TemplateRenderer
+from streamrl.rollout.agents.pipe import Access, Score
+from streamrl.rollout.agents.rendering import Renderer
 from streamrl.rollout.agents.runner import Agents
-from streamrl.rollout.agents.tree import Call, EpisodeTree
-from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.agents.tree import Call, EpisodeTree, discounted
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows.base import Session
 from streamrl.types import Prompt, Trajectory
 
 ENDED = "this episode has ended"
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?(\w+(?:/\d+)?)")
+"""An answer's id, with or without what each API puts before it."""
+
+
+class Earned(NamedTuple):
+    """What an agent says of its episode, with the answers that it names found."""
+
+    said: Score
+    rewards: list[tuple[Call, float]]
 
 
 class Episode:
@@ -41,6 +52,10 @@ class Episode:
         """Answers that were asked for."""
         self.rewritten = 0
         """Calls whose history has answers that the policy never gave in it: they begin a conversation anew."""
+        self.rerendered = 0
+        """Calls that continue a conversation whose earlier turns the model's template writes in another way then."""
+        self.drifted = 0
+        """Answers whose text is other tokens than those that were sampled."""
         self.generation_seconds = 0.0
         """How long the agent has waited for them."""
         self.last: Completion | None = None
@@ -53,12 +68,12 @@ class Episode:
         self._tree = EpisodeTree()
         self._undelivered: list[tuple[Completion, Call]] = []
         self._ended = False
-        self._score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._score: asyncio.Future[Earned] = asyncio.get_running_loop().create_future()
 
     # --- for the gateway ---
 
-    async def complete(self, request: ChatRequest) -> Sequence[Completion]:
-        """Return the policy's answers; raises `RequestRefused`."""
+    async def complete(self, request: ChatRequest, *, call: str) -> Sequence[Completion]:
+        """Return the policy's answers, by the id under which they are sent; raises `RequestRefused`."""
         self._check_open()
         if self.calls + request.n > self._max_calls:
             raise RequestRefused(
@@ -73,7 +88,8 @@ class Episode:
                 f"{self._session.max_context} leaves no room for an answer",
                 kind="context_length_exceeded",
             )
-        answers = [self._answer(request, parent, prompt_ids) for _ in range(request.n)]
+        names = [call] if request.n == 1 else [f"{call}/{index}" for index in range(request.n)]
+        answers = [self._answer(request, parent, prompt_ids, name) for name in names]
         asked = time.monotonic()
         try:
             return await asyncio.gather(*answers)
@@ -88,34 +104,74 @@ class Episode:
         had = set(map(id, completions))
         self._undelivered = [answer for answer in self._undelivered if id(answer[0]) not in had]
 
-    def score(self, value: float) -> None:
-        """Take the agent's word for what the episode is worth; the last one counts."""
+    def score(self, said: Score) -> None:
+        """Take the agent's word for what the episode is worth; the last one counts. Raises `RequestRefused`."""
         self._check_open()
+        try:
+            earned = self.earned(said)
+        except AgentError as error:
+            raise RequestRefused(str(error)) from error
         if self._score.done():
             self._score = asyncio.get_running_loop().create_future()
-        self._score.set_result(value)
+        self._score.set_result(earned)
 
     # --- for the workflow ---
 
     @property
-    def notified(self) -> float | None:
-        """The score that the agent has notified, if it has."""
+    def notified(self) -> Earned | None:
+        """What the agent has notified, if it has."""
         return self._score.result() if self._score.done() else None
 
-    async def scored(self) -> float:
+    async def scored(self) -> Earned:
         """Wait for a score, and return it."""
         await asyncio.shield(self._score)
         return self._score.result()
+
+    def earned(self, said: Score) -> Earned:
+        """Find the answers that `said` names; raises `AgentError`, with its name, for one that there is not."""
+        return Earned(said, [(self._named(name), reward) for name, reward in said.rewards.items()])
+
+    def _named(self, name: str) -> Call:
+        bare = found.group(1) if (found := _ID.fullmatch(name)) else name
+        for call in self._tree.calls:
+            if bare == call.name:
+                return call
+        undelivered = {id(call) for _, call in self._undelivered}
+        had = [call for call in self._tree.calls if id(call) not in undelivered]
+        if name.isdecimal() and int(name) < len(had):
+            return had[int(name)]
+        several = sum(call.name.startswith(f"{bare}/") for call in had)
+        if several:
+            raise AgentError(f"rewards: {name!r} names {several} answers; one of them is {name + '/0'!r}")
+        raise AgentError(
+            f"rewards: {name!r} names none of the {len(had)} answers of this episode; "
+            "an answer is named by its id, or by its number from 0"
+        )
 
     def end(self) -> None:
         """Nothing that happens from now on belongs to the episode."""
         self._ended = True
 
-    def trajectories(self, *, reward: float) -> list[Trajectory]:
-        """Return what was said, without answers that nobody has received."""
+    def trajectories(self, earned: Earned, *, discount: float) -> list[Trajectory]:
+        """Return what was said, without answers that nobody has received, and what followed each answer.
+
+        `discount`: what a reward counts for the answer before.
+        """
         for _, call in self._undelivered:
             self._tree.drop_leaf(call)
-        return self._tree.trajectories(reward=reward)
+        rewards = {id(call): 0.0 for call in self._tree.calls}
+        for call, reward in earned.rewards:
+            rewards[id(call)] += reward
+        in_order = list(rewards.values())
+        if in_order:
+            in_order[-1] += earned.said.score or 0.0
+        returns, score = discounted(in_order, discount=discount), sum(in_order)
+        return self._tree.trajectories(returns, score=None if set(returns) == {score} else score)
+
+    @property
+    def conversations(self) -> int:
+        """How many there were."""
+        return self._tree.conversations
 
     def _check_open(self) -> None:
         if self._ended:
@@ -137,9 +193,17 @@ class Episode:
         if parent is None or not new:
             self.rewritten += any(message.role == "assistant" for message in request.messages)
             return None, self._renderer.render(request.messages, request.tools)
-        return parent, [*parent.token_ids, *self._renderer.extend(parent.generation.output_ids, new, request.tools)]
+        before = parent.token_ids
+        further = self._renderer.extend(parent.prompt_ids, parent.generation.output_ids, new, request.tools)
+        if further is not None:
+            return parent, [*before, *further]
+        anew = self._renderer.render(request.messages, request.tools)
+        if tuple(anew[: len(before)]) == before:
+            return parent, anew
+        self.rerendered += 1
+        return None, anew
 
-    async def _answer(self, request: ChatRequest, parent: Call | None, prompt_ids: list[int]) -> Completion:
+    async def _answer(self, request: ChatRequest, parent: Call | None, prompt_ids: list[int], name: str) -> Completion:
         most = self._session.sampling.max_new_tokens
         generation = await self._session.generate(
             prompt_ids,
@@ -149,8 +213,9 @@ class Episode:
         )
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""
-        message = self._renderer.parse(generation.output_ids, matched_stop=matched, tools=request.tools)
-        call = Call(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation)
+        message = self._renderer.parse(prompt_ids, generation.output_ids, matched_stop=matched, tools=request.tools)
+        self.drifted += self._session.chat.retokenized(generation.output_ids) != generation.output_ids
+        call = Call(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation, name=name)
         messages = request.messages if request.prompt is None else None
         self._tree.add(call, messages=messages, reply=message, tools=request.tools)
         chat = self._session.chat
@@ -177,8 +242,8 @@ class EpisodeTable:
 
     def __init__(self) -> None:
         self._by_key: dict[str, Episode] = {}
-        self._ended: OrderedDict[str, float | None] = OrderedDict()
-        """Key → the score that was notified."""
+        self._ended: OrderedDict[str, Score | None] = OrderedDict()
+        """Key → what was notified."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
         """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
@@ -187,7 +252,7 @@ class EpisodeTable:
             raise RequestRefused(ENDED, status=410)
         return None if found is None or episode not in ("", found.name) else found
 
-    def ended_with(self, key: str, score: float) -> bool:
+    def ended_with(self, key: str, score: Score) -> bool:
         """Whether this is the score that the episode, which has ended, was notified of: it is said again."""
         return self._ended.get(key) == score
 
@@ -198,7 +263,7 @@ class EpisodeTable:
     def remove(self, episode: Episode) -> None:
         """It has ended."""
         del self._by_key[episode.key]
-        self._ended[episode.key] = episode.notified
+        self._ended[episode.key] = None if episode.notified is None else episode.notified.said
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
@@ -214,7 +279,7 @@ class AgentWorkflow:
         gateway: Gateway,
         url: str,
         episodes: EpisodeTable,
-        chat: ChatTokenizer,
+        renderer: Renderer,
         model: str,
     ) -> None:
         """`url`: the gateway's. `model`: the name under which agents ask for the policy."""
@@ -223,7 +288,7 @@ class AgentWorkflow:
         self._gateway = gateway
         self._url = url
         self._episodes = episodes
-        self._renderer = TemplateRenderer(chat)
+        self._renderer = renderer
         self._model = model
 
     async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
@@ -231,25 +296,28 @@ class AgentWorkflow:
         self._episodes.add(episode)
         began = time.monotonic()
         try:
-            reward = await self._play(prompt, session, episode)
+            earned = await self._play(prompt, session, episode)
         finally:
             episode.end()
             self._episodes.remove(episode)
             self._gateway.forget(episode.key)
-        trajectories = episode.trajectories(reward=reward)
+        trajectories = episode.trajectories(earned, discount=self._config.discount)
         if not trajectories:
             raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
         session.activity.episode_ended(
             calls=episode.calls,
-            trajectories=len(trajectories),
+            conversations=episode.conversations,
             rewritten=episode.rewritten,
+            rerendered=episode.rerendered,
+            drifted=episode.drifted,
             seconds=time.monotonic() - began,
             generation_seconds=episode.generation_seconds,
+            metrics=earned.said.metrics,
         )
         return trajectories
 
-    async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> float:
-        """Return the score of an episode, once it has one."""
+    async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> Earned:
+        """Return what an episode earned, once that is said."""
         seconds = self._config.timeout_seconds
         try:
             try:
@@ -258,9 +326,13 @@ class AgentWorkflow:
                     def begun() -> None:
                         deadline.reschedule(asyncio.get_running_loop().time() + seconds)
 
-                    score = await self._agents.run(task_of(prompt), self._access(episode), begun=begun)
-                    if score is None and self._config.scored_by == "agent":
-                        score = await episode.scored()
+                    earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
+                    if not earned.said.said and (self._config.scored_by == "agent" or episode.notified is not None):
+                        own = earned.said.metrics
+                        earned = await episode.scored()
+                        if own:
+                            metrics = earned.said.metrics | own
+                            earned = earned._replace(said=msgspec.structs.replace(earned.said, metrics=metrics))
             except TimeoutError as error:
                 raise AgentError(
                     f"seq {prompt.seq}: no score within rollout.agent.timeout_seconds = {seconds:g}, after "
@@ -269,10 +341,10 @@ class AgentWorkflow:
             if episode.failure is not None:
                 raise episode.failure
             if self._config.scored_by == "reward":
-                return await session.score(_response(episode))
+                judged = await session.score(_response(episode))
+                return earned._replace(said=msgspec.structs.replace(earned.said, score=judged))
             await session.generated()
-            assert score is not None
-            return score
+            return earned
         except AgentError as error:
             if episode.failure is not None:
                 raise episode.failure from error
@@ -280,7 +352,7 @@ class AgentWorkflow:
                 raise
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
-            return 0.0
+            return Earned(Score(0.0), [])
 
     def _access(self, episode: Episode) -> Access:
         return Access(root=self._url, id=episode.name, api_key=episode.key, model=self._model)

@@ -19,14 +19,13 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor |
     """Compare each response with its siblings.
 
     `rewards` `[n]` are those of one group; so are the advantages, float32. `episodes` `[n]` (int64, counted from 0)
-    says which attempt at the prompt each trajectory is of, where attempts have several: means and deviations are then
-    over the attempts, each of which counts once, with the mean reward of its trajectories.
+    says which attempt at the prompt each trajectory is of, where attempts have several. Each of the `E` attempts then
+    counts once: with the mean of its rewards in `mean(r)`, with their mean squared distance from that in `std(r)`.
 
-    - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)` with the unbiased standard deviation
-      (DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3);
+    - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)` with the unbiased standard deviation, of which squares are divided by
+      `E - 1` (DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3);
     - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
-    - `rloo`: `r` minus the mean of the *other* siblings, which is `n / (n - 1) · (r - mean(r))`
-      (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
+    - `rloo`: `r` minus the mean of the *other* attempts (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
     - `reinforce++`: `r` itself, and `reinforce++-baseline`: as `mean` (REINFORCE++,
       https://arxiv.org/abs/2501.03262): what the last token earns, see `PER_TOKEN`;
     - `gae`: `r` itself, too: a critic takes the place of the siblings.
@@ -38,13 +37,18 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor |
         return rewards
     if bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
-    of_episodes = rewards if episodes is None else _means(rewards, episodes)
+    if episodes is None:
+        episodes = torch.arange(len(rewards))
+    of_episodes = _means(rewards, episodes)
+    attempts = len(of_episodes)
     centred = rewards - of_episodes.mean()
     match kind:
         case "grpo":
-            return centred / (of_episodes.std() + STD_EPS)
+            variance = _means(centred**2, episodes).sum() / (attempts - 1)
+            return centred / (variance.sqrt() + STD_EPS)
         case "rloo":
-            return centred * (len(of_episodes) / (len(of_episodes) - 1))
+            others = (of_episodes.sum() - of_episodes) / (attempts - 1)
+            return rewards - others[episodes]
         case _:
             return centred
 

@@ -161,7 +161,7 @@ class GroupTable:
                 if (group := self._groups.get(seq)) is None:
                     continue
                 if rewards and seq in rewards:
-                    group.meta = msgspec.structs.replace(group.meta, rewards=rewards[seq])
+                    group.meta = msgspec.structs.replace(group.meta, rewards=rewards[seq], scores=[])
                 group.holders = {**group.holders, **given}
                 self._grow(group, added)
         self.wake()

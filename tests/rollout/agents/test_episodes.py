@@ -19,6 +19,7 @@ from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
@@ -37,13 +38,14 @@ def task(question: str) -> Prompt:
 async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
     agents = agents_of(Config(rollout=RolloutConfig(agent=config)))
     episodes = EpisodeTable()
+    renderer = TemplateRenderer(CHAT)
     leases = agents if isinstance(agents, RemoteAgents) else None
     gateway = Gateway(episodes, model="policy", leases=leases)
     try:
         await agents.start()
         url = await gateway.start()
         yield AgentWorkflow(
-            config, agents=agents, gateway=gateway, url=url, episodes=episodes, chat=CHAT, model="policy"
+            config, agents=agents, gateway=gateway, url=url, episodes=episodes, renderer=renderer, model="policy"
         )
     finally:
         await gateway.close()
@@ -101,6 +103,51 @@ async def test_a_score_that_is_notified_counts_and_the_last_one_does() -> None:
     assert found.reward == 0.75
 
 
+@pytest.mark.parametrize(
+    ("question", "discount", "rewards", "score"),
+    [
+        ("rewards 0 1", 1.0, [2.25, 1.75], 2.25),
+        ("rewards 0 1", 0.5, [0.5 + 0.5 * 1.75, 1.75], 2.25),
+        ("rewards", 0.5, [0.5, 1.0], 1.0),
+        ("notify_rewards 1", 0.0, [0.0, 1.5], 1.5),
+    ],
+)
+async def test_answers_with_rewards_of_their_own_are_trajectories_of_their_own(
+    question: str, discount: float, rewards: list[float], score: float
+) -> None:
+    activity = Activity(idle="nothing")
+    config = msgspec.structs.replace(SOLVE, discount=discount)
+    found = await play(config, question, "Two<|im_end|>", "Yes<|im_end|>", activity=activity)
+    assert [(one.reward, one.score, one.turns) for one in found] == [(reward, score, 1) for reward in rewards]
+    trained = [[text for sampled, text in parts(trajectory) if sampled] for trajectory in found]
+    assert trained == [["Two}"], ["Yes}"]]
+    stats = activity.stats()
+    assert stats["agent_trajectories_total"] == (1 if question.startswith("rewards") else 2)
+    assert {name: value for name, value in stats.items() if "metric" in name} == (
+        {"agent_metric_total/tools": len(question.split()) - 1, "agent_metric_count/tools": 1}
+        if question.startswith("rewards")
+        else {
+            "agent_metric_total/seen": 2,
+            "agent_metric_count/seen": 1,
+            "agent_metric_total/own": 3,
+            "agent_metric_count/own": 1,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "says"),
+    [
+        ("rewards 0 nonsense", "rewards: 'nonsense' names none of the 2 answers of this episode"),
+        ("notify_rewards 2", "rewards: '2' names none of the 2 answers"),
+        ("notify_rewards chatcmpl-1", "rewards: 'chatcmpl-1' names none of the 2 answers"),
+    ],
+)
+async def test_a_reward_for_an_answer_that_there_is_not_is_refused_by_name(question: str, says: str) -> None:
+    with pytest.raises(AgentError, match=says):
+        await play(SOLVE, question, "Two<|im_end|>", "Yes<|im_end|>")
+
+
 async def test_a_plain_function_runs_in_a_thread() -> None:
     plain = AgentConfig(function="tests.rollout.agents.user_agents:plain")
     (found,) = await play(plain, "x", "Two<|im_end|>")
@@ -113,6 +160,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
         ("nothing", "never asked the policy"),
         ("raise", "LookupError: no such tool"),
         ("text", "'good' .str.; a score is a number"),
+        ("mapping", "a mapping with 'scores'; known: score, rewards, metrics"),
         ("exit", "the agent's process ended with exit code 7"),
         ("memory", "MemoryError"),
         ("none", r"no score within rollout.agent.timeout_seconds = 2, after [01] answers"),
@@ -195,6 +243,13 @@ async def test_a_program_is_an_agent() -> None:
     assert found.reward == 5.0
 
 
+async def test_a_program_may_say_more_than_a_number() -> None:
+    said = """print('{"score": 0.5, "rewards": {"0": 0.25}, "metrics": {"length": 3}}')"""
+    program = "\n".join([*PROGRAM.splitlines()[:-2], said])
+    (found,) = await play(AgentConfig(command=[sys.executable, "-c", program, "{question}"]), "1+1?", "Two<|im_end|>")
+    assert found.reward == 0.75
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -203,6 +258,8 @@ async def test_a_program_is_an_agent() -> None:
         (["sh", "-c", "kill -9 $$"], "sh was ended by SIGKILL"),
         (["sleep", "600"], "no score within rollout.agent.timeout_seconds = 2"),
         (["echo", "not a number"], "no score within"),
+        (["echo", '{"score": 1, "reward": 2}'], "the last line that the agent printed is no score: .*reward"),
+        (["echo", "nan"], "the last line that the agent printed is no score: nan"),
     ],
 )
 async def test_a_program_that_fails_says_so(command: list[str], says: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.rollout.agents.messages import Message, ToolCall
 from streamrl.rollout.agents.tree import Call, EpisodeTree
 from streamrl.rollout.generation import Generation
-from streamrl.types import NO_VERSION
+from streamrl.types import NO_VERSION, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
@@ -47,6 +47,11 @@ class Episode:
         return reply
 
 
+def trajectories(tree: EpisodeTree, reward: float) -> list[Trajectory]:
+    """Those of an episode of which every call has the same return."""
+    return tree.trajectories([reward] * len(tree.calls))
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_every_sampled_token_is_trained_on_once_with_its_own_logprob_and_version(data: st.DataObject) -> None:
@@ -68,7 +73,7 @@ def test_every_sampled_token_is_trained_on_once_with_its_own_logprob_and_version
         conversations.append([*messages, reply])
 
     trained: Counter[tuple[int, float, int]] = Counter()
-    for trajectory in episode.tree.trajectories(reward=1.0):
+    for trajectory in trajectories(episode.tree, 1.0):
         mask = trajectory.loss_mask
         assert mask.any()
         assert not mask[0]
@@ -77,7 +82,7 @@ def test_every_sampled_token_is_trained_on_once_with_its_own_logprob_and_version
         values = (trajectory.input_ids, trajectory.behavior_logprobs, trajectory.policy_versions)
         trained.update(zip(*(value[mask].tolist() for value in values), strict=True))
     assert trained == Counter(episode.sampled)
-    assert sum(t.turns for t in episode.tree.trajectories(reward=1.0)) == len(episode.tree.calls)
+    assert sum(t.turns for t in trajectories(episode.tree, 1.0)) == len(episode.tree.calls)
 
 
 def test_a_conversation_that_goes_on_is_one_trajectory() -> None:
@@ -85,7 +90,7 @@ def test_a_conversation_that_goes_on_is_one_trajectory() -> None:
     messages = [user("hello")]
     for text in ("one", "two", "three"):
         messages = [*messages, episode.ask(messages), user(text)]
-    (trajectory,) = episode.tree.trajectories(reward=0.5)
+    (trajectory,) = trajectories(episode.tree, 0.5)
     assert trajectory.turns == 3
     assert trajectory.input_ids.tolist() == [5, 7, 1000, 1001, 3, 7, 1002, 1003, 3, 7, 1004, 1005]
     assert np.flatnonzero(trajectory.loss_mask).tolist() == [2, 3, 6, 7, 10, 11]
@@ -98,7 +103,7 @@ def test_what_two_branches_share_is_trained_on_in_the_first() -> None:
     reply = episode.ask(first)
     episode.ask([*first, reply, user("left")])
     episode.ask([*first, reply, user("right")])
-    left, right = episode.tree.trajectories(reward=1.0)
+    left, right = trajectories(episode.tree, 1.0)
     assert left.input_ids.tolist()[:4] == right.input_ids.tolist()[:4]
     assert (left.turns, right.turns) == (2, 1)
     assert left.loss_mask[2:4].all()

@@ -52,9 +52,28 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                 await say(("user", "1+1?"))
                 for score in scores:
                     await asyncio.to_thread(policy.notify_score, float(score))
+            case ["rewards", *names]:
+                ids = []
+                asked: list[Any] = []
+                for question in ("1+1?", "Sure?"):
+                    asked.append({"role": "user", "content": question})
+                    answer = await client.chat.completions.create(model=policy.model, messages=asked)
+                    asked.append({"role": "assistant", "content": answer.choices[0].message.content})
+                    ids.append(answer.id)
+                named = [ids[int(name)] if name.isdecimal() else name for name in names]
+                rewards = {name: 0.25 * place + 0.5 for place, name in enumerate(named)}
+                return {"score": 1.0, "rewards": rewards, "metrics": {"tools": len(names)}}
+            case ["notify_rewards", name]:
+                await say(("user", "1+1?"), n=2)
+                reward = {int(name) if name.isdecimal() else name: 0.5}
+                await asyncio.to_thread(policy.notify_score, 1.0, rewards=reward, metrics={"seen": 2})
+                return {"metrics": {"own": 3}}
             case ["raise"]:
                 await say(("user", "1+1?"))
                 raise LookupError("no such tool")
+            case ["mapping"]:
+                await say(("user", "1+1?"))
+                return {"scores": 1.0}
             case ["text"]:
                 return "good"
             case ["hang"]:

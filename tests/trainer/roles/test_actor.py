@@ -210,14 +210,17 @@ def loop_advantages(items, algorithm, kl_coef):
         if not per_token:
             rewards = [r - sum(costs[t] for t in response) for r, response in zip(rewards, responses, strict=True)]
         attempts = [
-            statistics.fmean(r for r, of in zip(rewards, group.episodes, strict=True) if of == episode)
+            [r for r, of in zip(rewards, group.episodes, strict=True) if of == episode]
             for episode in range(group.episodes[-1] + 1)
         ]
-        mean, n = statistics.fmean(attempts), len(attempts)
+        own = [statistics.fmean(a) for a in attempts]
+        mean, n = statistics.fmean(own), len(own)
+        deviation = math.sqrt(sum(statistics.fmean((x - mean) ** 2 for x in a) for a in attempts) / (n - 1))
+        others = [statistics.fmean(own[:e] + own[e + 1 :]) for e in group.episodes]
         compared = {
-            "grpo": lambda r=rewards, a=attempts, m=mean: [(x - m) / (statistics.stdev(a) + 1e-4) for x in r],
+            "grpo": lambda r=rewards, m=mean, s=deviation: [(x - m) / (s + 1e-4) for x in r],
             "mean": lambda r=rewards, m=mean: [x - m for x in r],
-            "rloo": lambda r=rewards, m=mean, n=n: [(x - m) * n / (n - 1) for x in r],
+            "rloo": lambda r=rewards, o=others: [x - y for x, y in zip(r, o, strict=True)],
             "reinforce++": lambda r=rewards: r,
             "reinforce++-baseline": lambda r=rewards, m=mean: [x - m for x in r],
         }[algorithm.advantage]()

@@ -1,0 +1,171 @@
+"""`ModelRenderer`: conversations of a model that the `renderers` package knows, and `renderer_of`, which chooses.
+
+A renderer of the package is taken only if it writes, token for token, what the checkpoint's own chat template writes of
+a few conversations with tools, results, system messages and reasoning. So a fine-tuned model is known by what its
+template does, not by its name, and a template that was changed is not taken for what it was made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.rendering import Renderer, TemplateRenderer, before_stop, to_template
+from streamrl.rollout.chat import ChatTokenizer
+
+log = logging.getLogger(__name__)
+
+AUTO, TEMPLATE = "auto", "template"
+
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+_ASKED = Message("user", "What is 2 + 2?")
+_CALL = ToolCall("call_1", "add", '{"a": 2, "b": 2}')
+_CALLED = Message("assistant", "", tool_calls=(_CALL,))
+_RESULT = Message("tool", "4", tool_call_id="call_1")
+_SYSTEM = Message("system", "Be brief.")
+_PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
+    ([_ASKED], []),
+    ([_SYSTEM, _ASKED], []),
+    ([_ASKED, Message("assistant", "4"), Message("user", "Sure? é\n")], []),
+    ([_ASKED, Message("assistant", "4", reasoning="Two and two."), Message("user", "Sure?")], []),
+    ([_ASKED], _TOOLS),
+    ([_SYSTEM, _ASKED, _CALLED, _RESULT], _TOOLS),
+    ([_ASKED, Message("assistant", "I add.", reasoning="A sum.", tool_calls=(_CALL,)), _RESULT, _RESULT], _TOOLS),
+]
+"""Conversations of which a renderer has to write the same tokens as the chat template."""
+
+
+class ModelRenderer:
+    """A `Renderer` that a renderer of the `renderers` package does the work of."""
+
+    def __init__(self, renderer: Any, chat: ChatTokenizer) -> None:
+        self._renderer = renderer
+        self._chat = chat
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(to_template(messages), tools=list(tools) or None, add_generation_prompt=True)
+            )
+        except (ValueError, KeyError, TypeError) as error:  # what it raises for messages that its model has no form for
+            roles = ", ".join(message.role for message in messages)
+            raise RequestRefused(f"the model has no form for a conversation of {roles}: {error}") from error
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        said = [*prompt_ids, *output_ids]
+        extended = self._renderer.bridge_to_next_turn(
+            list(prompt_ids), list(output_ids), to_template(messages), tools=list(tools) or None
+        )
+        if extended is None or extended.token_ids[: len(said)] != said:
+            return None
+        return list(extended.token_ids[len(said) :])
+
+    def parse(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        matched_stop: str,
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        said = self._renderer.parse_response(list(output_ids), tools=list(tools) or None, prompt_ids=list(prompt_ids))
+        names = {tool["function"]["name"] for tool in tools}
+        calls: list[ToolCall] = []
+        no_calls: list[str] = []
+        for found in said.tool_calls:
+            if found.status == "ok" and found.name in names and isinstance(found.arguments, dict):
+                arguments = msgspec.json.encode(found.arguments).decode()
+                calls.append(ToolCall(found.id or f"call_{uuid.uuid4().hex[:16]}", found.name, arguments))
+            else:  # stays in the text, for the agent to judge
+                span = found.token_span
+                no_calls.append(found.raw if span is None else self._chat.decode(output_ids[slice(*span)]))
+        content = "\n".join(filter(None, [said.content, *no_calls]))
+        return Message(
+            role="assistant",
+            content=before_stop(content, matched_stop),
+            reasoning=before_stop(said.reasoning_content or "", matched_stop).strip(),
+            tool_calls=tuple(calls),
+        )
+
+
+def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
+    """Return what renders conversations for the model of `chat`, and log what was found.
+
+    `name`: `auto` takes the renderer of the package that writes what the chat template writes, and else the template;
+    `template` takes that; any other is a renderer's. Raises `ConfigError` when there is no such renderer, or the model
+    lacks its tokens.
+    """
+    if name == TEMPLATE:
+        return _template(chat)
+    from renderers.base import MODEL_RENDERER_MAP
+
+    known = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+    if name != AUTO:
+        if name not in known:
+            raise ConfigError(
+                f"rollout.agent.renderer = {name!r}: there is none; known: auto, template, {', '.join(known)}"
+            )
+        try:
+            renderer = _made(name, chat)
+        except Exception as error:  # the package raises whatever comes first
+            raise ConfigError(f"rollout.agent.renderer = {name!r} does not fit the model: {error}") from error
+        if differs := _difference(renderer, chat):
+            log.warning("the renderer %s does not write what the model's chat template writes: %s", name, differs)
+        return renderer
+    for kind in known:
+        with contextlib.suppress(Exception):  # most lack their special tokens in this model
+            renderer = _made(kind, chat)
+            if not _difference(renderer, chat):
+                log.info("conversations are rendered by %s of renderers, as the chat template writes them", kind)
+                return renderer
+    return _template(chat)
+
+
+def _template(chat: ChatTokenizer) -> Renderer:
+    renderer = TemplateRenderer(chat)
+    log.info("conversations are rendered by the chat template; %s", renderer.stability)
+    return renderer
+
+
+def _made(kind: str, chat: ChatTokenizer) -> ModelRenderer:
+    from renderers import config_from_name, create_renderer
+
+    return ModelRenderer(create_renderer(chat.tokenizer, config_from_name(kind)), chat)
+
+
+def _difference(renderer: ModelRenderer, chat: ChatTokenizer) -> str:
+    """Return the first conversation of which `renderer` and the chat template write different tokens; empty: none."""
+    for messages, tools in _PROBES:
+        try:
+            expected: list[int] | None = chat.render(to_template(messages), tools)
+        except StreamRLError:
+            expected = None
+        try:
+            found: list[int] | None = renderer.render(messages, tools)
+        except RequestRefused:
+            found = None
+        if found != expected:
+            return ", ".join(message.role for message in messages) + (" with tools" if tools else "")
+    return ""

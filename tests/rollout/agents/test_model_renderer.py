@@ -1,0 +1,164 @@
+"""A renderer of the package writes what the chat template writes, and reads what the model says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.errors import ConfigError
+from streamrl.rollout.agents.messages import Message, ToolCall
+from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
+from streamrl.rollout.agents.rendering import TemplateRenderer, to_template
+from streamrl.rollout.chat import ChatTokenizer
+from tests.rollout.characters import make_chat
+from tests.rollout.qwen import TEMPLATE, make_qwen
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+CALL = ToolCall("call_1", "look", '{"x": 1}')
+ASKED = Message("user", "What is 2 + 2?")
+
+
+@pytest.fixture(scope="module")
+def qwen() -> ChatTokenizer:
+    return make_qwen()
+
+
+@pytest.fixture(scope="module")
+def renderer(qwen: ChatTokenizer) -> ModelRenderer:
+    found = renderer_of(qwen)
+    assert isinstance(found, ModelRenderer)
+    return found
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Message]:
+    """What users, the model and tools say in turn, with a system message or without."""
+    text = st.text(st.sampled_from("ab2 +?\n.é<>"), max_size=8)
+    words = text.filter(lambda said: "</think>" not in said)
+    found = [Message("system", draw(words.filter(bool)))] if draw(st.booleans()) else []
+    for turn in range(draw(st.integers(1, 3))):
+        found.append(Message("user", draw(words)))
+        for number in range(draw(st.integers(0, 2))):
+            call = ToolCall(f"call_{turn}_{number}", "look", '{"x": [1, "a"], "y": null}')
+            # templates write line breaks around reasoning and calls in a way of their own
+            said, thought = draw(words).strip(), draw(words).strip()
+            found.append(Message("assistant", said, thought, (call,)))
+            found += [Message("tool", draw(words), tool_call_id=call.id)] * draw(st.integers(1, 2))
+        if turn:
+            found.insert(-1, Message("assistant", draw(words).strip(), draw(words).strip()))
+    return found
+
+
+@settings(deadline=None, max_examples=100)
+@given(messages=conversations(), tools=st.sampled_from([[], [TOOL]]))
+def test_it_writes_the_tokens_of_the_chat_template(
+    qwen: ChatTokenizer, renderer: ModelRenderer, messages: list[Message], tools: list[dict[str, object]]
+) -> None:
+    assert renderer.render(messages, tools) == qwen.render(to_template(messages), tools)
+
+
+@pytest.mark.parametrize(
+    ("said", "further"),
+    [
+        ("4<|im_end|>", None),
+        ("<think>\nTwo.\n</think>\n\n4<|im_end|>", None),
+        ('<think>\nA tool.\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>', 1),
+        ('So:\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>', 2),
+    ],
+)
+def test_it_extends_within_a_cycle_of_tools_and_writes_anew_what_comes_after(
+    qwen: ChatTokenizer, renderer: ModelRenderer, said: str, further: int | None
+) -> None:
+    prompt = renderer.render([ASKED], [TOOL])
+    output = qwen.encode(said)
+    answer = renderer.parse(prompt, output, matched_stop="", tools=[TOOL])
+    if further is None:  # the user speaks: reasoning of earlier turns is left out from here on
+        new = [Message("user", "Sure?")]
+        assert renderer.extend(prompt, output, new, [TOOL]) is None
+    else:
+        new = [Message("tool", "rain", tool_call_id="call_1")] * further
+        extended = renderer.extend(prompt, output, new, [TOOL])
+        assert extended is not None
+        assert [*prompt, *output, *extended] == qwen.render(to_template([ASKED, answer, *new]), [TOOL])
+
+
+def test_a_cut_answer_is_closed_before_what_follows(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
+    prompt, output = renderer.render([ASKED], [TOOL]), qwen.encode("I add")
+    extended = renderer.extend(prompt, output, [Message("tool", "rain", tool_call_id="call_1")], [TOOL])
+    assert qwen.tokenizer.decode(extended or [], skip_special_tokens=False).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("4<|im_end|>", Message("assistant", "4")),
+        ("<think>\nTwo.\n</think>\n\n4<|im_end|>", Message("assistant", "4", "Two.")),
+        ("<think>\nTwo", Message("assistant", "", "Two")),
+        (
+            'So:\n<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
+            Message("assistant", "So:", tool_calls=(ToolCall("", "look", '{"x":1}'),)),
+        ),
+        (
+            '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call><|im_end|>',
+            Message("assistant", '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'),
+        ),
+        ("<tool_call>\n{look}\n</tool_call><|im_end|>", Message("assistant", "<tool_call>\n{look}\n</tool_call>")),
+    ],
+)
+def test_it_reads_what_the_model_says(
+    qwen: ChatTokenizer, renderer: ModelRenderer, said: str, expected: Message
+) -> None:
+    prompt = renderer.render([ASKED], [TOOL])
+    found = renderer.parse(prompt, qwen.encode(said), matched_stop="", tools=[TOOL])
+    calls = tuple(ToolCall("", call.name, call.arguments) for call in found.tool_calls)
+    assert (found.content.strip(), found.reasoning, calls) == (
+        expected.content,
+        expected.reasoning,
+        expected.tool_calls,
+    )
+
+
+def test_the_stop_string_is_not_part_of_the_answer(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
+    prompt = renderer.render([ASKED], [])
+    assert renderer.parse(prompt, qwen.encode("so 4; and"), matched_stop=";", tools=[]).content == "so 4"
+
+
+def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    chat = make_qwen()
+    renderer = renderer_of(chat, name="template")
+    assert isinstance(renderer, TemplateRenderer)
+    assert "begin a conversation of its own: a user after an answer with reasoning" in caplog.text
+    prompt = renderer.render([ASKED], [])
+    more = [Message("user", "Sure?")]
+    assert renderer.extend(prompt, chat.encode("<think>\nTwo.\n</think>\n\n4<|im_end|>"), more, []) is None
+    assert renderer.extend(prompt, chat.encode("4<|im_end|>"), more, []) is not None
+
+
+def test_another_template_is_no_known_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(renderer_of(make_chat()), TemplateRenderer)
+    assert "the chat template; it leaves earlier turns as they were" in caplog.text
+    changed = make_qwen(TEMPLATE.replace("# Tools", "# Your tools"))
+    assert isinstance(renderer_of(changed), TemplateRenderer)
+    assert isinstance(renderer_of(changed, name="qwen3"), ModelRenderer)
+    assert "qwen3 does not write what the model's chat template writes: user with tools" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("qwen9", "there is none; known: auto, template, qwen3"), ("qwen3", "does not fit the model")]
+)
+def test_a_renderer_that_cannot_be_had_is_named(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        renderer_of(make_chat(), name=name)
+
+
+def test_drift_is_what_would_be_other_tokens_if_it_were_tokenized_anew(qwen: ChatTokenizer) -> None:
+    whole = qwen.encode("add them<|im_end|>")
+    assert qwen.retokenized(whole) == whole
+    pieces = [*qwen.encode("ad"), *qwen.encode("d"), *qwen.encode(" them<|im_end|>")]
+    assert pieces != whole
+    assert qwen.retokenized(pieces) == whole

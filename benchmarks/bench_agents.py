@@ -174,9 +174,10 @@ class _Counting(TemplateRenderer):
         self.whole.append(len(ids))
         return ids
 
-    def extend(self, output_ids: Any, messages: Any, tools: Any) -> list[int]:
-        ids = super().extend(output_ids, messages, tools)
-        self.later.append(len(ids))
+    def extend(self, prompt_ids: Any, output_ids: Any, messages: Any, tools: Any) -> list[int] | None:
+        ids = super().extend(prompt_ids, output_ids, messages, tools)
+        if ids is not None:
+            self.later.append(len(ids))
         return ids
 
 

@@ -125,7 +125,7 @@ def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: P
     folder = write_run(tmp_path / "run", steps=2)
 
     def beat(time: float, index: int, episodes: int, total: float) -> str:
-        stats = {"agent_episodes_total": episodes, "agent_drifted_total": episodes}
+        stats: dict[str, float] = {"agent_episodes_total": episodes, "agent_drifted_total": episodes}
         stats |= {"agent_metric_total/tools": total, "agent_metric_count/tools": episodes}
         entry = HeartbeatEntry(time=time, role="rollout", index=index, stats=stats)
         return msgspec.json.encode(entry).decode() + "\n"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from streamrl.launch.pool import PoolRole
     from streamrl.launch.processes import PlanRole
+    from streamrl.transport.secret import Secret
 
 app = typer.Typer(
     name="streamrl",
@@ -54,9 +55,9 @@ Count = Annotated[
     int, typer.Option("--count", min=1, help="How many to start on this host, each with GPUs of its own.")
 ]
 ManagerAddress = Annotated[str, typer.Argument(metavar="URL", help="Address of the manager.")]
-KeyVariable = Annotated[
-    str,
-    typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the manager's key, if it has one."),
+SecretFile = Annotated[
+    Path | None,
+    typer.Option("--secret-file", metavar="FILE", help="File with the run's secret; without it: STREAMRL_SECRET."),
 ]
 ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
 Component = Annotated[str | None, typer.Option("--component", hidden=True)]
@@ -360,25 +361,23 @@ def graph(
 def drain(
     manager: ManagerAddress,
     process: Annotated[str, typer.Argument(metavar="ROLE/INDEX", help="For example gserver/2 or rollout/0.")],
-    api_key_env: KeyVariable = "",
+    secret_file: SecretFile = None,
 ) -> None:
     """Have a gserver or a rollout worker finish what it has and leave, while the run goes on."""
     from streamrl.launch.role import drain_by_name
 
-    drain_by_name(manager, process, key_variable=api_key_env)
+    drain_by_name(manager, process, secret=_secret_of(manager, secret_file))
     _console().print(f"{process} is asked to leave", markup=False)
 
 
 @app.command(rich_help_panel=LOOK)
-def status(manager: ManagerUrl, api_key_env: KeyVariable = "") -> None:
+def status(manager: ManagerUrl, secret_file: SecretFile = None) -> None:
     """Show the state of a run."""
     import asyncio
 
     from streamrl.launch.display import picture_of
-    from streamrl.transport.keys import read_key
 
-    key = read_key(api_key_env, setting="--api-key-env")
-    _console().print(asyncio.run(picture_of(manager, key=key)))
+    _console().print(asyncio.run(picture_of(manager, secret=_secret_of(manager, secret_file))))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -550,6 +549,13 @@ def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+def _secret_of(manager_url: str, file: Path | None) -> Secret | None:
+    """The secret of the run whose manager is there, as far as it is known."""
+    from streamrl.transport.secret import of_run_at, read_file
+
+    return of_run_at(manager_url) if file is None else read_file(file, setting="--secret-file")
 
 
 def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable[[str], None]:

@@ -62,6 +62,8 @@ class PeerError(StreamRLError):
 
     status: int = 0
     """The HTTP status of the answer; 0 if there was none."""
+    retry_seconds: float = 0.0
+    """After so long the answer may be another one, if nothing happens before; 0: nothing is known of that."""
 
 
 class PeerLost(PeerError):

@@ -31,6 +31,7 @@ from streamrl.config.sections import RolloutConfig as RolloutConfig
 from streamrl.config.sections import RunConfig as RunConfig
 from streamrl.config.sections import SamplingConfig as SamplingConfig
 from streamrl.config.sections import ScratchConfig as ScratchConfig
+from streamrl.config.sections import SecurityConfig as SecurityConfig
 from streamrl.config.sections import SglangConfig as SglangConfig
 from streamrl.config.sections import SimulationConfig as SimulationConfig
 from streamrl.config.sections import StalenessConfig as StalenessConfig

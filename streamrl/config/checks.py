@@ -82,7 +82,7 @@ _SGLANG_OWN_FLAGS = {
     "--model-path": "[model]",
     "--model": "[model]",
     "--weight-version": "the policy version",
-    "--api-key": "gserver.api_key_env",
+    **dict.fromkeys(("--api-key", "--admin-api-key"), "keys that are made for the run"),
     "--device": "run.device",
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "gserver.sglang.tensor_parallel"),
 }

@@ -296,7 +296,8 @@ class GserverConfig(Section, frozen=True):
     prefix_cache_mb: NonNegativeFloat = 256.0
     """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses."""
     api_key_env: str = ""
-    """Name of the environment variable with the key that callers of the gservers must show; empty: none."""
+    """Name of the environment variable with the key that the servers of `sglang.addresses` ask for; empty: none. The
+    run's own gservers have keys that are made for the run."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
 
@@ -315,8 +316,17 @@ class ManagerConfig(Section, frozen=True):
     """How long a run waits for its processes to register."""
     drain_seconds: PositiveFloat = 60.0
     """What runs on a gserver that is to leave may take so long to finish; then it goes on elsewhere."""
-    api_key_env: str = ""
-    """Name of the environment variable with the key that callers of the manager must show; empty: none."""
+
+
+class SecurityConfig(Section, frozen=True):
+    """Who may take part in the run, and how its processes know each other (docs/security.md)."""
+
+    secret_file: str = ""
+    """File with the run's secret, which only its owner may be able to read; the manager makes it if it is not there.
+    Empty: the secret is made for the run, or is in the environment variable STREAMRL_SECRET."""
+    host_names: list[str] = []
+    """Names by which the run's HTTP servers are asked, besides their addresses and the machine's own name: a request
+    under another name may come from a web page, and is refused."""
 
 
 class StalenessConfig(Section, frozen=True):
@@ -449,6 +459,7 @@ class Config(Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     gserver: GserverConfig = GserverConfig()
     manager: ManagerConfig = ManagerConfig()
+    security: SecurityConfig = SecurityConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
     stream: StreamConfig = StreamConfig()

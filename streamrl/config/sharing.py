@@ -19,6 +19,7 @@ Settings = Mapping[str, Any]
 MAY_DIFFER = (
     "run",
     "manager",
+    "security",
     "metrics",
     "model.path",
     "gserver.count",

@@ -34,7 +34,8 @@ from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows.base import load_workflow
 from streamrl.trainer.graph import graph_of
-from streamrl.transport.keys import gserver_key, manager_key
+from streamrl.transport import secret
+from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
 
 PROMPTS = 16
@@ -107,9 +108,11 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
         fitted(config, gpus=gpus)
         if config.run.device == "cuda" and not gpus:
             raise ConfigError('run.device = "cuda", and this machine has no GPU; set it to "auto" or "cpu"')
-    for key in (manager_key, gserver_key):
-        with found.part("keys"):
-            key(config)
+    with found.part("keys"):
+        read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+        file = Path(config.security.secret_file).expanduser()
+        if not config.security.secret_file or file.exists():  # a manager makes one that is missing
+            secret.given(config)
     for setting, host, port in (
         ("manager", config.manager.host, config.manager.port),
         ("gserver", config.gserver.host, 0),

@@ -20,6 +20,7 @@ from streamrl.errors import DeadlineExceeded, ProcessDied
 from streamrl.launch.files import last_lines
 from streamrl.launch.process import GRACE_SECONDS, LIFELINE, STACKS_SIGNAL
 from streamrl.launch.processes import STOP_ORDER, ProcessPlan
+from streamrl.transport.secret import DESCRIPTOR, Secret
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,10 @@ class Child:
 class Children:
     """All processes of one launcher. `stop` them before the launcher ends."""
 
-    def __init__(self, *, logs: Path | None) -> None:
-        """`logs`: folder for their output; None: it goes where the launcher's goes."""
+    def __init__(self, *, logs: Path | None, secret: Secret | None = None) -> None:
+        """`logs`: folder for their output; None: it goes where the launcher's goes. `secret`: the run's, which each of
+        them is given."""
+        self._secret = secret
         self._logs = logs
         self._lifeline, self._lifeline_end = os.pipe()
         self._ends: dict[Child, asyncio.Task[int]] = {}
@@ -190,6 +193,10 @@ class Children:
         log_file = self._logs / log_name if self._logs else None
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log_file.open("ab")) if log_file else None
+            if self._secret is not None:
+                pipe = stack.enter_context(self._secret.handed_on())
+                environment = {**environment, DESCRIPTOR: str(pipe)}
+                pass_fds = [*pass_fds, pipe]
             handle = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,

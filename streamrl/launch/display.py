@@ -28,8 +28,8 @@ from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_w
 from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control import Status
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import Secret, of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Display:
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""
-        client = ControlClient(manager_url, key=manager_key(self._config), timeout=10.0)
+        client = ControlClient(manager_url, secret=of_run_at(manager_url, self._config), timeout=10.0)
         try:
             while True:
                 try:
@@ -169,9 +169,9 @@ class LiveDisplay(Display):
         self._live.update(picture, refresh=True)
 
 
-async def picture_of(manager_url: str, *, key: str = "") -> RenderableType:
-    """The state of the run now, with rates from two looks at it; `key`: what the manager asks for, if it does."""
-    client = ControlClient(manager_url, key=key, timeout=10.0)
+async def picture_of(manager_url: str, *, secret: Secret | None) -> RenderableType:
+    """The state of the run now, with rates from two looks at it; `secret`: the run's, if it is known here."""
+    client = ControlClient(manager_url, secret=secret, timeout=10.0)
     history = History(started=time.monotonic())
     try:
         for look in range(2):

@@ -47,8 +47,8 @@ from streamrl.launch.supervise import Restarts, restarts_of, until_finished
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import hold, of_new_run
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class LocalRun:
         self._config_file = config.run_dir / "config.toml"
         self._display = display
         self._components = components
+        self._secret = hold(of_new_run(config))
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
@@ -144,7 +145,7 @@ class LocalRun:
         logs.mkdir(exist_ok=True)
         lock = self._lock()
         self._config_file.write_text(configuration.to_toml(self._config))
-        self._children = Children(logs=logs)
+        self._children = Children(logs=logs, secret=self._secret)
         try:
             with self._display:
                 try:
@@ -193,7 +194,7 @@ class LocalRun:
         self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
         for process in others:
             await self._start(children, process)
-        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         upkeep = essential.begin(
             keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"
         )

@@ -31,8 +31,8 @@ from streamrl.launch.processes import (
 )
 from streamrl.launch.supervise import Restarts, end_who_is_silent, restarts_of
 from streamrl.transport.control import AskPlace, Drain
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Pool:
         self._config_file = config_file
         self._overrides = overrides
         self._manager_url = manager_url
+        self._secret = of_run_at(manager_url, config)
         self._advertise = advertise
         self._components = components
         self._restarts: Restarts = restarts_of(config, role)
@@ -73,8 +74,8 @@ class Pool:
 
         Raises `ProcessDied` when none is left and the last one failed, or the run did.
         """
-        self._children = children = Children(logs=None)
-        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        self._children = children = Children(logs=None, secret=self._secret)
+        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         try:
             words = checkpoint_command(self._config_file, overrides=self._overrides, components=self._components)
             threads = thread_environment(threads_of(self._role, self._config))
@@ -102,7 +103,7 @@ class Pool:
         self._leaving = True
         for task in self._coming:
             task.cancel()
-        client = ControlClient(self._manager_url, key=manager_key(self._config), timeout=STATUS_SECONDS)
+        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         try:
             for child in self._children.running if self._children is not None else ():
                 if child.process is not None:

@@ -24,8 +24,8 @@ from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, 
 from streamrl.processor import avoid_broken_instructions
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
-from streamrl.transport.keys import manager_key, read_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import Secret, given, of_run_at
 
 # --- elastic ---
 
@@ -37,7 +37,7 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
     """A number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
 
     async def ask() -> int:
-        client = ControlClient(manager_url, key=manager_key(config))
+        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
         try:
             message = AskPlace(role=role, config_digest=config.digest(), settings=config.shared_changes())
             return await client.place(message, patience=config.manager.join_timeout_seconds)
@@ -49,20 +49,19 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
 
 async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: int) -> None:
     """Have this process drained. Raises `StreamRLError` when the manager does not know of it, or is not there."""
-    await _drain(manager_url, manager_key(config), role, index)
+    await _drain(manager_url, of_run_at(manager_url, config), role, index)
 
 
-def drain_by_name(manager_url: str, process: str, *, key_variable: str) -> None:
+def drain_by_name(manager_url: str, process: str, *, secret: Secret | None) -> None:
     """Have `process`, for example `gserver/2`, drained. Raises `ConfigError` for a name that makes no sense."""
     role, slash, number = process.partition("/")
     if role not in get_args(Role) or not slash or not number.isdecimal():
         raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
-    key = read_key(key_variable, setting="--api-key-env")
-    asyncio.run(_drain(manager_url, key, cast(Role, role), int(number)))
+    asyncio.run(_drain(manager_url, secret, cast(Role, role), int(number)))
 
 
-async def _drain(manager_url: str, key: str, role: Role, index: int) -> None:
-    client = ControlClient(manager_url, key=key, timeout=ANSWER_SECONDS)
+async def _drain(manager_url: str, secret: Secret | None, role: Role, index: int) -> None:
+    client = ControlClient(manager_url, secret=secret, timeout=ANSWER_SECONDS)
     try:
         await client.drain(Drain(role=role, index=index))
     finally:
@@ -200,6 +199,7 @@ def _run_role(
 
     def prepare() -> Component:
         config = configuration.load(config_file, overrides)
+        given(config)  # takes what a launcher hands on, before this process has children of its own
         if leave is not None and lifeline is None:
             on_first_signal.append(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch

@@ -24,8 +24,8 @@ from streamrl.launch.processes import (
     visible_gpus,
 )
 from streamrl.launch.supervise import until_finished
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ async def run_trainer(
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
-    children = Children(logs=None)
+    secret = of_run_at(manager_url, config)
+    children = Children(logs=None, secret=secret)
     try:
         if model_dir is None:
             model_dir = Path(
@@ -59,7 +60,7 @@ async def run_trainer(
                     timeout=CHECKPOINT_SECONDS,
                 )
             )
-        client = ControlClient(manager_url, key=manager_key(config), timeout=STATUS_SECONDS)
+        client = ControlClient(manager_url, secret=secret, timeout=STATUS_SECONDS)
         try:
             for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
                 words = command(

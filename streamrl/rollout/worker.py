@@ -21,7 +21,7 @@ from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCoun
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
-from streamrl.transport.control import Admission, Admit, FinishRun, Reject, Route
+from streamrl.transport.control import Admission, Admit, FailRun, Reject, Route
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class RolloutWorker:
         except RewardError as error:
             if self._config.rollout.reward.on_error == "stop":
                 what = f"{self._membership.name}: {type(error).__name__}: {error}"
-                await self._control.finish_run(FinishRun(reason="", error=what))
+                await self._control.fail_run(FailRun(worker=self._membership.index, error=what))
                 raise
             await self._reject(seq, error)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run

@@ -12,17 +12,18 @@ The run as the manager tells it to people.
 
 The manager's HTTP API: one module for the messages of each theme, and the client of every other process.
 
-One address, the manager's URL, is enough to join a run.
+One address, the manager's URL, is enough to join a run. The owner is who knows the run's secret: he may make every
+call, and joins with it; each role has a token for its own.
 
 | call | by | meaning |
 |---|---|---|
-| POST /register | all | a process joins; refused when its configuration differs |
-| POST /place | gserver, rollout | a number for a process that joins a running run |
-| POST /drain | anyone | a gserver or rollout worker finishes what it has and leaves |
+| POST /register | owner | a process joins; refused when its configuration differs |
+| POST /place | owner | a number for a process that joins a running run |
+| POST /drain | owner | a gserver or rollout worker finishes what it has and leaves |
 | POST /leave | gserver, rollout | it has left |
 | POST /heartbeat | all | it lives, and how it does; answers whether to stop |
-| GET /silent | launcher | waits until others are silent than before the n-th change; who is |
-| GET /topology | rollout, master | waits until the named processes are registered; their addresses |
+| GET /silent | owner | waits until others are silent than before the n-th change; who is |
+| GET /topology | rollout, master, model worker | waits until the named processes are registered; their addresses |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
@@ -35,14 +36,15 @@ One address, the manager's URL, is enough to join a run.
 | POST /evaluation | evaluator | what an evaluation found |
 | GET /evaluations | master | waits for reports of evaluations after the n-th |
 | GET /data | master | waits until a rollout worker has told the size of the data set |
-| POST /publish/begin, /publish/commit | publisher | the two ends of a weight update |
-| GET /publish/machines | publisher | on which machines the gservers are |
+| POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
+| GET /publish/machines | model worker | on which machines the gservers are |
 | GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | GET /compared | master | what they have scored |
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
-| GET /status, /metrics | anyone | the run's state as JSON; figures for Prometheus |
+| POST /fail_run | rollout | the run has to stop because of an error there |
+| GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the manager lives |
 """
 
@@ -76,11 +78,21 @@ class Register(msgspec.Struct, frozen=True):
     """`Config.shared_changes`: to say what differs where the digest does."""
     machine: str = ""
     """`machine_identity`: alike for processes that share memory."""
+    curve_key: str = ""
+    """Public CURVE key of the process (z85), by which encrypted sockets know it; the same as long as it lives."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
     policy_version: int
     heartbeat_seconds: float
+    token: str = ""
+    """For HTTP: what the process shows from now on, good for the calls of its role in its own name."""
+    credentials: dict[Role, str] = {}
+    """For ZMQ: what it shows to receivers of each role that it may speak to (`credentials.py`)."""
+    verification_key: str = ""
+    """For a receiver on ZMQ: what it knows credentials and permits by; hexadecimal."""
+    gserver_key: str = ""
+    """For those who generate: what gservers ask for."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -171,6 +183,13 @@ class FinishRun(msgspec.Struct, frozen=True):
     """Not empty: the run failed."""
 
 
+class FailRun(msgspec.Struct, frozen=True):
+    """A rollout worker met an error that the configuration has the run stop at."""
+
+    worker: int
+    error: str
+
+
 class Done(msgspec.Struct, frozen=True):
     """The call was carried out."""
 
@@ -192,6 +211,8 @@ class Admission(msgspec.Struct, frozen=True):
     seq: int
     gserver: str
     """URL of the gserver for all requests of this group."""
+    permit: str = ""
+    """Shown with the group: `seq` was leased to this worker."""
 
 
 class AdmitReply(msgspec.Struct, frozen=True):

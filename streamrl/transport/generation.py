@@ -16,7 +16,7 @@ import msgspec
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
-from streamrl.transport.keys import bearer
+from streamrl.transport.keys import GENERATION_CALLS, bearer
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -294,7 +294,10 @@ class GenerationClient:
     """Calls gservers over SGLang's API; a process has one client for any number of gservers."""
 
     def __init__(self, *, timeout: float, key: str = "") -> None:
-        """`timeout` limits one call, in seconds. `key`: the API key that gservers ask for; empty: they ask for none."""
+        """`timeout` limits one call, in seconds. `key`: what gservers ask for before they generate; empty: nothing."""
+        self.control_keys: dict[str, str] = {}
+        """URL of a gserver → what it asks for before it lets itself be changed;
+        of those that are this process's to change."""
         self._timeout = timeout
         self._headers = bearer(key)
         self._session: aiohttp.ClientSession | None = None
@@ -406,6 +409,7 @@ class GenerationClient:
         *,
         if_empty: Reply | None = None,
     ) -> Reply:
+        control = self.control_keys.get(url) if path not in GENERATION_CALLS else None
         async with self._unless_given_up(url):
             return await http.call(
                 self._opened(),
@@ -416,6 +420,7 @@ class GenerationClient:
                 timeout=timeout or self._timeout,
                 peer=f"gserver {url}",
                 if_empty=if_empty,
+                headers=bearer(control) if control else None,
             )
 
     @asynccontextmanager

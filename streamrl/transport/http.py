@@ -10,12 +10,14 @@ caller that hangs up cancels its call; nothing is read into memory beyond the li
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import TypeVar
-from urllib.parse import parse_qsl, unquote
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import aiohttp
 import msgspec
@@ -30,8 +32,10 @@ _encoder = msgspec.json.Encoder()
 _END_OF_EVENT = b"\n\n"
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
+class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str
+    retry_seconds: float = 0.0
+    """As in `PeerError`."""
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -50,23 +54,26 @@ async def call(
     timeout: float,
     peer: str,
     if_empty: Reply | None = None,
+    headers: Mapping[str, str] | None = None,
+    confidential: bool = False,
 ) -> Reply:
     """Send `body` as JSON and decode the answer as `reply`; an empty answer stands for `if_empty`, if that is given.
 
-    `peer` names the other side in errors. Raises `PeerError` for an answer of 400 or above,
+    `headers` are added to those of the session. `peer` names the other side in errors; no error quotes an answer that
+    is `confidential`. Raises `PeerError` for an answer of 400 or above,
     `PeerLost` when the peer cannot be reached, `DeadlineExceeded` after `timeout` seconds,
     `WireError` when the answer is not a `reply`.
     """
-    async with _answered(session, method, url, body, timeout=timeout, peer=peer) as response:
+    async with _answered(session, method, url, body, timeout=timeout, peer=peer, headers=headers) as response:
         content = await response.read()
     if not content and if_empty is not None:
         return if_empty
     try:
         return msgspec.json.decode(content, type=reply)
     except UNDECODABLE as error:
+        said = "" if confidential else f"; it said {content[:200]!r}"
         raise WireError(
-            f"{peer} answered {method} {url} with something else than a {reply.__name__}: "
-            f"{error}; it said {content[:200]!r}"
+            f"{peer} answered {method} {url} with something else than a {reply.__name__}: {error}{said}"
         ) from error
 
 
@@ -97,17 +104,26 @@ async def follow(
 
 @asynccontextmanager
 async def _answered(
-    session: aiohttp.ClientSession, method: str, url: str, body: msgspec.Struct | None, *, timeout: float, peer: str
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: msgspec.Struct | None,
+    *,
+    timeout: float,
+    peer: str,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The answer, if it is none of 400 or above; `timeout` covers what is done with it, too."""
     data = _encoder.encode(body) if body is not None else None
-    headers = {"Content-Type": "application/json"} if data is not None else None
+    shown = dict(headers or ())
+    if data is not None:
+        shown["Content-Type"] = "application/json"
     try:
-        async with asyncio.timeout(timeout), session.request(method, url, data=data, headers=headers) as response:
+        async with asyncio.timeout(timeout), session.request(method, url, data=data, headers=shown) as response:
             if response.status >= 400:
-                text = _error_text(await response.read())
-                refusal = PeerError(f"{peer} answered {response.status} to {method} {url}: {text}")
-                refusal.status = response.status
+                told = _error_told(await response.read())
+                refusal = PeerError(f"{peer} answered {response.status} to {method} {url}: {told.message}")
+                refusal.status, refusal.retry_seconds = response.status, told.retry_seconds
                 raise refusal
             yield response
     except TimeoutError as error:
@@ -116,11 +132,11 @@ async def _answered(
         raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
 
 
-def _error_text(content: bytes) -> str:
+def _error_told(content: bytes) -> ErrorDetail:
     try:
-        return msgspec.json.decode(content, type=ErrorReply).error.message
+        return msgspec.json.decode(content, type=ErrorReply).error
     except UNDECODABLE:
-        return content[:500].decode(errors="replace")
+        return ErrorDetail(content[:500].decode(errors="replace"))
 
 
 # --- http server ---
@@ -132,10 +148,46 @@ IDLE_SECONDS = 120.0
 """A connection on which nobody calls for so long is closed."""
 
 
+class Hosts:
+    """Tells requests that a web page may have forged: a browser says in `Origin` which page asks, and in `Host` by what
+    name the page knows this server, which is a name of the attacker's where it was made to mean this machine (DNS
+    rebinding). Whoever asks from a program shows no origin."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """`names`: by which the server may be asked, besides addresses, `localhost` and the machine's own name."""
+        self._names = {name.lower() for name in (*names, "localhost", socket.gethostname())}
+        self._good: set[str] = set()
+
+    def forged(self, host: str | None, origin: str | None) -> str:
+        """Return why a request with these headers is refused; empty if it is not."""
+        if origin is not None and urlsplit(origin).netloc.lower() != (host or "").lower():
+            return f"a page of {origin[:100]!r} may not ask this server"
+        if host is None or host in self._good:
+            return ""
+        if not self._is_ours(host):
+            return f"this server is not called {host[:100]!r} (security.host_names)"
+        if len(self._good) < 64:
+            self._good.add(host)
+        return ""
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
 class Call:
     """One request."""
 
-    __slots__ = ("body", "headers", "method", "path", "query_text")
+    __slots__ = ("body", "headers", "member", "method", "path", "query_text")
 
     def __init__(self, method: str, target: str, headers: dict[str, str], body: bytes) -> None:
         self.method = method
@@ -144,6 +196,8 @@ class Call:
         self.headers = headers
         """By name in lower case."""
         self.body = body
+        self.member: Any = None
+        """Which member of the run has proved that it asks, where the server wants to know."""
 
     @property
     def query(self) -> dict[str, str]:

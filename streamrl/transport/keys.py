@@ -1,7 +1,7 @@
-"""API keys: shared secrets that the manager and the gservers may ask their callers for.
+"""Keys for HTTP, which travel as `Authorization: Bearer KEY`: those of gservers, and those that users set.
 
 A configuration names only the environment variable that holds a key, so that no key is in a file, a log or a
-fingerprint. A key travels as `Authorization: Bearer KEY`.
+fingerprint.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from typing import NamedTuple
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.transport.secret import Secret
 
 HEADER = "Authorization"
 LEAST_CHARACTERS = 16
@@ -34,14 +36,39 @@ def read_key(variable: str, *, setting: str) -> str:
     return key
 
 
-def manager_key(config: Config) -> str:
-    """Return the key that callers of the manager show; empty if it asks for none. Raises as `read_key` does."""
-    return read_key(config.manager.api_key_env, setting="manager.api_key_env")
+def generation_key(config: Config, secret: Secret) -> str:
+    """Return the key that the run's gservers ask those for who want them to generate: that of `gserver.api_key_env`, or
+    one that is made for the run. Raises as `read_key` does."""
+    if config.gserver.api_key_env:
+        return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+    return secret.key("generation").hex()
 
 
-def gserver_key(config: Config) -> str:
-    """Return the key that callers of the gservers show; empty if they ask for none. Raises as `read_key` does."""
-    return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+def control_key(config: Config, secret: Secret, index: int) -> str:
+    """Return the key that gserver `index` asks for before it lets anybody change it, which the manager alone does."""
+    if config.gserver.api_key_env:
+        return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+    return secret.key(f"control of gserver/{index}").hex()
+
+
+class GserverKeys(NamedTuple):
+    """What one gserver asks its callers for; empty: nothing."""
+
+    generation: str = ""
+    """Of those who have it generate, and look at it: rollout workers and evaluators."""
+    control: str = ""
+    """Of those who change it: the manager."""
+
+    @classmethod
+    def of(cls, config: Config, secret: Secret, index: int) -> GserverKeys:
+        """Return those of gserver `index`. Raises as `read_key` does."""
+        return cls(generation_key(config, secret), control_key(config, secret, index))
+
+
+GENERATION_CALLS = frozenset(
+    ("/generate", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+)
+"""Paths for which the generation key is enough; for /health there is none, and all others change the gserver."""
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -53,14 +80,6 @@ def admits(key: str, shown: str | None) -> bool:
     """Whether the value of the header, `shown`, has `key`. How long the comparison takes does not tell where they
     differ."""
     return not key or hmac.compare_digest((shown or "").encode(), f"Bearer {key}".encode())
-
-
-def refusal(setting: str, variable: str) -> str:
-    """Return what a caller without the right key is told."""
-    return (
-        f"this call needs the key that {setting} names: set the environment variable {variable} to the key of the "
-        "run where this call comes from (header Authorization: Bearer KEY)"
-    )
 
 
 def is_loopback(host: str) -> bool:

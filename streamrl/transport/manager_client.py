@@ -5,6 +5,8 @@ Calls that may be made twice are made again until the manager answers, for `PATI
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -32,6 +34,7 @@ from streamrl.transport.control import (
     EvaluationReports,
     EvaluationResult,
     EvaluationRoute,
+    FailRun,
     FinishRun,
     GroupChanges,
     GserverMachines,
@@ -60,9 +63,17 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.keys import bearer
+from streamrl.transport.secret import Secret
 
 Reply = TypeVar("Reply")
 
+log = logging.getLogger(__name__)
+
+PLACE_TAKEN = 423
+"""HTTP status: another process has the place, and lives."""
+TAKEN_ASK_SECONDS = 1.0
+"""Between two questions whether it is free."""
+TAKEN_MARGIN_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
 """For so long after its first failure a call is tried again."""
 
@@ -94,10 +105,12 @@ async def patiently(
 class ControlClient:
     """Calls the manager. One for each process; `close` it at the end."""
 
-    def __init__(self, url: str, *, key: str = "", timeout: float = 60.0) -> None:
-        """`key`: what the manager asks for, if it does."""
+    def __init__(self, url: str, *, secret: Secret | None = None, timeout: float = 60.0) -> None:
+        """`secret`: the run's. With it the client joins, and makes all calls until it has another `token`."""
         self.url = url.rstrip("/")
-        self._headers = bearer(key)
+        self.token = ""
+        """What the process was given when it joined; empty: it has not joined."""
+        self._shown = secret.shown if secret is not None else ""
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
 
@@ -106,11 +119,32 @@ class ControlClient:
             await self._session.close()
 
     async def register(self, message: Register, *, patience: float) -> RegisterReply:
-        """Join the run; keeps trying for `patience` seconds while the manager is not there yet."""
+        """Join the run; keeps trying for `patience` seconds while the manager is not there yet.
+
+        Where another process has the place, waits until that is gone; raises `PeerError` (423) when it is not gone in
+        the time in which a dead one would be. From then on the client shows the token that the reply brings.
+        """
         what = f"registering with the manager at {self.url} (is it running there?)"
-        return await patiently(
-            lambda: self._post("/register", message, RegisterReply), what=what, patience=patience, refusals=False
-        )
+        given_up_at = None
+        while True:
+            try:
+                reply = await patiently(
+                    lambda: self._join("/register", message, RegisterReply),
+                    what=what,
+                    patience=patience,
+                    refusals=False,
+                )
+                break
+            except PeerError as error:
+                now = time.monotonic()
+                if error.status != PLACE_TAKEN or (given_up_at is not None and now >= given_up_at):
+                    raise
+                if given_up_at is None:
+                    log.warning("%s; waiting up to %.0f s for it to be gone", error, error.retry_seconds)
+                    given_up_at = now + error.retry_seconds + TAKEN_MARGIN_SECONDS
+                await asyncio.sleep(min(TAKEN_ASK_SECONDS, max(0.05, given_up_at - now)))
+        self.token = reply.token
+        return reply
 
     async def place(self, message: AskPlace, *, patience: float) -> int:
         """A number beyond the configured ones that nobody has; it is kept until the caller registers.
@@ -119,7 +153,7 @@ class ControlClient:
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
         place = await patiently(
-            lambda: self._post("/place", message, Place), what=what, patience=patience, refusals=False
+            lambda: self._join("/place", message, Place), what=what, patience=patience, refusals=False
         )
         return place.index
 
@@ -218,6 +252,10 @@ class ControlClient:
     async def finish_run(self, message: FinishRun) -> None:
         await self._post_patiently("/finish_run", message, Done)
 
+    async def fail_run(self, message: FailRun) -> None:
+        """Have the run stop because of an error."""
+        await self._post_patiently("/fail_run", message, Done)
+
     async def status(self) -> Status:
         return await self._get("/status", Status)
 
@@ -225,6 +263,10 @@ class ControlClient:
         self, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
     ) -> Reply:
         return await self._call("POST", path, body, reply, timeout or self._timeout)
+
+    async def _join(self, path: str, body: msgspec.Struct, reply: type[Reply]) -> Reply:
+        """Make a call of one who is to become a member, whatever this client was before."""
+        return await self._call("POST", path, body, reply, self._timeout, key=self._shown)
 
     async def _post_patiently(self, path: str, message: msgspec.Struct, reply: type[Reply]) -> Reply:
         return await patiently(lambda: self._post(path, message, reply), what=f"POST {path}", patience=PATIENCE_SECONDS)
@@ -245,11 +287,27 @@ class ControlClient:
         return await self._call("GET", path, None, reply, timeout or self._timeout)
 
     async def _call(
-        self, method: str, path: str, body: msgspec.Struct | None, reply: type[Reply], timeout: float
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        reply: type[Reply],
+        timeout: float,
+        *,
+        key: str | None = None,
     ) -> Reply:
+        """`key`: what is shown, instead of the token or what is derived from the secret."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
-            )
-        return await http.call(self._session, method, self.url + path, body, reply, timeout=timeout, peer="the manager")
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return await http.call(
+            self._session,
+            method,
+            self.url + path,
+            body,
+            reply,
+            timeout=timeout,
+            peer="the manager",
+            headers=bearer(key or self.token or self._shown),
+            confidential=reply is RegisterReply,
+        )

@@ -14,14 +14,16 @@ import psutil
 
 from streamrl import essential
 from streamrl.config import Config
-from streamrl.errors import PeerLost, StreamRLError, first_error
+from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity
 from streamrl.records.metrics import finite
-from streamrl.transport.control import Heartbeat, Leave, Register, Role
+from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
 
 log = logging.getLogger(__name__)
 
+UNKNOWN = 401
+"""HTTP status: what the caller shows is not known, or not any more."""
 PROCESSOR_SECONDS = "processor_seconds_total"
 """In each heartbeat: processor seconds of the process, all threads of it."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
@@ -48,7 +50,11 @@ class Membership:
         config: Config,
         stats: Callable[[], dict[str, float]] = dict,
         patience: float = PATIENCE_SECONDS,
+        curve_key: str = "",
     ) -> None:
+        """`address`: at which others reach the process; `curve_key`: public one of its encrypted sockets."""
+        self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
+        """What the manager gave this process when it joined."""
         self.client = client
         self.role: Role = role
         self.index = index
@@ -61,6 +67,7 @@ class Membership:
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
         self._address = address
         self._config = config
+        self._curve_key = curve_key
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
@@ -110,10 +117,12 @@ class Membership:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 machine=machine_identity(),
+                curve_key=self._curve_key,
             ),
             patience=patience,
         )
         self.policy_version = reply.policy_version
+        self.granted = reply
         return reply.heartbeat_seconds
 
     async def _beat(self, interval: float) -> None:
@@ -127,16 +136,20 @@ class Membership:
             self.stopping.set()
 
     async def _send(self, *, error: str = "", patience: float = 0.0) -> None:
-        reply = await self.client.heartbeat(
-            Heartbeat(
-                role=self.role,
-                index=self.index,
-                stats={} if error else {**finite(self._stats()), **processor_seconds()},
-                waiting_for=self.waiting_for,
-                error=error,
-            ),
-            patience=patience,
+        message = Heartbeat(
+            role=self.role,
+            index=self.index,
+            stats={} if error else {**finite(self._stats()), **processor_seconds()},
+            waiting_for=self.waiting_for,
+            error=error,
         )
+        try:
+            reply = await self.client.heartbeat(message, patience=patience)
+        except PeerError as refusal:
+            if refusal.status != UNKNOWN or error:
+                raise
+            await self._register(self._patience)  # the manager does not know it any more
+            return
         self.policy_version = reply.policy_version
         if self.on_unanswering is not None:
             self.on_unanswering(reply.unanswering)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from streamrl import config as configuration
@@ -33,7 +35,13 @@ from streamrl.transport.control import (
     Status,
     TensorSpec,
 )
+from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import Secret, of_run_at
+
+HERE = socket.gethostname()
+NO_PROCESS = 2**22
+"""Linux gives no process a number above this one."""
 
 
 def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -68,20 +76,31 @@ class Run:
         self.config = config
         self.url = url
         self.serving = serving
-        self.client = ControlClient(url, timeout=10.0)
+        found = of_run_at(url)
+        self.secret = found if found is not None else Secret.make()  # no manager listens
+        self.client = ControlClient(url, secret=self.secret, timeout=10.0)
+        """The run's owner, who may make every call."""
 
     def registration(
-        self, role: Role, index: int = 0, *, address: str = "", pid: int = 1, machine: str | None = None
+        self,
+        role: Role,
+        index: int = 0,
+        *,
+        address: str = "",
+        pid: int = 1,
+        host: str = HERE,
+        machine: str | None = None,
     ) -> Register:
-        """`machine`: None: this one."""
+        """`pid`: which of the processes that a test pretends to be; the manager sees that it has ended, so that another
+        may take its place. `machine`: None: this one."""
         return Register(
             role=role,
             index=index,
             address=address,
             config_digest=self.config.digest(),
             settings=self.config.shared_changes(),
-            pid=pid,
-            host="here",
+            pid=NO_PROCESS + pid,
+            host=host,
             machine=machine_identity() if machine is None else machine,
         )
 
@@ -93,12 +112,28 @@ class Run:
         address: str = "",
         pid: int = 1,
         machine: str | None = None,
+        host: str = HERE,
         digest: str | None = None,
     ) -> RegisterReply:
-        message = self.registration(role, index, address=address, pid=pid, machine=machine)
+        message = self.registration(role, index, address=address, pid=pid, host=host, machine=machine)
         if digest is not None:
             message = msgspec.structs.replace(message, config_digest=digest)
-        return await self.client.register(message, patience=5.0)
+        async with self.member() as client:
+            return await client.register(message, patience=5.0)
+
+    def session(self) -> aiohttp.ClientSession:
+        """For raw requests of the run's owner."""
+        return aiohttp.ClientSession(headers=bearer(self.secret.shown))
+
+    @asynccontextmanager
+    async def member(self, token: str = "") -> AsyncIterator[ControlClient]:
+        """A client that shows `token`, which `register` has brought; without one it can join."""
+        client = ControlClient(self.url, secret=self.secret, timeout=10.0)
+        client.token = token
+        try:
+            yield client
+        finally:
+            await client.close()
 
     async def beat(self, role: Role, index: int = 0, **fields: Any) -> HeartbeatReply:
         return await self.client.heartbeat(Heartbeat(role=role, index=index, **{"stats": {}, **fields}))

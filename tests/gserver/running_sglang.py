@@ -15,6 +15,7 @@ from typing import Any
 from streamrl import config as configuration
 from streamrl.gserver.sglang.server import SglangServer, sglang_server
 from streamrl.models import ensure_checkpoint
+from streamrl.transport.keys import GserverKeys
 from tests.gserver.installed import sglang_python
 
 START_SECONDS = 400.0
@@ -84,5 +85,5 @@ class RunningSglang:
             weight_version="of nobody",
             prompt_cache=True,
             group_seconds=GROUP_SECONDS,
-            key=KEY,
+            keys=GserverKeys(KEY, KEY),
         )

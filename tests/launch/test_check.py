@@ -77,7 +77,7 @@ HERE = "tests.launch.test_check"
         ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_check.py is a file"),
         ("run", {"device": "cuda"}, 'run.device = "cuda", and this machine has no GPU'),
         ("manager", {"host": "203.0.113.7"}, 'manager.host = "203.0.113.7": nothing can listen there'),
-        ("manager", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
+        ("gserver", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
         ("critic", {"path": "nowhere"}, "critic.path: .*nowhere.* is no folder"),
         ("gserver", {"engine": "sglang", "sglang": {"python": "nopython"}}, "there is no such program"),
     ],

@@ -23,6 +23,7 @@ from streamrl.records.timeline import Timeline
 from streamrl.report.reading import read_run
 from streamrl.seqs import SeqSet
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.secret import Secret
 from tests.evaluations import make_report
 
 
@@ -176,7 +177,7 @@ async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, gr
     checkpoint = save(tmp_path, "step-000100", made)
     config = from_dict({**sections, "run": {"dir": str(tmp_path), "resume_from": str(checkpoint)}})  # type: ignore[arg-type]
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
-    manager = Manager(config, client=client, timeline=timeline)
+    manager = Manager(config, client=client, timeline=timeline, secret=Secret.make())
     ledger = manager.status().ledger
     assert (ledger.accepted, ledger.trained, ledger.room) == (800, 800, 5 * groups)
     await manager.close()

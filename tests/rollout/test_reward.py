@@ -222,18 +222,20 @@ asyncio.run(main())
 async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
         "RUN_DOOR": "the run's own",
+        "STREAMRL_SECRET": "the run's own, too",
         "JUDGE_API_KEY": "passed",
         "HF_TOKEN": "a secret",
         "TOKENIZERS_PARALLELISM": "x",
     }
     for name, value in there.items():
         monkeypatch.setenv(name, value)
-    reward = {"function": USER_REWARD, "environment": ["JUDGE_API_KEY", "RUN_DOOR"]}
-    made = RewardPool.of(from_dict({"rollout": {"reward": reward}, "manager": {"api_key_env": "RUN_DOOR"}}))
+    reward = {"function": USER_REWARD, "environment": ["JUDGE_API_KEY", "RUN_DOOR", "STREAMRL_SECRET"]}
+    made = RewardPool.of(from_dict({"rollout": {"reward": reward}, "gserver": {"api_key_env": "RUN_DOOR"}}))
     await made.start()
     try:
         for name, passed in (
             ("RUN_DOOR", False),
+            ("STREAMRL_SECRET", False),
             ("HF_TOKEN", False),
             ("JUDGE_API_KEY", True),
             ("TOKENIZERS_PARALLELISM", True),

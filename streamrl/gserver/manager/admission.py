@@ -63,11 +63,15 @@ REMEMBERED_TICKETS = 16
 class Admissions:
     """Gives prompts to rollout workers and takes account of them."""
 
-    def __init__(self, *, ledger: Ledger, fleet: Fleet, group_size: int) -> None:
+    def __init__(
+        self, *, ledger: Ledger, fleet: Fleet, group_size: int, permit: Callable[[int, str], str] = lambda *_: ""
+    ) -> None:
+        """`permit` returns what a worker shows with a group that it was given, from its seq and the worker's name."""
         self.admitted = 0
         """Groups given out since the run began, those given out again included."""
         self._ledger = ledger
         self._fleet = fleet
+        self._permit = permit
         self._new_group = Work(group_size, 0)
         self.given_up = 0
         """Prompts rejected since the workers that had them died."""
@@ -97,7 +101,8 @@ class Admissions:
             assert route is not None, "one has a place, as checked above"
             (group,) = self._ledger.admit(worker, 1, now=now)
             group.route = route
-            admissions.append(Admission(seq=group.seq, gserver=route.gserver.address))
+            permit = self._permit(group.seq, worker)
+            admissions.append(Admission(seq=group.seq, gserver=route.gserver.address, permit=permit))
         self.admitted += len(admissions)
         if ticket and admissions:
             remembered = self._tickets.setdefault(worker, OrderedDict())

@@ -13,6 +13,7 @@ import logging
 import time
 
 from streamrl.config import Config
+from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, Groups, Rerouting
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons
@@ -30,8 +31,10 @@ from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
-from streamrl.transport.control import LONG_POLL_SECONDS, Done, FinishRun, Status
+from streamrl.transport.control import LONG_POLL_SECONDS, Done, FailRun, FinishRun, Status
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.keys import control_key, generation_key
+from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Manager:
         *,
         client: GenerationClient,
         timeline: Timeline,
+        secret: Secret,
         open_to_others: bool = False,
         long_poll_seconds: float = LONG_POLL_SECONDS,
         master_patience_seconds: float = MASTER_PATIENCE_SECONDS,
@@ -58,17 +62,25 @@ class Manager:
         """Sum of the longest pauses of generation of all updates."""
         lease = config.manager.lease_seconds
         self._config = config
+        self._client = client
+        self._secret = secret
         self._timeline = timeline
         self._signals = signals = Signals()
         self._state = RunState(signals)
         self._registry = Registry(lease_seconds=lease)
+        self.access = Access(secret, self._registry, gserver_key=generation_key(config, secret))
         self._ledger = Ledger(
             groups_per_batch=config.trainer.batch_groups,
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
-        self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
+        self._admissions = Admissions(
+            ledger=self._ledger,
+            fleet=self._fleet,
+            group_size=config.rollout.group_size,
+            permit=self.access.permit,
+        )
         calls = WeightCalls(client, timeout=config.weights.timeout_seconds)
         self._checks = GserverChecks(
             calls=calls,
@@ -89,6 +101,7 @@ class Manager:
         self.members = Members(
             config=config,
             registry=self._registry,
+            access=self.access,
             patience={
                 "gserver": lease,
                 "rollout": lease,
@@ -167,6 +180,10 @@ class Manager:
             self.members.tell_over(master)
         return Done()
 
+    async def fail_run(self, message: FailRun) -> Done:
+        """End the run as failed: the configuration says that it stops at such an error."""
+        return await self.finish_run(FinishRun(reason="", error=message.error))
+
     async def wait_until_told(self, *, timeout: float) -> None:
         """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
         await self._signals.told.until(lambda: self._state.over, timeout=None)
@@ -222,6 +239,7 @@ class Manager:
 
     def _joined(self, member: Member) -> None:
         if isinstance(member, Gserver):
+            self._client.control_keys[member.address] = control_key(self._config, self._secret, member.index)
             self._fleet.join(member)
             self._checks.start(member)
             self._fleet.news += 1

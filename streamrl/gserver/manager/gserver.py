@@ -135,10 +135,21 @@ class Gserver(Member):
         pid: int = 0,
         host: str = "",
         machine: str = "",
+        curve_key: str = "",
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        super().__init__("gserver", index, address, pid=pid, host=host, machine=machine, now=now, patience=patience)
+        super().__init__(
+            "gserver",
+            index,
+            address,
+            pid=pid,
+            host=host,
+            machine=machine,
+            curve_key=curve_key,
+            now=now,
+            patience=patience,
+        )
         self.state = GserverState.UNCHECKED
         """Changes by `handle` alone."""
         self.on_change: Callable[[Gserver], None] = lambda gserver: None

@@ -3,9 +3,11 @@
 | status | when |
 |---|---|
 | 400 | the body or the query is not what the call takes |
-| 401 | the key is missing or wrong (`manager.api_key_env`) |
+| 401 | the caller has shown nothing that is known here |
+| 403 | who calls may not, says that it is somebody else, or is a web page |
 | 404, 405 | there is no such call |
 | 409 | the call makes sense but is refused; the message says why |
+| 423 | another process has the place, and lives |
 | 500 | a fault of the manager, logged with its traceback; it lives on |
 """
 
@@ -13,15 +15,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from streamrl.errors import UNDECODABLE, StreamRLError, WireError
+from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
+from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speaker
 from streamrl.gserver.manager.core import Manager
+from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
 from streamrl.records.metrics import StepReport
-from streamrl.transport import keys
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
@@ -31,6 +34,7 @@ from streamrl.transport.control import (
     Evaluate,
     EvaluationResult,
     EvaluationRoute,
+    FailRun,
     FinishRun,
     GroupChanges,
     Heartbeat,
@@ -44,13 +48,15 @@ from streamrl.transport.control import (
     Role,
     Route,
 )
-from streamrl.transport.http import Answer, Call, ErrorDetail, ErrorReply, Handler, HttpServer
+from streamrl.transport.http import Answer, Call, ErrorDetail, ErrorReply, Handler, Hosts, HttpServer
+from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 HEALTH = "/health"
+_ANYONE = Allowed(frozenset())
 
 _encoder = msgspec.json.Encoder()
 
@@ -58,59 +64,98 @@ MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
 
 
-def server(manager: Manager, *, key: str = "", key_variable: str = "") -> HttpServer:
-    """Return a server for all calls of `transport/control.py`; with a `key` it serves only callers that show it, but
-    for /health. `key_variable` names the environment variable with the key, for those who are refused.
+def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
+    """Return a server for all calls of `transport/control.py`, for those who may make them (`access.py`).
+
+    `on_loopback`: only this machine reaches it.
     """
     calls = _calls(manager)
+    seldom = Seldom(log)
+
+    def refused(call: Call, route: _Route, key: str) -> Answer | None:
+        """Tell who calls, and refuse those who may not."""
+        headers = call.headers
+        if why := hosts.forged(headers.get("host"), headers.get("origin")):
+            return _refuse(403, f"{key}: {why}")
+        if call.path == HEALTH or (on_loopback and key in LOOKS):
+            return None
+        shown = headers.get("authorization", "")
+        caller = manager.access.caller(shown)
+        if caller is None:
+            seldom.warning("refused %s of somebody who %s", key, "shows a wrong key" if shown else "shows no key")
+            return _refuse(401, f"{key}: {_WRONG_KEY if shown else _NO_KEY}")
+        if isinstance(caller, Member):
+            if caller.role not in route.allowed.roles:
+                seldom.warning("refused %s of %s (process %d on %s)", key, caller.name, caller.pid, caller.host)
+                return _refuse(403, f"{key}: this is no call of a {caller.role}, and {caller.name} makes it")
+            call.member = caller
+        return None
 
     async def handle(call: Call) -> Answer:
+        key = f"{call.method} {call.path}"
         try:
-            methods = calls.get(call.path)
-            if methods is None:
-                return _refuse(404, f"{call.method} {call.path}: the manager has no such call")
-            handler = methods.get(call.method)
-            if handler is None:
-                return _refuse(405, f"{call.method} {call.path}: use {' or '.join(methods)}")
-            if key and call.path != HEALTH and not keys.admits(key, call.headers.get(keys.HEADER.lower())):
-                return _refuse(401, keys.refusal("manager.api_key_env", key_variable))
-            return await handler(call)
+            route = calls.get(key)
+            if route is None:
+                if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {call.path}")]:
+                    return _refuse(405, f"{key}: use {' or '.join(methods)}")
+                return _refuse(404, f"{key}: the manager has no such call")
+            return refused(call, route, key) or await route.handler(call)
         except WireError as error:
             return _refuse(400, str(error))
+        except PeerError as error:
+            if error.status == 403:
+                seldom.warning("refused %s: %s", key, error)
+            return _refuse(error.status or 409, str(error), retry_seconds=error.retry_seconds)
         except StreamRLError as error:
             return _refuse(409, str(error))
         except Exception as error:  # the tolerance point: one faulty call must not end the run
-            log.exception("%s %s failed", call.method, call.path)
+            log.exception("%s failed", key)
             return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
 
     return HttpServer(handle, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
 
 
-def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
-    """Path → method → call."""
+class _Route(NamedTuple):
+    handler: Handler
+    allowed: Allowed
+
+
+_NO_KEY = (
+    "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file where it comes from to what the "
+    "manager has (docs/security.md)"
+)
+_WRONG_KEY = (
+    "the key that was shown is not of this run: either the secret (STREAMRL_SECRET, security.secret_file) is that of "
+    "another run, or another process has taken this one's place"
+)
+
+
+def _calls(manager: Manager) -> dict[str, _Route]:
+    """Method and path → call."""
     members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
-    posts = {
-        "/register": _post(Register, members.register),
-        "/place": _post(AskPlace, manager.elastic.place),
-        "/drain": _post(Drain, manager.elastic.drain),
-        "/leave": _post(Leave, manager.elastic.left),
-        "/heartbeat": _post(Heartbeat, members.heartbeat),
-        "/admit": _post(Admit, groups.admit),
-        "/route": _post(Route, groups.route),
-        "/in_flight": _post(InFlight, groups.in_flight),
-        "/reject": _post(Reject, groups.reject),
-        "/groups": _post(GroupChanges, groups.take_changes),
-        "/publish/begin": _post(PublishBegin, weights.begin),
-        "/publish/commit": _post(PublishCommit, weights.commit),
-        "/compare": _post(Compare, manager.comparisons.ask),
-        "/evaluate": _post(Evaluate, evaluations.ask),
-        "/evaluation/next": _post(NextEvaluation, evaluations.next),
-        "/evaluation/route": _post(EvaluationRoute, evaluations.route),
-        "/evaluation": _post(EvaluationResult, evaluations.result),
-        "/report": _post(StepReport, manager.report),
-        "/finish_run": _post(FinishRun, manager.finish_run),
+    posts: dict[str, tuple[type[Any], Callable[[Any], Awaitable[msgspec.Struct]]]] = {
+        "/register": (Register, members.register),
+        "/place": (AskPlace, manager.elastic.place),
+        "/drain": (Drain, manager.elastic.drain),
+        "/leave": (Leave, manager.elastic.left),
+        "/heartbeat": (Heartbeat, members.heartbeat),
+        "/admit": (Admit, groups.admit),
+        "/route": (Route, groups.route),
+        "/in_flight": (InFlight, groups.in_flight),
+        "/reject": (Reject, groups.reject),
+        "/groups": (GroupChanges, groups.take_changes),
+        "/publish/begin": (PublishBegin, weights.begin),
+        "/publish/commit": (PublishCommit, weights.commit),
+        "/compare": (Compare, manager.comparisons.ask),
+        "/evaluate": (Evaluate, evaluations.ask),
+        "/evaluation/next": (NextEvaluation, evaluations.next),
+        "/evaluation/route": (EvaluationRoute, evaluations.route),
+        "/evaluation": (EvaluationResult, evaluations.result),
+        "/report": (StepReport, manager.report),
+        "/finish_run": (FinishRun, manager.finish_run),
+        "/fail_run": (FailRun, manager.fail_run),
     }
-    gets = {
+    gets: dict[str, Handler] = {
         "/publish/machines": _get(lambda call: weights.machines()),
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
@@ -127,13 +172,16 @@ def _calls(manager: Manager) -> dict[str, dict[str, Handler]]:
         "/metrics": _metrics(manager),
         HEALTH: _health,
     }
-    calls: dict[str, dict[str, Handler]] = {path: {"POST": call} for path, call in posts.items()}
-    for path, call in gets.items():
-        calls.setdefault(path, {})["GET"] = call
+    calls = {}
+    for path, (body, call) in posts.items():
+        allowed = ALLOWED[f"POST {path}"]
+        calls[f"POST {path}"] = _Route(_post(body, call, allowed), allowed)
+    for path, handler in gets.items():
+        calls[f"GET {path}"] = _Route(handler, ALLOWED.get(f"GET {path}", _ANYONE))
     return calls
 
 
-def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -> Handler:
+def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]], allowed: Allowed) -> Handler:
     decoder = msgspec.json.Decoder(body)
 
     async def handle(request: Call) -> Answer:
@@ -143,6 +191,8 @@ def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]]) -
             raise WireError(
                 f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {request.body[:200]!r}"
             ) from error
+        if request.member is not None:
+            check_speaker(request.member, allowed, message)
         return _json(await call(message))
 
     return handle
@@ -199,8 +249,8 @@ def _number(request: Call, name: str, default: float) -> float:
     return value
 
 
-def _refuse(status: int, message: str) -> Answer:
-    return _json(ErrorReply(ErrorDetail(message)), status=status)
+def _refuse(status: int, message: str, *, retry_seconds: float = 0.0) -> Answer:
+    return _json(ErrorReply(ErrorDetail(message, retry_seconds)), status=status)
 
 
 def _json(content: Any, *, status: int = 200) -> Answer:

@@ -8,17 +8,22 @@ told to `on_joined`, `on_heard` and `on_silent`.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
+
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, PeerError
+from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.configuration import SharedConfiguration
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.machine import machine_identity
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of
 from streamrl.transport.control import (
@@ -33,6 +38,7 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.keys import is_loopback
+from streamrl.transport.manager_client import PLACE_TAKEN
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
 log = logging.getLogger(__name__)
@@ -51,6 +57,7 @@ class Members:
         *,
         config: Config,
         registry: Registry,
+        access: Access,
         patience: Mapping[Role, float],
         state: RunState,
         timeline: Timeline,
@@ -70,6 +77,7 @@ class Members:
         """Whether groups are given to whichever rollout workers there are."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
         self._registry = registry
+        self._access = access
         self._patience = patience
         self._state = state
         self._timeline = timeline
@@ -84,7 +92,8 @@ class Members:
     async def register(self, message: Register) -> RegisterReply:
         """Enter a process; one that registers again, because its reply was lost or it was not known, changes nothing.
 
-        Raises `ConfigError` when it has another configuration than the manager.
+        Raises `ConfigError` when it has another configuration than the manager, and `PeerError` (423) when another
+        process has its place that is not gone: neither silent nor, where it can be seen from here, ended.
         """
         who = f"{message.role}/{message.index}"
         self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")
@@ -97,8 +106,10 @@ class Members:
         now = time.monotonic()
         registered = self._registry.registered(message)
         if registered is not None:
-            self._hear(registered, now=now)
+            member = registered
+            self._hear(member, now=now)
         else:
+            self._check_free(message, now=now)
             member = self._record(message, now=now)
             before = self._registry.add(member, now=now)
             self._hear(member, now=now)
@@ -108,7 +119,9 @@ class Members:
             self._on_joined(member)
             self._signals.deadlines.notify()
             self._signals.joined.notify()
-        return RegisterReply(policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds)
+        return self._access.grant(
+            member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
+        )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """Take in a sign of life with its figures. One with an error ends the run, unless others can do without its
@@ -189,9 +202,32 @@ class Members:
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)
 
+    def _check_free(self, message: Register, *, now: float) -> None:
+        """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
+        holder = self._registry.get(message.role, message.index)
+        if holder is None or holder.silent or holder.gave_up or has_ended(holder):
+            return
+        left = holder.last_heard.silent_at - now
+        log.warning(
+            "process %d on %s claims to be %s, which is process %d on %s, heard %.1f s ago: refused",
+            *(message.pid, message.host, holder.name, holder.pid, holder.host, holder.last_heard.seconds(now=now)),
+        )
+        refusal = PeerError(
+            f"{holder.name} is process {holder.pid} on {holder.host}, heard {holder.last_heard.seconds(now=now):.1f} s "
+            f"ago: process {message.pid} on {message.host} cannot be it, too; end that one, or start this one with "
+            "another --index, or with none"
+        )
+        refusal.status, refusal.retry_seconds = PLACE_TAKEN, left
+        raise refusal
+
     def _record(self, message: Register, *, now: float) -> Member:
         """Return a new record of the process that registers."""
-        sender: dict[str, Any] = {"pid": message.pid, "host": message.host, "machine": message.machine}
+        sender: dict[str, Any] = {
+            "pid": message.pid,
+            "host": message.host,
+            "machine": message.machine,
+            "curve_key": message.curve_key,
+        }
         patience = self._patience[message.role]
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
@@ -226,3 +262,15 @@ class Members:
             self._signals.silences.notify()
         if not member.gave_up:
             self._on_heard(member)
+
+
+def has_ended(member: Member) -> bool:
+    """Whether this process can see that the process of `member`, on the same machine, is gone."""
+    if (member.host, member.machine) != (socket.gethostname(), machine_identity()):
+        return False
+    try:
+        return bool(psutil.Process(member.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False

@@ -15,11 +15,13 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
+from streamrl.local_cache import cache_home
 from streamrl.records.timeline import Timeline
 from streamrl.transport.addresses import Reach, is_wildcard, reach_of_manager, url_of
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.http import HttpServer
-from streamrl.transport.keys import gserver_key, is_loopback, manager_key
+from streamrl.transport.http import Hosts, HttpServer
+from streamrl.transport.keys import generation_key, is_loopback
+from streamrl.transport.secret import left_for, of_new_run
 
 log = logging.getLogger(__name__)
 
@@ -43,26 +45,24 @@ async def serve(
 
     `advertise`: the address by which others reach the manager; empty: `host`, or where that stands for all addresses of
     this machine, the one from which it reaches others. `on_ready` is called with the URL. Raises `StreamRLError` when
-    the address cannot be had, `ConfigError` when the key that the configuration asks for is not set.
+    the address cannot be had, `ConfigError` for a secret that cannot be used.
     """
-    key = manager_key(config)
+    secret = of_new_run(config)
     reach = reach_of_manager(host, advertise=advertise)
-    if not key and not is_loopback(host):
-        log.warning(
-            "the manager listens at %s without a key: whoever reaches it can steer the run; "
-            "set manager.api_key_env to the name of an environment variable that holds one",
-            host,
-        )
     async with AsyncExitStack() as stack:
-        client = GenerationClient(timeout=config.weights.timeout_seconds, key=gserver_key(config))
+        client = GenerationClient(timeout=config.weights.timeout_seconds, key=generation_key(config, secret))
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
-        manager = Manager(config, client=client, timeline=timeline, open_to_others=not reach.loopback)
-        listener = server(manager, key=key, key_variable=config.manager.api_key_env)
+        manager = Manager(config, client=client, timeline=timeline, secret=secret, open_to_others=not reach.loopback)
+        hosts = Hosts([host, advertise, *config.security.host_names])
+        listener = server(manager, hosts=hosts, on_loopback=is_loopback(host))
         stack.push_async_callback(listener.close, patience=SHUTDOWN_SECONDS)
         stack.push_async_callback(manager.close)
         url = await _listen(listener, host, port, reach)
+        left = stack.enter_context(left_for(url, secret))
+        if left is None:
+            log.warning("the run's secret cannot be left in %s: processes that join by hand need it", cache_home())
         log.info("the manager of run %r listens at %s", config.run.name, url)
         if on_ready is not None:
             on_ready(url)

@@ -6,14 +6,18 @@ at a time; another process that registers under it is another record.
 
 from __future__ import annotations
 
+import hmac
 import math
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
 from streamrl.transport.control import Register, Role
+from streamrl.transport.credentials import LONGEST_INDEX
 from streamrl.transport.liveness import LastHeard, next_silence
 
+TOKEN_BYTES = 32
 TELL_LEASES = 2.0
 """Leases for which the address of a gserver that was replaced is told: every worker that lives has heard it by then."""
 
@@ -30,6 +34,7 @@ class Member:
         pid: int = 0,
         host: str = "",
         machine: str = "",
+        curve_key: str = "",
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
@@ -41,6 +46,11 @@ class Member:
         self.pid = pid
         self.host = host
         self.machine = machine
+        self.curve_key = curve_key
+        self.number = 0
+        """Counts the members of the run as they joined; 0: it has no place yet."""
+        self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"
+        """What it shows with each call."""
         self.last_heard = LastHeard(now=now, patience=patience)
         self.stats: dict[str, float] = {}
         """Of its last heartbeat."""
@@ -89,14 +99,33 @@ class Registry:
         self._live: Counter[Role] = Counter()
         self._silent: dict[Member, None] = {}  # in the order in which they fell silent
         self._replaced: dict[str, float] = {}  # address of a gserver whose place another process took → when
+        self._joins = 0
         self.silence_changes = 0
         """How often a member fell silent, or was heard of again."""
 
     def registered(self, message: Register) -> Member | None:
         """The record of the very process that sends `message`, if it has registered before."""
         member = self.get(message.role, message.index)
-        same = member and (member.pid, member.host, member.address) == (message.pid, message.host, message.address)
-        return member if same else None
+        if member is None:
+            return None
+        ours = (member.pid, member.host, member.address, member.curve_key)
+        return member if ours == (message.pid, message.host, message.address, message.curve_key) else None
+
+    def with_token(self, token: str) -> Member | None:
+        """Return the member that shows `token`, which names it; how long it takes does not tell how much is right."""
+        role, _, rest = token.partition("/")
+        index, dot, _ = rest.partition(".")
+        members = self._members.get(role)  # type: ignore[call-overload]
+        if members is None or not dot or not index.isdecimal() or len(index) > LONGEST_INDEX:
+            return None
+        member: Member | None = members.get(int(index))
+        if member is None or not hmac.compare_digest(member.token.encode(), token.encode()):
+            return None
+        return member
+
+    def with_curve_key(self, key: str) -> Member | None:
+        """Return the member whose key is `key`."""
+        return next((member for member in self._all() if key and member.curve_key == key), None)
 
     def add(self, member: Member, *, now: float) -> Member | None:
         """Give `member` its place; return the process that had it, if another had."""
@@ -105,6 +134,8 @@ class Registry:
         if before is not None and before.role == "gserver":
             self._replaced[before.address] = now
         self._replaced.pop(member.address, None)
+        self._joins += 1
+        member.number = self._joins
         self._members[member.role][member.index] = member
         self._live[member.role] += 1
         return before

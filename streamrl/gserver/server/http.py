@@ -8,6 +8,7 @@ The HTTP server of a gserver: SGLang's native API in front of an `Engine`.
 | status | when |
 |---|---|
 | 400 | the request is wrong, or refused in the present state; the message says why and what to do |
+| 401, 403 | the caller shows no key, or one that is not enough, or is a web page |
 | 404, 405 | there is no such call |
 | 500 | the engine failed on this request, or a weight update failed; the server lives on |
 | 503 | the queue is full |
@@ -32,7 +33,6 @@ from aiohttp.typedefs import Middleware
 from streamrl.errors import UNDECODABLE, ModelError, StreamRLError
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Refused, Ticket
 from streamrl.gserver.server.sender import WeightSender
-from streamrl.transport import keys
 from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import (
     AbortRequest,
@@ -56,7 +56,9 @@ from streamrl.transport.generation import (
     UpdateWeightVersion,
     WeightsChecker,
 )
-from streamrl.transport.http import ErrorDetail, ErrorReply
+from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
+from streamrl.transport.keys import GENERATION_CALLS, HEADER, GserverKeys, admits
+from streamrl.transport.seldom import Seldom
 
 # --- api ---
 
@@ -351,13 +353,13 @@ class Server:
         self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
         self._aborting: set[asyncio.Task[None]] = set()
 
-    def application(self, *, key: str = "", key_variable: str = "") -> web.Application:
+    def application(self, *, keys: GserverKeys, hosts: Hosts) -> web.Application:
         """All calls; run it with `handler_cancellation=True`, or requests of lost clients go on.
 
-        `key`: what callers have to show, but for /health; `key_variable` holds it, for those who are refused.
+        `keys`: what callers have to show, but for /health; `hosts` knows requests that a web page may have forged.
         """
-        checks = [_key_check(key, key_variable)] if key else []
-        app = web.Application(middlewares=[_answer_errors, *checks], client_max_size=MAX_BODY_BYTES)
+        checks = [_answer_errors, _check_caller(keys, hosts)]
+        app = web.Application(middlewares=checks, client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -614,11 +616,23 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return _json(_error(f"fault of the gserver: {type(error).__name__}: {error}"), status=500)
 
 
-def _key_check(key: str, variable: str) -> Middleware:
+def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
+    seldom = Seldom(log)
+
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/health" and not keys.admits(key, request.headers.get(keys.HEADER)):
-            return _json(_error(keys.refusal("gserver.api_key_env", variable)), status=401)
+        if why := hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
+            return _json(_error(f"{request.path}: {why}"), status=403)
+        shown = request.headers.get(HEADER)
+        if request.path == "/health" or (keys.control and admits(keys.control, shown)):
+            return await handler(request)
+        generates = admits(keys.generation, shown)
+        if not generates:
+            seldom.warning("refused %s of somebody without the key", request.path[:100])
+            return _json(_error("this call needs the key that members of the run are given"), status=401)
+        if keys.control and request.path not in GENERATION_CALLS:
+            seldom.warning("refused %s of somebody who may only generate", request.path[:100])
+            return _json(_error(f"{request.path[:100]}: only the manager may change a gserver"), status=403)
         return await handler(request)
 
     return check

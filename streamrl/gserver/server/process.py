@@ -13,6 +13,7 @@ from aiohttp import web
 from streamrl.checksum import dtype_name
 from streamrl.config import Config
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
+from streamrl.errors import ConfigError
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
 from streamrl.gserver.server.http import Server
@@ -23,12 +24,15 @@ from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.records import progress
 from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
-from streamrl.transport.keys import gserver_key, is_loopback, manager_key
+from streamrl.transport.http import Hosts
+from streamrl.transport.keys import GserverKeys, read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
+from streamrl.transport.secret import of_run_at
 
 log = logging.getLogger(__name__)
 
+NO_KEYS = GserverKeys()
 SHUTDOWN_SECONDS = 1.0
 """How long open requests may go on when the gserver stops."""
 
@@ -40,15 +44,16 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     """
     reach = reach_towards(manager_url, advertise=advertise)
     listening = reach.listening(config.gserver.host)
-    if not gserver_key(config) and not is_loopback(listening.at):
-        log.warning(
-            "gserver/%d listens at %s without a key: whoever reaches it can generate and change its weights; "
-            "set gserver.api_key_env to the name of an environment variable that holds one",
-            *(index, listening.at),
+    secret = of_run_at(manager_url, config)
+    if secret is None:
+        raise ConfigError(
+            f"gserver/{index} does not know the secret of the run at {manager_url}: set STREAMRL_SECRET or "
+            "security.secret_file to what the manager has"
         )
-    client = ControlClient(manager_url, key=manager_key(config))
+    client = ControlClient(manager_url, secret=secret)
     try:
-        async with running(config, index=index, model_dir=model_dir, listening=listening) as (engine, url):
+        keys = GserverKeys.of(config, secret, index)
+        async with running(config, index=index, model_dir=model_dir, listening=listening, keys=keys) as (engine, url):
             membership = Membership(
                 client,
                 role="gserver",
@@ -90,9 +95,9 @@ async def _until_over(membership: Membership, engine: Served) -> None:
 
 @asynccontextmanager
 async def running(
-    config: Config, *, index: int, model_dir: Path, listening: Listening = LOOPBACK
+    config: Config, *, index: int, model_dir: Path, listening: Listening = LOOPBACK, keys: GserverKeys = NO_KEYS
 ) -> AsyncIterator[tuple[Served, str]]:
-    """What answers requests, and the URL at which it does."""
+    """What answers requests, and the URL at which it does. `keys`: what it asks callers for."""
     # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
     prompt_cache = config.weights.pause_mode != "in_place"
     if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
@@ -105,7 +110,7 @@ async def running(
             load_seconds=config.gserver.sglang.start_timeout_seconds,
             stuck_seconds=config.gserver.stuck_seconds,
             update_seconds=config.weights.timeout_seconds,
-            key=gserver_key(config),
+            key=read_key(config.gserver.api_key_env, setting="gserver.api_key_env"),
         ) as joined:
             yield joined, joined.url
     elif config.gserver.engine == "sglang":
@@ -121,17 +126,17 @@ async def running(
             weight_version=_initial_version(config),
             prompt_cache=prompt_cache,
             group_seconds=config.weights.timeout_seconds,
-            key=gserver_key(config),
+            keys=keys,
         ) as server:
             yield server, server.url
     else:
-        async with _embedded(config, index=index, model_dir=model_dir, listening=listening) as served:
+        async with _embedded(config, index=index, model_dir=model_dir, listening=listening, keys=keys) as served:
             yield served
 
 
 @asynccontextmanager
 async def _embedded(
-    config: Config, *, index: int, model_dir: Path, listening: Listening
+    config: Config, *, index: int, model_dir: Path, listening: Listening, keys: GserverKeys
 ) -> AsyncIterator[tuple[Engine, str]]:
     """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
@@ -141,7 +146,7 @@ async def _embedded(
     await engine.start()
     try:
         runner = web.AppRunner(
-            server.application(key=gserver_key(config), key_variable=config.gserver.api_key_env),
+            server.application(keys=keys, hosts=Hosts([config.gserver.host, *config.security.host_names])),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS,

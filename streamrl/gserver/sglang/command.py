@@ -16,6 +16,7 @@ import msgspec
 from streamrl.config import GserverConfig
 from streamrl.gserver.sglang import entry
 from streamrl.transport.addresses import LOOPBACK
+from streamrl.transport.keys import GserverKeys
 
 LEAST_CACHE_TOKENS = 32768
 """Least size of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
@@ -79,17 +80,17 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
 
 
 def environment(
-    *, device: str, threads: int, index: int, ranks: int, group_seconds: float, key: str = ""
+    *, device: str, threads: int, index: int, ranks: int, group_seconds: float, keys: GserverKeys
 ) -> Mapping[str, str]:
     """Return the environment variables of server `index`.
 
     On a CPU each of its `ranks` gets `threads` cores, of its own as long as there are enough.
     `group_seconds`: the longest wait for the others of a weight group.
-    `key`: what its callers must show; not a flag, since everyone on the machine can see the flags of a process.
+    `keys`: what its callers must show; not flags, since everyone on the machine can see the flags of a process.
     """
     variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", entry.GROUP_SECONDS: f"{group_seconds:g}"}
-    if key:
-        variables[entry.API_KEY] = key
+    if keys.generation:
+        variables |= {entry.API_KEY: keys.generation, entry.ADMIN_API_KEY: keys.control}
     if device != "cpu":
         return variables
     return variables | {

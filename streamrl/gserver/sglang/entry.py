@@ -44,6 +44,10 @@ LIFELINE = "STREAMRL_SGLANG_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 API_KEY = "STREAMRL_SGLANG_API_KEY"
 """Environment variable: the key that callers of the server must show, if there is one."""
+ADMIN_API_KEY = "STREAMRL_SGLANG_ADMIN_API_KEY"
+"""Environment variable: the key that callers must show who want to change the server."""
+UNPICKLING = ("/update_weights_from_tensor", "/load_lora_adapter_from_tensors")
+"""Calls of SGLang's that unpickle what they are sent, which is to run it."""
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
 """Environment variable: how long the others may take to form a weight group, or to send what they announced."""
 STACKS_SIGNAL = signal.SIGUSR1
@@ -95,6 +99,23 @@ def listen_where_told() -> None:
         return open_store(host_name=host_name, port=port, is_master=is_master, **options)
 
     rendezvous.TCPStore = open_at
+
+
+def show_keys_to_sglang_alone() -> None:
+    """Give SGLang its keys, which it takes as flags, without putting them where `ps` shows them, or where the processes
+    that it starts inherit them."""
+    for variable, flag in ((API_KEY, "--api-key"), (ADMIN_API_KEY, "--admin-api-key")):
+        if key := os.environ.pop(variable, ""):
+            sys.argv.append(f"{flag}={key}")
+
+
+def remove_unpickling_calls() -> None:
+    """Take the calls that unpickle out of SGLang's HTTP server: streamrl makes none of them, and neither is anybody
+    else to, whatever key he has."""
+    from sglang.srt.entrypoints import http_server
+
+    routes = http_server.app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", "") not in UNPICKLING]
 
 
 def take_checksums_of_updates() -> None:
@@ -164,6 +185,6 @@ if __name__ in ("__main__", "__mp_main__"):
     take_checksums_of_updates()
 
 if __name__ == "__main__":
-    if key := os.environ.pop(API_KEY, ""):
-        sys.argv.append(f"--api-key={key}")
+    show_keys_to_sglang_alone()
+    remove_unpickling_calls()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

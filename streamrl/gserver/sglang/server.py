@@ -32,6 +32,7 @@ from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.sglang.monitor import Monitor, monitoring
 from streamrl.transport.addresses import LOOPBACK, Listening, is_wildcard, url_of
+from streamrl.transport.keys import GserverKeys
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,12 @@ async def sglang_server(
     weight_version: str,
     prompt_cache: bool,
     group_seconds: float,
-    key: str = "",
+    keys: GserverKeys,
 ) -> AsyncIterator[SglangServer]:
     """Start a server, wait until it answers, and end it afterwards.
 
     Arguments as in `Launch`; `listening`: where, and what others are told; `index`: the gserver's; `group_seconds`: the
-    longest wait for the others of a weight group; `key`: what callers must show. Raises as `until_ready` does, and
+    longest wait for the others of a weight group; `keys`: what callers must show. Raises as `until_ready` does, and
     `ModelError` if SGLang cannot be started.
     """
     launch = Launch(
@@ -85,13 +86,16 @@ async def sglang_server(
         index=index,
         ranks=settings.sglang.tensor_parallel,
         group_seconds=group_seconds,
-        key=key,
+        keys=keys,
     )
     process = await SglangProcess.start(words, variables)
     try:
         near = "127.0.0.1" if is_wildcard(listening.at) else listening.at
         async with monitoring(
-            url_of(near, launch.port), key=key, stuck_seconds=settings.stuck_seconds, update_seconds=group_seconds
+            url_of(near, launch.port),
+            key=keys.generation,
+            stuck_seconds=settings.stuck_seconds,
+            update_seconds=group_seconds,
         ) as monitor:
             server = SglangServer(process, monitor, url=url_of(listening.announced, launch.port))
             began = time.monotonic()

@@ -41,6 +41,7 @@ from streamrl.rollout.agents.pipe import (
     frame,
     read_body,
 )
+from streamrl.transport import secret
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def agents_of(config: Config) -> Agents:
     environment = without_secrets(
         os.environ,
         passed=agent.environment,
-        withheld=(config.manager.api_key_env, config.gserver.api_key_env),
+        withheld=(secret.VARIABLE, config.gserver.api_key_env),
     )
     if agent.remote:
         return RemoteAgents()

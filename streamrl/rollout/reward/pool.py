@@ -36,6 +36,7 @@ from streamrl.rollout.reward.protocol import (
     Setup,
     frame,
 )
+from streamrl.transport import secret
 from streamrl.types import Prompt
 
 _EXIT_SECONDS = 2.0
@@ -84,7 +85,7 @@ class RewardPool:
             environment=without_secrets(
                 os.environ,
                 passed=reward.environment,
-                withheld=(config.manager.api_key_env, config.gserver.api_key_env),
+                withheld=(secret.VARIABLE, config.gserver.api_key_env),
             ),
         )
 

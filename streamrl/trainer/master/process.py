@@ -45,10 +45,10 @@ from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import reach_towards
 from streamrl.transport.control import FinishRun, GroupChanges
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel, Requests
+from streamrl.transport.secret import of_run_at
 from streamrl.transport.synchronous import name_on_channel
 from streamrl.types import SampleMeta
 
@@ -62,7 +62,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     """
     listening = reach_towards(manager_url, advertise=advertise).listening(config.stream.host)
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url, key=manager_key(config))
+        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
         stack.push_async_callback(client.close)
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         channel = RequestChannel(

@@ -65,10 +65,10 @@ from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reac
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import backend_for, join_world, open_store
 from streamrl.transport.control import Compare
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
+from streamrl.transport.secret import of_run_at
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url, key=manager_key(config))
+        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
         stack.push_async_callback(client.close)
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(

@@ -25,7 +25,7 @@ from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
-from streamrl.transport.keys import bearer, gserver_key
+from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.installed import sglang_python
@@ -82,8 +82,9 @@ class Contract:
         self.url = urls[0]
         self.processes = processes
         self.run = run
-        self.key = gserver_key(run.config)
+        self.key = generation_key(run.config, run.secret)
         self.client = GenerationClient(timeout=60.0, key=self.key)
+        self._may_control(*range(len(urls)))
         self.version = 0
         self.text = Text(model_dir)
         self._model = model
@@ -96,6 +97,11 @@ class Contract:
     def living(self) -> list[str]:
         """URLs of the gservers whose processes live."""
         return [url for url, process in zip(self.urls, self.processes, strict=True) if process.returncode is None]
+
+    def _may_control(self, *indices: int) -> None:
+        """Let the client show the keys with which the manager changes these gservers."""
+        for index in indices:
+            self.client.control_keys[self.urls[index]] = control_key(self.run.config, self.run.secret, index)
 
     def kill(self, index: int) -> None:
         """SIGKILL to what serves: to SGLang's own process, or to the gserver's."""
@@ -112,6 +118,7 @@ class Contract:
             timeout=START_SECONDS,
         )
         self.urls[index] = (await self.run.process("gserver", index)).address
+        self._may_control(index)
 
     async def publish(
         self, factor: float, *, way: Way = "collective", halfway: Callable[[], None] = lambda: None
@@ -222,7 +229,7 @@ async def contract(
             task.cancel()
         live.result()
         urls = [(await run.process("gserver", index)).address for index in range(count)]
-        control = ControlClient(run.url)
+        control = ControlClient(run.url, secret=run.secret)
         publishers: dict[Way, Publisher] = {}
 
         def publisher(way: Way) -> Publisher:

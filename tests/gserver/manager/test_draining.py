@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.transport.control import AskPlace, Drain, GroupInFlight, InFlight, Leave, Route
-from tests.gserver.harness import Run, managed, publish, small_config, taken
+from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 
@@ -60,9 +60,9 @@ async def test_a_drained_worker_is_told_and_forgotten_once_it_has_left(tmp_path:
         await run.client.drain(Drain(role="rollout", index=0))
         assert (await run.process("rollout")).state == "draining"
         assert (await run.beat("rollout")).leave
-        await run.client.leave(Leave(role="rollout", index=0, pid=999))
+        await run.client.leave(Leave(role="rollout", index=0, pid=NO_PROCESS + 999))
         assert "rollout/0" in members(await run.client.status()), "another process took its place before"
-        await run.client.leave(Leave(role="rollout", index=0, pid=200))
+        await run.client.leave(Leave(role="rollout", index=0, pid=NO_PROCESS + 200))
         assert "rollout/0" not in members(await run.client.status())
 
 
@@ -79,7 +79,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
         assert (await run.process("gserver", 0)).state == "draining"
         await run.client.in_flight(InFlight(worker=0, groups=[GroupInFlight(0, 0, 0)]))
         await told_to_leave(run, 0)
-        await run.client.leave(Leave(role="gserver", index=0, pid=100))
+        await run.client.leave(Leave(role="gserver", index=0, pid=NO_PROCESS + 100))
         assert "gserver/0" not in members(await run.client.status())
         assert "/pause_generation" not in first.calls[first.calls.index("/continue_generation") :]
         assert (await publish(run, 2)).done

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -20,6 +19,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
 from streamrl.transport.control import Admit, GroupChanges, InFlight, Reject, Role, Route
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.secret import Secret
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
@@ -51,7 +51,7 @@ async def result_of(task: asyncio.Task[Any]) -> Any:
 
 async def test_a_process_with_another_configuration_is_refused(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
-        with pytest.raises(PeerError, match=r"rollout/0 \(process 7 on here\) has another configuration") as refusal:
+        with pytest.raises(PeerError, match=r"rollout/0 \(process 4194311 on .* has another config") as refusal:
             await run.register("rollout", pid=7, digest="other")
         assert refusal.value.status == 409
         assert (await run.client.status()).processes == []
@@ -122,7 +122,8 @@ async def test_admission_stops_at_the_ledgers_bound(tmp_path: Path) -> None:
 async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
-    manager = Manager(config, client=client, timeline=timeline, long_poll_seconds=0.05)
+    secret = Secret.make()
+    manager = Manager(config, client=client, timeline=timeline, secret=secret, long_poll_seconds=0.05)
     run = Run(config, "http://unused", asyncio.create_task(manager.watch()))
     await manager.members.register(run.registration("rollout"))
     reply = await manager.groups.admit(Admit(worker=0, count=1))
@@ -223,7 +224,7 @@ async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_sam
         await join(run, gserver)
         body = msgspec.json.encode(Admit(worker=0, count=2, ticket="t"))
         answers = []
-        async with aiohttp.ClientSession() as session:
+        async with run.session() as session:
             for _ in range(2):
                 async with session.post(f"{run.url}/admit", data=body) as response:
                     answers.append(await response.json())
@@ -395,7 +396,7 @@ async def test_a_gserver_that_does_not_answer_is_checked_again_at_its_heartbeat(
 )
 @pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/groups", "/publish/begin", "/report"])
 async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: bytes) -> None:
-    async with managed(small_config(tmp_path)) as run, aiohttp.ClientSession() as session:
+    async with managed(small_config(tmp_path)) as run, run.session() as session:
         async with session.post(run.url + path, data=body) as response:
             assert response.status == 400
             assert f"POST {path} takes a " in (await response.json())["error"]["message"]
@@ -417,7 +418,7 @@ async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: byt
 async def test_calls_that_do_not_exist_or_make_no_sense(tmp_path: Path, method: str, path: str, status: int) -> None:
     async with (
         managed(small_config(tmp_path)) as run,
-        aiohttp.ClientSession() as session,
+        run.session() as session,
         session.request(method, run.url + path) as response,
     ):
         assert response.status == status
@@ -428,7 +429,7 @@ async def test_a_fault_of_the_manager_does_not_end_it(tmp_path: Path, monkeypatc
     def fault(self: Manager) -> None:
         raise RuntimeError("a bug")
 
-    async with managed(small_config(tmp_path)) as run, aiohttp.ClientSession() as session:
+    async with managed(small_config(tmp_path)) as run, run.session() as session:
         with monkeypatch.context() as patch:
             patch.setattr(Manager, "status", fault)
             async with session.get(run.url + "/status") as response:
@@ -438,7 +439,7 @@ async def test_a_fault_of_the_manager_does_not_end_it(tmp_path: Path, monkeypatc
 
 
 async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), aiohttp.ClientSession() as session:
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), run.session() as session:
         await join(run, gserver)
         await run.admit()
         await run.client.tell_groups(GroupChanges([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))

@@ -17,8 +17,12 @@ from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server.process import serve
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
+from streamrl.transport.keys import generation_key
+from streamrl.transport.secret import VARIABLE, Secret
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
+
+SECRET = "what-this-run-knows-alone"
 
 
 class Manager:
@@ -43,7 +47,8 @@ class Manager:
 
 
 @pytest.fixture
-async def manager() -> AsyncIterator[Manager]:
+async def manager(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Manager]:
+    monkeypatch.setenv(VARIABLE, SECRET)
     manager = Manager()
     app = web.Application()
     app.add_routes([web.post("/register", manager.register), web.post("/heartbeat", manager.heartbeat)])
@@ -66,7 +71,7 @@ async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, fo
     serving = asyncio.create_task(serve(config, manager_url=manager.url, index=3, model_dir=folder))
     member = await asyncio.wait_for(manager.registered.get(), 20)
     assert (member.role, member.index, member.config_digest) == ("gserver", 3, config.digest())
-    client = GenerationClient(timeout=20)
+    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
     try:
         await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
         while (beat := await asyncio.wait_for(manager.heartbeats.get(), 20)).stats["requests_total"] != 1:
@@ -106,7 +111,7 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
     let_go = threading.Event()
     serving = asyncio.create_task(serve(config_of(stuck_seconds=0.5), manager_url=manager.url, model_dir=folder))
     member = await asyncio.wait_for(manager.registered.get(), 20)
-    client = GenerationClient(timeout=20)
+    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
     try:
         await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
         await asyncio.sleep(1.0)
@@ -131,7 +136,7 @@ async def test_a_dead_engine_is_told_and_ends_the_gserver(
     serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
     member = await asyncio.wait_for(manager.registered.get(), 20)
     monkeypatch.setattr(Scheduler, "_next_batch", lambda self: 1 / 0)
-    client = GenerationClient(timeout=20)
+    client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
     try:
         with pytest.raises(Exception, match="ZeroDivisionError"):
             await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))

@@ -13,6 +13,7 @@ from streamrl.config import GserverConfig, from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
 from streamrl.gserver.sglang.monitor import Figures
+from streamrl.transport.keys import GserverKeys
 
 ON_CPU = Launch(
     model_dir=Path("model"),
@@ -45,14 +46,18 @@ def test_flags_on_a_gpu() -> None:
     assert {"--device=cuda", "--base-gpu-id=3", "--disable-radix-cache"} < set(words)
     assert words[-1] == "--mem-fraction-static=0.6"
     assert not set(CPU_FLAGS) & set(words)
-    assert "SGLANG_USE_CPU_ENGINE" not in environment(device="cuda:3", threads=1, index=0, ranks=1, group_seconds=30)
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(
+        device="cuda:3", threads=1, index=0, ranks=1, group_seconds=30, keys=GserverKeys()
+    )
 
 
 def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 5)
 
     def bound_to(threads: int, index: int, *, ranks: int = 1) -> str:
-        variables = environment(device="cpu", threads=threads, index=index, ranks=ranks, group_seconds=30)
+        variables = environment(
+            device="cpu", threads=threads, index=index, ranks=ranks, group_seconds=30, keys=GserverKeys()
+        )
         return variables["SGLANG_CPU_OMP_THREADS_BIND"]
 
     bound = [bound_to(2, index) for index in range(3)]

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang import monitor
+from streamrl.transport.keys import GserverKeys
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
 from tests.processes import lives
@@ -77,6 +79,17 @@ async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
     assert told["group"] == str(("gloo", timedelta(seconds=20), -1))
     assert (served.name, stats["running"], stats["tokens_generated_total"]) == ("sglang", 3, 40)
     await until_gone(told["pids"])
+
+
+async def test_it_gets_its_keys_unseen_and_has_no_calls_that_unpickle(folder: Path) -> None:
+    keys = GserverKeys("for-those-who-generate", "for-the-manager-alone")
+    async with running(sglang_config(), index=0, model_dir=folder, keys=keys) as (_, url):
+        told = await ask(url)
+        assert told["argv"][-2:] == [f"--api-key={keys.generation}", f"--admin-api-key={keys.control}"]
+        assert not set(keys) & set(told["environment"].values())
+        seen = [word for pid in told["pids"] for word in psutil.Process(pid).cmdline()]
+        assert not any(key in word for key in keys for word in seen)
+        assert told["paths"] == ["/generate", "/update_weights_from_disk", ""]
 
 
 async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:

@@ -24,7 +24,7 @@ from streamrl.rollout.generation import Generator as Responses
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
-from streamrl.transport.keys import gserver_key
+from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.running_sglang import GROUP_SECONDS, KEY_VARIABLE, SCRATCH, RunningSglang
@@ -58,8 +58,8 @@ class FaultyFleet:
         self.run = run
         self.proxies = proxies
         self.version = 0
-        self.client = OrderedVersions(timeout=PATIENCE, key=gserver_key(run.config))
-        self.control = ControlClient(run.url)
+        self.client = OrderedVersions(timeout=PATIENCE, key=generation_key(run.config, run.secret))
+        self.control = ControlClient(run.url, secret=run.secret)
         self.checked = 0
         """Responses whose every token was compared with the weights of its version."""
         self.asked_again = 0

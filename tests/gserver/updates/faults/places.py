@@ -17,7 +17,7 @@ from typing import Protocol
 from streamrl.config import Config
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
-from streamrl.transport.keys import gserver_key
+from streamrl.transport.keys import read_key
 from tests.gserver.running_sglang import RunningSglang
 
 FORGE = "tests.gserver.updates.faults.forge"
@@ -121,7 +121,7 @@ class _Joined:
                 load_seconds=PATIENCE,
                 stuck_seconds=self._config.gserver.stuck_seconds,
                 update_seconds=self._config.weights.timeout_seconds,
-                key=gserver_key(self._config),
+                key=read_key(self._config.gserver.api_key_env, setting=""),
             )
         )
         return Place(server.url, server.process.pid, mortal=False)

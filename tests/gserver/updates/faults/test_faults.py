@@ -27,7 +27,7 @@ from streamrl.models import ensure_checkpoint
 from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
-from streamrl.transport.keys import gserver_key
+from streamrl.transport.keys import read_key
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
@@ -247,7 +247,7 @@ async def test_a_server_is_joined_whatever_the_run_before_left_it_doing(
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     async with sglang_places(config, running_sglang, model_dir) as places:
         before = await places.fresh(1)
-        client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+        client = GenerationClient(timeout=PATIENCE, key=read_key(config.gserver.api_key_env, setting=""))
         async with asyncio.TaskGroup() as group:
             requests = [group.create_task(client.generate(before.url, request(200))) for _ in range(4)]
             await asyncio.sleep(0.5)  # they run
@@ -276,7 +276,7 @@ async def test_a_server_that_still_runs_requests_nobody_waits_for_takes_weights(
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     server = (await running_sglang.servers(2))[1]
     scheduler = scheduler_of(server)
-    client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+    client = GenerationClient(timeout=PATIENCE, key=read_key(config.gserver.api_key_env, setting=""))
     requests = [asyncio.create_task(client.generate(server.url, request(200))) for _ in range(4)]
     await asyncio.sleep(0.5)  # they run
     scheduler.suspend()
@@ -303,7 +303,7 @@ async def test_a_server_that_still_loads_weights_nobody_waits_for_is_told_of_oth
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     server = (await running_sglang.servers(2))[1]
     gserver = Gserver(1, server.url)
-    client = GenerationClient(timeout=PATIENCE, key=gserver_key(config))
+    client = GenerationClient(timeout=PATIENCE, key=read_key(config.gserver.api_key_env, setting=""))
     calls = WeightCalls(client, timeout=PATIENCE)
     await calls.pause(gserver, "retract")
     scheduler = scheduler_of(server)

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import sgl_kernel
 
 from sglang.scheduler import schedule
+from sglang.srt.entrypoints.http_server import app
 from sglang.srt.utils.common import init_custom_process_group
 
 METRICS = """# TYPE sglang:num_running_reqs gauge
@@ -48,6 +49,8 @@ class Handler(BaseHTTPRequestHandler):
             "pids": [os.getpid(), worker.pid],
             "kernels": sgl_kernel.__version__,
             "group": str(init_custom_process_group()),
+            "paths": [getattr(route, "path", "") for route in app.router.routes],
+            "environment": dict(os.environ),
             "starts_by": multiprocessing.get_start_method(),
         }
         content = METRICS if self.path == "/metrics" else json.dumps(told)

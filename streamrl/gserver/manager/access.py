@@ -1,0 +1,132 @@
+"""Who calls the manager, what each may ask for, and what those who join are given for the rest of the run.
+
+The owner of the run shows what is derived from its secret and may make every call; with it a process joins. From then
+on it shows the token that it was given, which is good for the calls of its role, in its own name. `ALLOWED` is the one
+table of that. Owns the keys that are derived from the secret. Invariant: what a call says about who makes it is
+believed only where it agrees with what the caller has shown.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Set
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from streamrl.errors import PeerError
+from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.transport.control import RegisterReply, Role
+from streamrl.transport.credentials import HEARS, credential, permit
+from streamrl.transport.secret import Secret
+
+OWNER = "the run's owner"
+"""The caller who shows what is derived from the run's secret."""
+_EVERYONE: Set[Role] = frozenset(get_args(Role))
+_NOBODY: Set[Role] = frozenset()
+
+
+class Allowed(NamedTuple):
+    """Who besides the owner may make a call."""
+
+    roles: Set[Role]
+    speaker: str = ""
+    """What the call says of who makes it: `role`, the fields role and index; else the name of the field with the index
+    of the one whose role it is."""
+
+
+ALLOWED: Mapping[str, Allowed] = {
+    "POST /register": Allowed(_NOBODY),
+    "POST /place": Allowed(_NOBODY),
+    "POST /drain": Allowed(_NOBODY),
+    "POST /leave": Allowed(frozenset({"gserver", "rollout"}), "role"),
+    "POST /heartbeat": Allowed(_EVERYONE, "role"),
+    "GET /silent": Allowed(_NOBODY),
+    "GET /topology": Allowed(frozenset({"rollout", "master", "model_worker"})),
+    "POST /admit": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /route": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /in_flight": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /reject": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /fail_run": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /groups": Allowed(frozenset({"master"})),
+    "GET /groups": Allowed(frozenset({"master"})),
+    "POST /evaluate": Allowed(frozenset({"master"})),
+    "POST /evaluation/next": Allowed(frozenset({"evaluator"}), "evaluator"),
+    "POST /evaluation/route": Allowed(frozenset({"evaluator"}), "evaluator"),
+    "POST /evaluation": Allowed(frozenset({"evaluator"}), "evaluator"),
+    "GET /evaluations": Allowed(frozenset({"master"})),
+    "GET /data": Allowed(frozenset({"master"})),
+    "POST /publish/begin": Allowed(frozenset({"model_worker"})),
+    "POST /publish/commit": Allowed(frozenset({"model_worker"})),
+    "GET /publish/machines": Allowed(frozenset({"model_worker"})),
+    "GET /publish/resync": Allowed(frozenset({"master"})),
+    "POST /compare": Allowed(frozenset({"model_worker"})),
+    "GET /compared": Allowed(frozenset({"master"})),
+    "POST /report": Allowed(frozenset({"master"})),
+    "POST /finish_run": Allowed(frozenset({"master"})),
+    "GET /status": Allowed(_EVERYONE),
+    "GET /metrics": Allowed(_EVERYONE),
+}
+"""Every call but GET /health, which anyone may make."""
+LOOKS = frozenset({"GET /status", "GET /metrics"})
+"""Calls that only look, and tell no secret: on a loopback address anyone may make them."""
+
+
+class Access:
+    """Knows callers by what they show."""
+
+    def __init__(self, secret: Secret, registry: Registry, *, gserver_key: str) -> None:
+        """`gserver_key`: what gservers ask those for who want them to generate."""
+        self._shown = secret.shown.encode()
+        self._registry = registry
+        self._gserver_key = gserver_key
+        self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
+
+    def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
+        """Return the reply to a process that has joined: with what its role needs, and nothing else."""
+        return RegisterReply(
+            policy_version=policy_version,
+            heartbeat_seconds=heartbeat_seconds,
+            token=member.token,
+            credentials={
+                receiver: credential(
+                    self._keys[receiver],
+                    role=member.role,
+                    index=member.index,
+                    number=member.number,
+                    curve_key=member.curve_key,
+                )
+                for receiver, heard in HEARS.items()
+                if member.role in heard
+            },
+            verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
+            gserver_key=self._gserver_key if member.role in ("rollout", "evaluator") else "",
+        )
+
+    def permit(self, seq: int, worker: str) -> str:
+        """Return what `worker` shows with the group `seq`, which it is given."""
+        return permit(self._keys["model_worker"], seq=seq, name=worker)
+
+    def caller(self, authorization: str) -> Member | str | None:
+        """Return who shows the header `authorization`: a member, the `OWNER`, or None if nobody does."""
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        member = self._registry.with_token(token)
+        if member is not None:
+            return member
+        return OWNER if hmac.compare_digest(token.encode(errors="replace"), self._shown) else None
+
+
+def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> None:
+    """Raise `PeerError` (403) when `message` speaks for somebody else than `member`, who sent it."""
+    if not allowed.speaker:
+        return
+    if allowed.speaker == "role":
+        said = f"{message.role}/{message.index}"  # type: ignore[attr-defined]
+    else:
+        said = f"{member.role}/{getattr(message, allowed.speaker)}"
+    if said != member.name:
+        error = PeerError(f"{member.name} (process {member.pid} on {member.host}) speaks in the name of {said}")
+        error.status = 403
+        raise error

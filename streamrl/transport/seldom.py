@@ -1,0 +1,34 @@
+"""Warnings that somebody else can cause, and as often as he likes: a few are logged, the rest are counted."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+AT_ONCE = 5
+"""So many are logged one after another, and afterwards one in each `SECONDS`."""
+SECONDS = 10.0
+
+
+class Seldom:
+    """Logs to `log`, from one thread at a time. What is left out is counted in the next line that is not."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._credit = float(AT_ONCE)
+        self._at = time.monotonic()
+        self._left_out = 0
+
+    def warning(self, message: str, *arguments: object) -> None:
+        """Log a warning, or count it."""
+        now = time.monotonic()
+        self._credit = min(self._credit + (now - self._at) / SECONDS, float(AT_ONCE))
+        self._at = now
+        if self._credit < 1:
+            self._left_out += 1
+            return
+        self._credit -= 1
+        if self._left_out:
+            message += f" (and {self._left_out} more like this since the last line)"
+            self._left_out = 0
+        self._log.warning(message, *arguments)

@@ -1,0 +1,6 @@
+"""The routes of SGLang's server, some of which have no path."""
+
+from types import SimpleNamespace
+
+PATHS = ("/generate", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors", "/update_weights_from_disk")
+app = SimpleNamespace(router=SimpleNamespace(routes=[*(SimpleNamespace(path=path) for path in PATHS), object()]))

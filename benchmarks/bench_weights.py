@@ -53,6 +53,7 @@ from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import of_run_at
 
 Mode = Literal["collective", "disk", "shared_memory"]
 MODES: tuple[Mode, ...] = ("collective", "disk", "shared_memory")
@@ -159,7 +160,7 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     managing = asyncio.create_task(process.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
     url = await ready
-    client = ControlClient(url)
+    client = ControlClient(url, secret=of_run_at(url))
     gservers = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, str(Path(__file__).with_name("weights_gserver.py")), str(file), url, str(index)),

@@ -26,8 +26,10 @@ from streamrl.transport.control import (
     Heartbeat,
     InFlight,
     Register,
+    RegisterReply,
     Role,
 )
+from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
@@ -38,8 +40,9 @@ TICK_SECONDS = 0.001
 class Connection(asyncio.Protocol):
     """One keep-alive connection: one call at a time."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, key: str) -> None:
         self._host = host
+        self._key = key
         self._buffer = b""
         self._answer: asyncio.Future[bytes] | None = None
 
@@ -65,7 +68,7 @@ class Connection(asyncio.Protocol):
 
     async def post(self, path: str, message: msgspec.Struct) -> bytes:
         body = encode(message)
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: Bearer {self._key}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(head.encode() + body)
         return await self._answer
@@ -76,6 +79,9 @@ class Load:
 
     def __init__(self, host: str, port: int, digest: str, *, workers: int, gservers: int, heartbeat: float) -> None:
         self._host, self._port, self._digest = host, port, digest
+        secret = of_run_at(f"http://{host}:{port}")
+        assert secret is not None, "the manager has left it"
+        self._shown = secret.shown
         self._workers, self._gservers, self._heartbeat = workers, gservers, heartbeat
         self._free: asyncio.LifoQueue[tuple[int, Connection]] = asyncio.LifoQueue()
         self._in_flight: deque[tuple[int, int]] = deque()  # worker, seq
@@ -95,21 +101,25 @@ class Load:
                 await self._register("gserver", index, f"{url}/{index}")
             await self._register("master", 0, "tcp://nowhere")
             for worker in range(self._workers):
-                await self._register("rollout", worker)
-                self._free.put_nowait((worker, await self.connect()))
+                token = await self._register("rollout", worker)
+                self._free.put_nowait((worker, await self.connect(token)))
             beating = asyncio.create_task(self._beat())
             try:
                 yield
             finally:
                 beating.cancel()
 
-    async def connect(self) -> Connection:
+    async def connect(self, key: str = "") -> Connection:
+        """`key`: what it shows; empty: what the run's owner does."""
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: Connection(self._host), self._host, self._port)
+        shown = key or self._shown
+        _, connection = await loop.create_connection(lambda: Connection(self._host, shown), self._host, self._port)
         return connection
 
-    async def _register(self, role: Role, index: int, address: str = "") -> None:
-        await self._master.post("/register", Register(role, index, address, self._digest, os.getpid(), "bench"))
+    async def _register(self, role: Role, index: int, address: str = "") -> str:
+        message = Register(role, index, address, self._digest, os.getpid(), "bench")
+        reply = await self._master.post("/register", message)
+        return msgspec.json.decode(reply, type=RegisterReply).token
 
     async def _beat(self) -> None:
         """Every member in turn, evenly over the interval, as independent processes would."""

@@ -34,10 +34,10 @@ from streamrl.rollout.process import Joined, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
 from streamrl.transport.control import Heartbeat, HeartbeatReply
 from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
-from streamrl.transport.keys import manager_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.push_pull import GroupPusher
+from streamrl.transport.secret import of_run_at
 from streamrl.types import Trajectory, TrajectoryGroup
 
 SIGMA = 0.6
@@ -63,9 +63,9 @@ class Counted(ControlClient):
 
     calls: ClassVar[Counter[str]] = Counter()
 
-    async def _call(self, method: str, path: str, *rest: Any) -> Any:
+    async def _call(self, method: str, path: str, *rest: Any, **options: Any) -> Any:
         self.calls[path.partition("?")[0]] += 1
-        return await super()._call(method, path, *rest)
+        return await super()._call(method, path, *rest, **options)
 
 
 process.ControlClient = Counted  # type: ignore[misc]  # what `serve_until_over` calls the manager with
@@ -154,7 +154,7 @@ class SimulatedGservers:
 
 async def one_gserver(config: Config, *, manager_url: str, index: int, address: str) -> None:
     """Beat for one gserver until the run is over."""
-    client = Counted(manager_url, key=manager_key(config))
+    client = Counted(manager_url, secret=of_run_at(manager_url, config))
     started = time.monotonic()
 
     def stats() -> dict[str, float]:
@@ -169,7 +169,7 @@ async def one_gserver(config: Config, *, manager_url: str, index: int, address: 
 
 async def probe(config: Config, url: str, latencies: list[float]) -> None:
     """Measure how soon the manager answers a heartbeat of somebody whom it does not know."""
-    client = ControlClient(url, key=manager_key(config))
+    client = ControlClient(url, secret=of_run_at(url, config))
     await client.data_rows()  # patiently: the manager may not be there yet
     message = Heartbeat(role="evaluator", index=0, stats={})
     while True:

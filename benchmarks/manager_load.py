@@ -68,7 +68,8 @@ class Connection(asyncio.Protocol):
 
     async def post(self, path: str, message: msgspec.Struct) -> bytes:
         body = encode(message)
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: Bearer {self._key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        shown = f"Host: {self._host}\r\nAuthorization: Bearer {self._key}"
+        head = f"POST {path} HTTP/1.1\r\n{shown}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(head.encode() + body)
         return await self._answer

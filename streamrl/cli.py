@@ -417,13 +417,28 @@ def page(
 
 
 @app.command(rich_help_panel=LOOK)
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also write the timeline as trace.json.gz, for https://ui.perfetto.dev.")
+    ] = False,
+) -> None:
     """Make summary and plots of a run anew from its records."""
     from streamrl.errors import ConfigError
 
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
     _show_report(run_dir)
+    if trace:
+        from streamrl.report.reading import read_run
+        from streamrl.report.trace import TRACE_FILE, write_trace
+
+        file = run_dir / TRACE_FILE
+        try:
+            count = write_trace(read_run(run_dir), file)
+        except OSError as error:
+            raise ConfigError(f"--trace: {file} cannot be written ({error.strerror})") from error
+        _console().print(f"{count} events in {file}: open it at https://ui.perfetto.dev", markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -178,6 +179,14 @@ def test_report_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "run trial: finished" in done.stdout
     assert (folder / "plots" / "timeline.png").stat().st_size > 5000
+
+
+def test_report_with_a_trace(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "trial", steps=3)
+    done = streamrl("report", str(folder), "--trace", COLUMNS="300")
+    assert done.returncode == 0, done.stderr
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert f"{len(events)} events in {folder}/trace.json.gz: open it at https://ui.perfetto.dev" in done.stdout
 
 
 def test_plan_command(config: Path, tmp_path: Path) -> None:

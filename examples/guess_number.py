@@ -14,7 +14,7 @@ _client = AsyncOpenAI(base_url="http://localhost", api_key="of each episode")
 """Shared, because a client of its own costs an episode twenty milliseconds."""
 
 
-def numbers(index: int, seed: int, *, highest: int = 7, guesses: int = 3) -> dict[str, Any]:
+def numbers(index: int, seed: int, *, highest: int = 5, guesses: int = 3) -> dict[str, Any]:
     """Return row `index` of the data: a number from 1 to `highest`, to be found in so many `guesses`."""
     number = random.Random(f"guess/{seed}/{index}").randint(1, highest)
     return {"prompt": "?", "answer": number, "guesses": guesses}

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import re
 import shutil
 import tempfile
 import time
@@ -205,18 +206,20 @@ def _find_smollm2() -> Path:
 
 
 def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
-    """Write a Qwen3-shaped model with random weights, and a tokenizer of single characters."""
-    characters = list(settings.alphabet)
-    repeated = sorted({c for c in characters if characters.count(c) > 1})
-    if repeated or not characters:
-        raise ModelError(f"model.scratch.alphabet must name each character once; repeated: {repeated}")
+    """Write a Qwen3-shaped model with random weights, and a tokenizer of characters and words."""
+    symbols = [*settings.alphabet, *settings.words]
+    repeated = sorted({symbol for symbol in symbols if symbols.count(symbol) > 1})
+    if repeated or not settings.alphabet:
+        raise ModelError(f"model.scratch.alphabet and words must name each symbol once; repeated: {repeated}")
+    if "" in symbols:
+        raise ModelError("model.scratch.words must not have an empty one")
     if settings.heads % settings.kv_heads:
         raise ModelError("model.scratch.heads must be a multiple of model.scratch.kv_heads")
     if settings.head_dim % 2:
         raise ModelError("model.scratch.head_dim must be even")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _character_tokenizer(characters, max_length=settings.max_position_embeddings)
+    tokenizer = _symbol_tokenizer(symbols, max_length=settings.max_position_embeddings)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -252,14 +255,18 @@ def _randomize(model: Any, seed: int) -> None:
                 parameter.copy_(torch.from_numpy(drawn))
 
 
-def _character_tokenizer(characters: list[str], *, max_length: int) -> Any:
-    """Return a tokenizer with one token for each character; a rendered conversation is its contents put together."""
+def _symbol_tokenizer(symbols: list[str], *, max_length: int) -> Any:
+    """Return a tokenizer with one token for each of `symbols`, of which the longest that fits is taken.
+
+    A rendered conversation is its contents put together.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*characters, EOS, PAD])}
+    vocabulary = {token: i for i, token in enumerate([*symbols, EOS, PAD])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    words = sorted((re.escape(symbol) for symbol in symbols if len(symbol) > 1), key=len, reverse=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*words, r"[\s\S]"])), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -58,9 +58,24 @@ def test_scratch_tokenizer_has_one_token_for_each_character(tmp_path: Path) -> N
     assert other.apply_chat_template(messages, tokenize=False) == "ab"
 
 
+def test_scratch_words_are_one_token_each_and_the_longest_one_is_taken(tmp_path: Path) -> None:
+    folder = ensure_checkpoint(scratch_config(alphabet="ab", words=["a.b", 'f("a.b")']), cache=tmp_path)
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer('baa.bf("a.b")b')["input_ids"]
+    assert ids == [1, 0, 2, 3, 1]
+    assert tokenizer.decode(ids) == 'baa.bf("a.b")b'
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"alphabet": "aba"}, "'a'"), ({"alphabet": ""}, "alphabet"), ({"heads": 3}, "heads"), ({"head_dim": 7}, "even")],
+    [
+        ({"alphabet": "aba"}, "'a'"),
+        ({"words": ["0"]}, "'0'"),
+        ({"words": [""]}, "empty"),
+        ({"alphabet": ""}, "alphabet"),
+        ({"heads": 3}, "heads"),
+        ({"head_dim": 7}, "even"),
+    ],
 )
 def test_scratch_settings_that_cannot_work(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):

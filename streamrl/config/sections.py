@@ -65,6 +65,8 @@ class ScratchConfig(Section, frozen=True):
     """A Qwen3-shaped model with random weights and one token for each character."""
 
     alphabet: str = "0123456789+=> "
+    words: list[str] = []
+    """Strings of several characters that are one token each, too: a tool's call, for example."""
     hidden_size: Positive = 128
     layers: Positive = 2
     heads: Positive = 4

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import openai
 import pytest
 
+from examples import guess_number
+from streamrl.gserver.sglang.server import free_port
 from tests.e2e.harness import (
     ROOT,
+    Command,
     assert_exactly_once,
     assert_none_missing,
     overrides,
@@ -22,6 +31,7 @@ from tests.e2e.harness import (
 )
 
 GUESS_NUMBER = ROOT / "examples" / "guess_number.toml"
+LOOK_UP = ROOT / "examples" / "look_up.toml"
 EASY: dict[str, Any] = {"data__args__highest": 3, "data__args__guesses": 2, "trainer__save_at_end": "false"}
 
 
@@ -40,6 +50,18 @@ def test_an_agent_of_several_turns_learns(tmp_path: Path, max_staleness: int) ->
     assert sum(rewards[:3]) / 3 < 0.35
     assert sum(rewards[-3:]) / 3 > 0.8, rewards
     assert_exactly_once(tmp_path / "guess")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("max_staleness", [0, 4])
+def test_an_agent_learns_to_use_its_tool(tmp_path: Path, max_staleness: int) -> None:
+    settings = {"staleness__max_staleness": max_staleness, "trainer__save_at_end": "false"}
+    run(LOOK_UP, overrides(tmp_path, "look_up", **settings), seconds=600)
+    rewards = [step["metrics"]["reward_mean"] for step in steps(tmp_path / "look_up")]
+    assert sum(rewards[:3]) / 3 < 0.3
+    assert sum(rewards[-3:]) / 3 > 0.8, rewards
+    assert_exactly_once(tmp_path / "look_up")
+    assert summary(tmp_path / "look_up")["agent_rewritten"] == 0
 
 
 @pytest.mark.timeout(600)
@@ -62,3 +84,70 @@ def test_a_rollout_worker_killed_in_mid_episode_loses_and_doubles_nothing(tmp_pa
     assert summary(run_dir)["steps"] == 30
     assert_none_missing(run_dir)
     wait_until_gone(run_dir, seconds=10)
+
+
+SHORT: dict[str, Any] = EASY | {
+    "rollout__agent__function": "''",
+    "rollout__group_size": 2,
+    "trainer__batch_groups": 4,
+    "run__total_train_steps": 3,
+    "run__stop_at_reward": 2.0,
+    "staleness__max_staleness": 1,
+}
+
+
+def assert_played(run_dir: Path) -> None:
+    """Three steps on episodes of agents, nothing lost or doubled; each is a conversation of one or two answers."""
+    assert_exactly_once(run_dir)
+    assert summary(run_dir)["steps"] == 3
+    for step in steps(run_dir):
+        figures = step["metrics"]
+        assert figures["groups"] == 4
+        assert 8 <= figures["tokens_trained"] <= 16
+
+
+@pytest.mark.timeout(300)
+def test_a_program_is_trained_as_an_agent(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "tests" / "e2e" / "cli_agent.py"), "--guesses", "{guesses}"]
+    run(GUESS_NUMBER, overrides(tmp_path, "program", rollout__agent__command=json.dumps(program), **SHORT))
+    assert_played(tmp_path / "program")
+
+
+@pytest.mark.timeout(300)
+def test_a_harness_elsewhere_is_trained_as_an_agent(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    settings = SHORT | {"rollout__agent__remote": "true", "rollout__agent__port": port}
+    run_dir = tmp_path / "elsewhere"
+    process = start(GUESS_NUMBER, overrides(tmp_path, "elsewhere", **settings))
+    try:
+        played = asyncio.run(play_elsewhere(f"http://127.0.0.1:{port}", process))
+        process.ends_well()
+    finally:
+        process.end()
+    assert_played(run_dir)
+    assert played >= 24
+
+
+async def play_elsewhere(url: str, run: Command) -> int:
+    """Play episodes for as long as the run goes, eight at a time; return how many were scored."""
+    scored = 0
+
+    async def play(session: aiohttp.ClientSession) -> None:
+        nonlocal scored
+        while run.running:
+            try:
+                async with session.post(f"{url}/episodes") as answer:
+                    if answer.status == 204:
+                        continue
+                    lease = await answer.json()
+                policy = SimpleNamespace(**{name: lease[name] for name in ("base_url", "api_key", "model")})
+                score = await guess_number.play(lease["task"], policy)
+                shown = {"Authorization": f"Bearer {lease['api_key']}"}
+                async with session.post(lease["score_url"], json={"score": score}, headers=shown) as answer:
+                    scored += answer.status == 200
+            except (aiohttp.ClientError, openai.APIError):  # before the rollout worker listens, or after the end
+                await asyncio.sleep(0.2)
+
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(play(session) for _ in range(8)))
+    return scored

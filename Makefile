@@ -33,7 +33,7 @@ MAKEFLAGS += --jobs=2
 .PHONY: demo test lint bench figures sglang-cpu vllm-cpu clean
 
 demo: $(INSTALLED)
-	$(BIN)/streamrl run examples/smollm2_addition.toml
+	$(BIN)/streamrl run examples/smollm2_addition.toml --page
 
 # One thread for each test process: more of them would only wait for each other. As many processes as cores of the
 # smallest machine that this is for: whole runs start processes of their own, and their deadlines are real. One that

@@ -7,6 +7,7 @@ are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 130 (
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,7 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run of this name from its latest checkpoint.")
     ] = False,
+    page: Annotated[bool, typer.Option("--page", help="Show the run in a browser, too; its address is told.")] = False,
 ) -> None:
     """Run everything on this machine: manager, gservers, trainer, rollout workers."""
     from streamrl import config as configuration
@@ -90,7 +92,7 @@ def run(
     if resolved.run.name != asked.run.name:
         console.print(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}", markup=False)
     try:
-        code = run_locally(resolved, display=make_display(console, config=resolved))
+        code = run_locally(resolved, display=make_display(console, config=resolved), page=page)
     finally:
         _show_report(resolved.run_dir)
     raise typer.Exit(code)
@@ -402,6 +404,8 @@ def page(
     from streamrl.transport.keys import read_key
 
     set_up_logging("page")
+    if answer_fd is not None:
+        os.nice(10)  # beside a run, which comes first
     folders, token = found_in(run_dirs), read_key(token_env, setting="--token-env")
 
     def tell(url: str) -> None:
@@ -423,7 +427,7 @@ def report(
         bool, typer.Option("--trace", help="Also write the timeline as trace.json.gz, for https://ui.perfetto.dev.")
     ] = False,
 ) -> None:
-    """Make summary and plots of a run anew from its records."""
+    """Make summary, plots and the overview as one HTML file anew from the records of a run."""
     from streamrl.errors import ConfigError
 
     if not run_dir.is_dir():
@@ -586,6 +590,10 @@ def _show_report(run_dir: Path) -> None:
     console = _console()
     try:
         summary = write_report(run_dir)
+        if summary.steps:
+            from streamrl.page.bundle import write_overview
+
+            write_overview(run_dir)
     except OSError as error:
         console.print(f"the report of {run_dir} cannot be written: {error}", markup=False, soft_wrap=True)
         return
@@ -593,6 +601,8 @@ def _show_report(run_dir: Path) -> None:
         console.print(summary_table(summary))
         if summary.evaluations:
             console.print(evaluation_table(summary.evaluations))
-        console.print(f"more in {run_dir}: summary.json, plots, checkpoints", markup=False, soft_wrap=True)
+        console.print(
+            f"more in {run_dir}: summary.json, overview.html, plots, checkpoints", markup=False, soft_wrap=True
+        )
     else:
         console.print(f"run {summary.run}: no training step was finished", markup=False)

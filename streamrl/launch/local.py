@@ -27,7 +27,7 @@ from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.children import Child, Children
 from streamrl.launch.display import Display
 from streamrl.launch.files import keep_in_order
@@ -39,6 +39,7 @@ from streamrl.launch.processes import (
     checkpoint_command,
     command,
     fitted,
+    page_command,
     plan,
     thread_environment,
     visible_gpus,
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_SECONDS = 600.0
 """How long the making of the first checkpoint may take."""
+PAGE_SECONDS = 60.0
+"""How long the page may take to tell its address."""
 STATUS_SECONDS = 5.0
 """How long the manager may take to tell its state."""
 WORK_GOES_ON: Mapping[PlanRole, str] = {
@@ -107,21 +110,29 @@ def run_locally(
     *,
     display: Display,
     components: Mapping[str, str] = COMPONENTS,
+    page: bool = False,
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before); answers the exit code.
 
     0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
-    no process of the run is left.
+    no process of the run is left. `page`: the run is shown in a browser, too, while it goes on.
     """
     avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
-    launcher = LocalRun(config, display=display, components=components)
+    launcher = LocalRun(config, display=display, components=components, page=page)
     return run_until_stopped(launcher.run, before_force=launcher.kill)
 
 
 class LocalRun:
     """The processes of one run, from the first to the last."""
 
-    def __init__(self, config: Config, *, display: Display, components: Mapping[str, str] = COMPONENTS) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        display: Display,
+        components: Mapping[str, str] = COMPONENTS,
+        page: bool = False,
+    ) -> None:
         gpus = visible_gpus()
         config = self._config = fitted(config, gpus=gpus)
         self._plan = plan(config, gpus=gpus)
@@ -129,6 +140,7 @@ class LocalRun:
         self._display = display
         self._components = components
         self._secret = hold(of_new_run(config))
+        self._page = page
         self._children: Children | None = None
         self._manager_url = ""
         self._model_dir = Path()
@@ -172,7 +184,20 @@ class LocalRun:
         if self._children is not None:
             self._children.kill()
 
+    async def _show_page(self, children: Children) -> None:
+        """Have the run shown in a browser; it goes on without if that fails."""
+        try:
+            environment = thread_environment(1)
+            words = page_command(self._config.run_dir)
+            url = await children.ask(words, name="page", environment=environment, timeout=PAGE_SECONDS)
+        except (StreamRLError, OSError) as error:
+            self._display.note(f"the run is not shown in a browser: {error}")
+        else:
+            self._display.note(f"to be looked at in a browser: {url}")
+
     async def _start_and_watch(self, children: Children) -> None:
+        if self._page:
+            self._starting.append(asyncio.create_task(self._show_page(children), name="the start of the page"))
         self._display.note(f"preparing the model {self._config.model.path}")
         self._model_dir = Path(
             await children.ask(

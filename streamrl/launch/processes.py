@@ -288,6 +288,11 @@ def checkpoint_command(
     return words + _component_option("checkpoint", components)
 
 
+def page_command(run_dir: Path) -> list[str]:
+    """The command line that shows the run in a browser and tells the address."""
+    return [sys.executable, "-m", "streamrl", "page", str(run_dir)]
+
+
 def _component_option(role: str, components: Mapping[str, str]) -> list[str]:
     chosen = components.get(role, COMPONENTS[role])
     return [] if chosen == COMPONENTS[role] else ["--component", chosen]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +108,22 @@ def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
     assert alive(pids) == []
     assert "run trial" in run.said()  # the summary of what was done
     assert "Traceback" not in run.said()
+
+
+def test_the_page_is_there_while_the_run_goes_on(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={master="wait"}', "--page")
+    pids = run.until_all_run()
+    told = re.compile(r"in a browser: (http://127\.0\.0\.1:\d+/\S+/)")
+    until(lambda: bool(told.search(run.said())), run)
+    match = told.search(run.said())
+    assert match is not None
+    with urllib.request.urlopen(f"{match[1]}api/runs", timeout=PATIENCE) as answer:
+        assert json.load(answer)[0]["name"] == "trial"
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends() == 130, run.said()
+    assert alive(pids) == []
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{match[1]}api/runs", timeout=PATIENCE)
 
 
 def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launched]) -> None:

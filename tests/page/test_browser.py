@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.page.bundle import write_overview
 from tests.page.browser import Tab, browser, chromium
 from tests.page.made_up import made_up_run
 from tests.page.test_server import serving
@@ -125,3 +126,17 @@ async def test_a_run_that_goes_on(tmp_path: Path) -> None:
             file.write(b"".join(lines[20:]))
         await says(tab, "step 30")
         assert tab.problems == []
+
+
+async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:
+    file = write_overview(made_up_run(tmp_path / "run", hostile=True))
+    async with browser() as tab:
+        await tab.open(file.as_uri())
+        await until(tab, VIEWS["overview"])
+        await tab.until(DRAWN)
+        await tab.value("document.querySelector('.plot').focus()")
+        await tab.press("+")
+        await until(tab, VIEWS["overview"])
+        assert await tab.value("window.hacked") is None
+        assert tab.problems == []
+        assert set(tab.asked) == {file.as_uri()}

@@ -6,6 +6,7 @@ is made to be inserted as HTML.
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl import config as configuration
+from streamrl.config import Config
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
 from streamrl.page.lanes import ordered
-from streamrl.page.runs import Run, RunState
+from streamrl.page.runs import Process, Run, RunState
 from streamrl.page.table import Column, thinned
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
 from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
 from streamrl.trainer.graph import graph_of
 from streamrl.types import NO_VERSION
@@ -96,9 +99,9 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
     The answer is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
     """
-    columns = run.columns() | _ages(run)
+    columns = run.columns() | _by_age(run, run.ages, "age") | _by_age(run, run.masked_ages, "masked")
     known = sorted(columns)
-    wanted = [name for name in (names or known) if name in columns or name.startswith("age/")]
+    wanted = [*(names or known)]
     wanted += [name for name in known if name.startswith("age/") and "age" in names]
     x = columns.get("step", np.zeros(0))
     inside = (x >= first) & (x <= last)
@@ -117,19 +120,22 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
     return struct.pack("<I", len(encoded)) + encoded + body
 
 
-def _ages(run: Run) -> dict[str, Column]:
-    """Tokens that entered the loss by age: `age/LOW-HIGH` → one number for each step."""
-    ages = run.ages
+def _by_age(run: Run, ages: list[dict[int, int]], prefix: str) -> dict[str, Column]:
+    """Tokens by age: `PREFIX/LOW-HIGH` → one number for each step; nothing where no step has any."""
     limit = _get(run.settings, "staleness", "max_staleness")
-    oldest = max([limit if isinstance(limit, int) else 0, *(age for step in ages for age in step)], default=0)
-    wide = -(-(oldest + 1) // MOST_AGES)
+    seen = [age for step in ages for age, count in step.items() if count]
+    if not seen:
+        return {}
+    least = 0 if prefix == "age" else min(seen)
+    oldest = max([limit if isinstance(limit, int) and prefix == "age" else 0, *seen])
+    wide = -(-(oldest + 1 - least) // MOST_AGES)
     found: dict[str, Column] = {}
-    for low in range(0, oldest + 1, wide):
+    for low in range(least, oldest + 1, wide):
         high = min(oldest, low + wide - 1)
-        found[f"age/{low}-{high}"] = np.array(
+        found[f"{prefix}/{low}-{high}"] = np.array(
             [sum(count for age, count in step.items() if low <= age <= high) for step in ages], dtype=float
         )
-    return found if ages else {}
+    return found
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True):
@@ -193,7 +199,7 @@ def fleet(run: Run) -> Fleet:
     )
 
 
-def _process_facts(process: Any, run: Run, *, standing: str) -> ProcessFacts:
+def _process_facts(process: Process, run: Run, *, standing: str) -> ProcessFacts:
     times: Column = process.times
     heard = max(0.0, run.end - float(times[-1]))
     since = int(np.searchsorted(times, times[-1] - RATE_SECONDS))
@@ -212,13 +218,12 @@ def _process_facts(process: Any, run: Run, *, standing: str) -> ProcessFacts:
         edges = np.linspace(times[0], times[-1], min(60, len(times)) + 1)
         grown = np.interp(edges, times, process.grown("busy_seconds_total"))
         busy = [round(float(share), 3) for share in np.clip(np.diff(grown) / np.maximum(np.diff(edges), 1e-9), 0, 1)]
-    began = process.stats.column("processor_seconds_total")
     return ProcessFacts(
         name=process.name,
         role=process.role,
         standing=standing or ("live" if heard < STANDING_BEATS else "silent"),
         heard=heard,
-        restarts=int((np.diff(began) < 0).sum()),
+        restarts=restarts(process),
         waiting_for=process.waits[-1],
         rates=rates,
         gauges=gauges,
@@ -253,29 +258,66 @@ def _one_hash(word: str) -> str:
     return word
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """Something about a run's health, in words."""
-
-    severity: str
-    """`bad`, `warning` or `note`."""
-    text: str
-    turn: list[str]
-    """What to change, as `key=value`."""
-
-
 def health(run: Run) -> list[Finding]:
     """What is unhealthy, the worst first."""
-    found = []
+    columns = run.columns()
+    recent, first = _rows(columns, slice(-WINDOW, None)), _rows(columns, slice(ENOUGH))
     state, message = run.state()
-    if state == "failed":
-        found.append(Finding("bad", f"The run failed: {message}", []))
-    if run.health.state != "healthy":
-        severity = "bad" if run.health.state == "collapsing" else "warning"
-        signs = ", ".join(run.health.signs)
-        found.append(
-            Finding(severity, f"Policy {run.health.state} since step {run.health.since}: {signs}", run.health.turn)
+    busy = columns.get("generation_busy", np.zeros(0))[-WINDOW:]
+    disk = shutil.disk_usage(run.folder) if state == "running" else None
+    found = findings(
+        RunFigures(
+            steps=recent,
+            first=first,
+            best_reward=_largest(columns.get("reward_mean")),
+            health=run.health,
+            response_lengths=run.response_lengths,
+            evaluations=run.evaluations,
+            stats={process.name: _last_stats(process) for process in run.processes.values()},
+            generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
+            restarts={process.name: count for process in run.processes.values() if (count := restarts(process))},
+            failed_updates=sum(not update.done for update in run.publications),
+            config=_config(run),
+            state=state,
+            message=message,
+            disk_free=disk.free if disk else None,
+            disk_bytes=disk.total if disk else None,
         )
+    )
     return found
+
+
+def _rows(columns: Mapping[str, Column], which: slice) -> list[dict[str, float]]:
+    """Some rows of `columns` as dictionaries, without what they lack."""
+    count = len(columns["step"][which]) if "step" in columns else 0
+    rows: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, column in columns.items():
+        for row, value in zip(rows, column[which].tolist(), strict=True):
+            if value == value:
+                row[name] = value
+    return rows
+
+
+def _largest(column: Column | None) -> float | None:
+    return float(np.nanmax(column)) if column is not None and np.isfinite(column).any() else None
+
+
+def _last_stats(process: Process) -> dict[str, float]:
+    """The figures of its last heartbeat."""
+    last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
+    return {name: value for name, value in last.items() if value == value}
+
+
+def restarts(process: Process) -> int:
+    """How often a process was started again, as far as its counters tell."""
+    return int((np.diff(process.stats.column("processor_seconds_total")) < 0).sum())
+
+
+def _config(run: Run) -> Config | None:
+    try:
+        return configuration.from_dict(dict(run.settings), where=str(run.folder)) if run.settings else None
+    except ConfigError:
+        return None
 
 
 class Response(msgspec.Struct, frozen=True):

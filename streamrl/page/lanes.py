@@ -14,6 +14,7 @@ import numpy as np
 
 from streamrl.page.runs import Process, Run
 from streamrl.page.table import Column
+from streamrl.records.timeline import PublicationEntry
 
 MOST_PIECES = 1500
 """More pieces in a lane's window are drawn as shares."""
@@ -45,17 +46,17 @@ class Lane(msgspec.Struct, frozen=True):
 
 def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
     """What each process did from `begin` to `end`, in seconds since the run's begin, in a window of so many columns."""
-    edges = np.linspace(begin, end, columns + 1)
+    edges, origin = np.linspace(begin, end, columns + 1), run.begin
     trainer = [
-        _of_spans(name, [(b - run.begin, e - run.begin) for b, e in run.spans[name]], edges)
+        _of_spans(name, [(b - origin, e - origin) for b, e in run.spans[name]], edges)
         for name in run.spans
         if name != "publish"
     ]
-    updates = _of_updates(run, edges)
+    updates = _of_updates(run.publications, edges, origin=origin)
     found = [Lane("trainer", [piece for pieces in trainer for piece in pieces]), Lane("weight updates", updates)]
     for process in ordered(run.processes.values()):
         if len(process.times):
-            found.append(Lane(process.name, _of_process(process, edges, origin=run.begin)))
+            found.append(Lane(process.name, _of_process(process, edges, origin=origin)))
     return found
 
 
@@ -94,17 +95,17 @@ def _shares(kind: str, seconds: Column, edges: Column, *, text: str = "") -> lis
     return [Piece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), text) for i in rows]
 
 
-def _of_updates(run: Run, edges: Column) -> list[Piece]:
+def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, origin: float) -> list[Piece]:
     made = [
         Piece(
-            update.begin - run.begin,
-            update.end - run.begin,
+            update.begin - origin,
+            update.end - origin,
             "publish" if update.done else "failed",
             1.0,
             f"version {update.version}, pause {update.pause:.3f} s" + ("" if update.done else f": {update.error}"),
         )
-        for update in run.publications
-        if update.end - run.begin > edges[0] and update.begin - run.begin < edges[-1]
+        for update in publications
+        if update.end - origin > edges[0] and update.begin - origin < edges[-1]
     ]
     if len(made) <= MOST_PIECES:
         return made

@@ -35,6 +35,9 @@ LIVE_SECONDS = 30.0
 MOST_BYTES = 64 * 2**20
 """So much of a file is read at once; the rest at the next look."""
 
+LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")
+"""Figures of the manager's heartbeats that are told of each step."""
+
 RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty", "gone"]
 
 Record = TypeVar("Record")
@@ -47,6 +50,8 @@ class Step(msgspec.Struct, frozen=True):
     time: float
     metrics: dict[str, float]
     token_ages: dict[int, int] = {}
+    masked_ages: dict[int, int] = {}
+    response_lengths: list[list[int]] = []
     spans: list[tuple[str, float, float]] = []
     health: Health = HEALTHY
 
@@ -141,9 +146,12 @@ class Run:
         self.steps = Table()
         """One row for each step: its figures, `step` and `time`."""
         self._ages: list[dict[int, int]] = []
+        self._masked_ages: list[dict[int, int]] = []
         self.spans: dict[str, list[tuple[float, float]]] = {}
         """What the trainer did when: name → (begin, end), in seconds since the epoch."""
         self.health = HEALTHY
+        self.response_lengths: list[list[int]] = []
+        """Of the last step."""
 
     def _clear_timeline(self) -> None:
         self.processes: dict[str, Process] = {}
@@ -170,9 +178,10 @@ class Run:
         self.steps.extend([{**step.metrics, "step": float(step.step), "time": step.time} for step in steps])
         for step in steps:
             self._ages.append(step.token_ages)
+            self._masked_ages.append(step.masked_ages)
             for name, begin, end in step.spans:
                 self.spans.setdefault(name, []).append((begin, end))
-        self.health = steps[-1].health
+        self.health, self.response_lengths = steps[-1].health, steps[-1].response_lengths
         return True
 
     def _read_evaluations(self) -> bool:
@@ -235,6 +244,11 @@ class Run:
     def ages(self) -> list[dict[int, int]]:
         """Age in versions → tokens that entered the loss, for each row of `order`."""
         return [self._ages[row] for row in self.order]
+
+    @property
+    def masked_ages(self) -> list[dict[int, int]]:
+        """Age in versions → sampled tokens that were too old for the loss, for each row of `order`."""
+        return [self._masked_ages[row] for row in self.order]
 
     @property
     def begin(self) -> float:
@@ -313,7 +327,8 @@ class Run:
 
         Times are in seconds since `begin`. Added are, of each step: `generated_per_second`, tokens of all gservers;
         `generation_busy`, `generation_paused` and `generation_idle`, shares of their time; `trainer_wait`, share of the
-        step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens.
+        step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens; and what the
+        manager said of its ledger at the end of the step (`LEDGER`).
         """
         order, begin = self.order, self.begin
         found = {name: self.steps.column(name)[order] for name in self.steps.names}
@@ -321,7 +336,7 @@ class Run:
             return found
         times = found["time"]
         starts = np.concatenate([[times[0] - _number(found.get("step_seconds"), 0)], times[:-1]])
-        found |= self._generation(starts, times)
+        found |= self._generation(starts, times) | self._ledger(times)
         if "wait_seconds" in found and "step_seconds" in found:
             with np.errstate(divide="ignore", invalid="ignore"):
                 found["trainer_wait"] = np.clip(found["wait_seconds"] / found["step_seconds"], 0.0, 1.0)
@@ -335,6 +350,15 @@ class Run:
         found["token_age_max"] = np.array([max((a for a, c in s.items() if c), default=np.nan) for s in ages])
         found["time"] = times - begin
         return found
+
+    def _ledger(self, times: Column) -> dict[str, Column]:
+        """What the manager's last heartbeat before each of `times` said."""
+        manager = self.processes.get("manager/0")
+        if manager is None or not len(manager.times):
+            return {}
+        rows = np.searchsorted(manager.times, times, side="right") - 1
+        values = {name: manager.stats.column(name) for name in LEDGER if name in manager.stats.names}
+        return {name: np.where(rows >= 0, column[np.maximum(rows, 0)], np.nan) for name, column in values.items()}
 
     def _generation(self, starts: Column, ends: Column) -> dict[str, Column]:
         """Of the gservers, for stretches of time that begin at `starts` and end at `ends`."""

@@ -102,7 +102,7 @@ def long_run(folder: Path, *, steps: int = 10_000, responses: int = 1_000_000) -
             metrics = {f"figure_{i}": math.sin(step / 50 + i) for i in range(40)} | report.metrics
             file.write(encoder.encode(msgspec.structs.replace(report, metrics=metrics)) + b"\n")
     beats = []
-    for second in range(0, 2 * steps, max(1, 2 * steps // 15_000)):
+    for second in range(0, 2 * steps, max(1, 2 * steps // 10_000)):
         for role, count in (("gserver", 4), ("rollout", 2), ("master", 1), ("manager", 1)):
             for index in range(count):
                 stats = {

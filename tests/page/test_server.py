@@ -18,7 +18,13 @@ from yarl import URL
 
 from streamrl.errors import ConfigError
 from streamrl.page import server
-from tests.runs import write_run
+from streamrl.records.health import findings
+from streamrl.records.rollouts import FOLDER, TOKEN_USES, Rollouts
+from streamrl.records.rollouts_writer import RolloutWriter
+from streamrl.report.reading import figures, read_run
+from tests.launch.statuses import EPOCH
+from tests.page.made_up import long_run, made_up_group, made_up_run
+from tests.runs import write_lines, write_run
 
 TOKEN = "a-token-of-the-tests"
 
@@ -110,7 +116,6 @@ async def test_what_it_tells_of_a_run(run: Path) -> None:
         assert "actor_train" in [box["name"] for box in graph["boxes"]]
         config = await page.json("api/runs/0/config")
         assert config["values"]["run.name"] == '"addition"'
-        assert await page.json("api/runs/0/health") == []
 
 
 async def test_the_page_itself(run: Path) -> None:
@@ -309,3 +314,85 @@ async def test_an_address_that_is_taken(run: Path) -> None:
         assert page.url.port is not None
         with pytest.raises(ConfigError, match="--port 0"):
             await server.serve([run], host="127.0.0.1", port=page.url.port, on_ready=lambda url: None)
+
+
+async def test_rollouts_and_their_tokens(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", steps=30)
+    kept = Rollouts(run).group(7, 7)
+    async with serving(run) as page:
+        table = await page.json("api/runs/0/rollouts?sort=reward&descending=false&filter=step<=3&limit=5&offset=3")
+        assert table["total"] == 12
+        assert [(row["reward"], row["response"]) for row in table["rows"][:1]] == [(0.0, "The answer is 9, I think.")]
+        assert len(table["rows"]) == 5
+        group = await page.json("api/runs/0/rollouts/7/7")
+        assert "".join(group["prompt"]) == "What is 3 + 4? "
+        for index, response in enumerate(group["responses"]):
+            assert "".join(group["prompt"] + response["pieces"]) == kept.texts[index]
+            first, end = kept.bounds(index)
+            own = slice(first + len(group["prompt"]), end)
+            assert response["ids"] == kept.input_ids[own].tolist()
+            assert response["figures"]["logprob"] == pytest.approx(kept.behavior_logprobs[own].tolist(), rel=1e-5)
+            assert response["figures"]["age"] == (6 - kept.policy_versions[own]).tolist()
+            assert [group["token_uses"][use] for use in response["uses"]] == [
+                TOKEN_USES[use] for use in kept.token_uses[own]
+            ]
+        found = await page.json("api/runs/0/rollouts/search?text=IS%2010,")
+        assert {row["response"] for row in found["rows"]} == {"The answer is 10, I think."}
+        for wrong in ("?filter=reward", "?sort=nothing", "?limit=0", "/7/8", "/search"):
+            status, body, _ = await page.get(f"api/runs/0/rollouts{wrong}")
+            assert status == 400, body
+        assert (await page.json("api/runs"))[0]["rollouts"] == 120
+
+
+async def test_branches_of_an_episode(tmp_path: Path) -> None:
+    """Of what an agent's trajectories share, each piece is told of one and named by the others."""
+    run = write_run(tmp_path / "run", steps=2)
+    group = made_up_group(1, 1, ["abcdefghi", "abcdefxyz", "abcxyz"], rewards=[1.0, 1.0, 0.0])
+    group.episodes = np.zeros(3, np.int32)
+    ids = [[*range(5), *own] for own in ([10, 11, 12], [10, 11, 22], [10, 31])]
+    group.input_ids = np.concatenate(ids).astype(np.int32)
+    writer = RolloutWriter(run / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
+    writer.append(group)
+    writer.close()
+    async with serving(run) as page:
+        responses = (await page.json("api/runs/0/rollouts/1/1"))["responses"]
+        assert [(one["parent"], one["shared"]) for one in responses] == [(-1, 0), (0, 7), (0, 6)]
+
+
+async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[30:]:
+        line["metrics"] |= {"tokens_masked": 600.0, "effective_sample_size": 0.3, "wait_seconds": 1.6}
+    write_lines(run / "metrics.jsonl", lines)
+    async with serving(run) as page:
+        told = await page.json("api/runs/0/health")
+    expected = findings(figures(read_run(run)))
+    assert [(finding["severity"], finding["topic"]) for finding in told] == [(f.severity, f.topic) for f in expected]
+    assert len(told) >= 2
+
+
+async def test_what_the_ledger_said_at_each_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=10)
+    beats = [
+        {"kind": "heartbeat", "time": EPOCH + i, "role": "manager", "index": 0, "stats": {"ledger_room": float(i)}}
+        for i in range(21)
+    ]
+    write_lines(run / "timeline.jsonl", beats)
+    async with serving(run) as page:
+        _, found = columns((await page.get("api/runs/0/steps?names=ledger_room"))[1])
+        assert found["ledger_room"].tolist() == [2.0 * step for step in range(1, 11)]
+
+
+async def test_a_long_run(tmp_path: Path) -> None:
+    """Not as long as one of `benchmarks/bench_page.py`, but with all of its parts."""
+    run = long_run(tmp_path / "run", steps=300, responses=6000)
+    async with serving(run) as page:
+        header, found = columns((await page.get("api/runs/0/steps?points=100&names=figure_0"))[1])
+        assert (header["of"], header["rows"]) == (300, 100)
+        every = columns((await page.get("api/runs/0/steps?names=figure_0"))[1])[1]
+        assert found["figure_0"].max() == every["figure_0"].max()
+        assert found["figure_0"].min() == every["figure_0"].min()
+        table = await page.json("api/runs/0/rollouts?sort=reward&limit=1")
+        assert table["total"] == 6000
+        assert table["rows"][0]["reward"] == pytest.approx(0.95)

@@ -154,7 +154,7 @@ export function mount(root) {
   function drawMore(shown) {
     if (data.isFile) return fill(more);
     const drawn = new Set(NAMES);
-    const others = [...new Set(shown.flatMap((one) => one.steps.known))].filter((name) => !drawn.has(name) && !name.startsWith("age/") && name !== "step").sort();
+    const others = [...new Set(shown.flatMap((one) => one.steps.known))].filter((name) => !drawn.has(name) && !/^(age|masked)\//.test(name) && name !== "step").sort();
     const picked = extra();
     const choice = h("select", { "aria-label": "another figure", onchange: (event) => {
       if (event.target.value) state.set({ more: [...picked, event.target.value].join(",") });
@@ -201,10 +201,10 @@ function evaluated(one, name) {
   return { x: points.map(at), y: points.map((point) => point.report[name]) };
 }
 
-/** Areas: the share of each age, the oldest on top. */
-export function ageLines(shown) {
+/** Areas: the share of each age, the oldest on top; `prefix`: `age`, of tokens in a loss, or `masked`. */
+export function ageLines(shown, prefix = "age") {
   const one = shown.find((candidate) => candidate.run.id === state.run()?.id) ?? shown[0];
-  const names = Object.keys(one.steps.columns).filter((name) => name.startsWith("age/")).sort((a, b) => parseInt(a.slice(4)) - parseInt(b.slice(4)));
+  const names = Object.keys(one.steps.columns).filter((name) => name.startsWith(`${prefix}/`)).sort((a, b) => parseInt(a.slice(prefix.length + 1)) - parseInt(b.slice(prefix.length + 1)));
   if (!names.length) return [];
   const x = xOf(one);
   const weight = Number(state.get("smooth"));
@@ -214,7 +214,7 @@ export function ageLines(shown) {
   const areas = names.map((name, place) => {
     const share = Array.from(total, (all, row) => (all ? (counts[place][row] || 0) / all : 0));
     const y = share.map((value, row) => (below[row] += value));
-    const [low, high] = name.slice(4).split("-");
+    const [low, high] = name.slice(prefix.length + 1).split("-");
     return { label: low === high ? low : `${low}–${high}`, colour: ofAge(place / Math.max(1, names.length - 1)), fill: ofAge(place / Math.max(1, names.length - 1)), x, y, tell: (row) => share[row] };
   });
   return areas.reverse();

@@ -13,7 +13,8 @@ export const plots = true;
 const PLOTS = [
   { title: "Age of tokens", unit: "versions", zero: true, lines: [["token_age_max", "oldest in a loss"], ["token_age_mean", "mean"]] },
   { title: "What became of sampled tokens", unit: "share of the batch's tokens", percent: true, zero: true, lines: [["masked_share", "masked: too old"], ["behavior_weight_limited_share", "masked: weight limit"]] },
-  { title: "Groups", unit: "groups", zero: true, lines: [["groups_dropped", "dropped as too old"], ["groups_running", "being generated"], ["groups_waiting", "finished, not trained"], ["ledger_room", "room in the ledger"]] },
+  { title: "The ledger", unit: "groups", zero: true, note: "How many more groups may start now, and where those are that did.",
+    lines: [["ledger_room", "room"], ["groups_running", "being generated"], ["groups_untrained", "finished, not trained"], ["admissions_waiting", "calls that wait for room"]] },
   { title: "Who waited for it", unit: "share of time", percent: true, zero: true, most: 1, lines: [["trainer_wait", "trainer: for groups"], ["generation_idle", "gservers: idle"]] },
   { title: "How far the policy moves from its data", unit: "|importance ratio − 1|", log: true, lines: [["importance_ratio_deviation", "mean of the tokens"]] },
   { title: "Effective sample size", unit: "share of the sample", lines: [["effective_sample_size", "of tokens"], ["sequence_effective_sample_size", "of sequences"]] },
@@ -28,8 +29,9 @@ export function mount(root) {
   const grid = h("div", { class: "grid" });
   const byAge = h("section", { class: "card" });
   const ages = new Chart({ title: "Age of the tokens trained on", unit: "share of tokens, by age in policy versions", percent: true, zero: true, most: 1, wide: true });
+  const masked = new Chart({ title: "Age of the masked tokens", unit: "share of them, by age in policy versions", percent: true, zero: true, most: 1, wide: true });
   const charts = PLOTS.map((plot) => new Chart(plot));
-  fill(grid, ages.element, charts.map((chart) => chart.element));
+  fill(grid, ages.element, masked.element, charts.map((chart) => chart.element));
   fill(root, told, grid, byAge);
 
   async function update() {
@@ -55,6 +57,7 @@ export function mount(root) {
       h("b", { text: run.name }), ` trains on no token older than `, h("b", { text: `${run.max_staleness} versions` }), " (", h("code", { text: `staleness.max_staleness = ${run.max_staleness}` }), "); ",
       h("code", { text: `over_age = "${run.over_age}"` }), rule ? `: ${rule}.` : "."]);
     ages.show(ageLines([one]));
+    masked.show(ageLines([one], "masked"));
     const weight = Number(state.get("smooth"));
     const x = xOf(one);
     PLOTS.forEach((plot, place) => charts[place].show(plot.lines.map(([name, label], i) => {
@@ -87,5 +90,5 @@ export function mount(root) {
         })))));
   }
 
-  return { update, redraw: draw, needsData: (names) => names.includes("run"), remove: () => [ages, ...charts].forEach((chart) => chart.remove()) };
+  return { update, redraw: draw, needsData: (names) => names.includes("run"), remove: () => [ages, masked, ...charts].forEach((chart) => chart.remove()) };
 }

@@ -97,6 +97,10 @@ class TrajectoryGroup(msgspec.Struct):
     scores: list[float] = []
     """What each episode earned, for figures: where its calls are rewarded one by one, `rewards` are what followed them.
     Left out: the mean of its trajectories' rewards."""
+    gserver: str = ""
+    """The gserver that its requests went to last, for example `gserver/1`; for people."""
+    reward_parts: list[dict[str, float]] = []
+    """What the reward of each episode is made of, by name, for people; left out where it is one thing."""
 
     def __post_init__(self) -> None:
         if not len(self.episodes):
@@ -112,6 +116,8 @@ class TrajectoryGroup(msgspec.Struct):
         trajectories: Sequence[Trajectory],
         generation_seconds: float = 0.0,
         episodes: Sequence[int] = (),
+        gserver: str = "",
+        reward_parts: Sequence[dict[str, float]] = (),
     ) -> TrajectoryGroup:
         """Pack trajectories that share their first `prompt_length` tokens into a group."""
         scored = any(t.score is not None for t in trajectories)
@@ -128,6 +134,8 @@ class TrajectoryGroup(msgspec.Struct):
             finish_reasons=[t.finish_reason for t in trajectories],
             generation_seconds=generation_seconds,
             episodes=np.array(episodes, dtype=np.int32),
+            gserver=gserver,
+            reward_parts=list(reward_parts),
         )
         if scored:
             said = [t.reward if t.score is None else t.score for t in trajectories]

@@ -64,6 +64,8 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         finish_reasons=draw(st.lists(st.text(max_size=8), min_size=siblings, max_size=siblings)),
         generation_seconds=draw(st.floats(0, 1e6)),
         episodes=episodes.astype(np.int32),
+        gserver=draw(st.text(max_size=12)),
+        reward_parts=[{"function": 0.5, "overlong": -0.25}] * (int(episodes[-1]) + 1) * draw(st.booleans()),
     )
 
 

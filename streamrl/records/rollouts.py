@@ -122,7 +122,7 @@ class KeptGroup(msgspec.Struct, kw_only=True):
     worker: str
     """The rollout worker that made the group; empty: unknown."""
     gserver: str = ""
-    """The gserver that it was sent to; empty: unknown."""
+    """The gserver that it was sent to last; empty: unknown."""
     prompt_length: int
     """Leading tokens that all responses share."""
     prompt_chars: int
@@ -132,7 +132,9 @@ class KeptGroup(msgspec.Struct, kw_only=True):
     texts: list[str]
     """`[n]` all tokens of each as text, special ones and the prompt included."""
     reward_parts: list[dict[str, float]] = []
-    """`[n]` what each reward is made of, by name; empty: nothing was told."""
+    """What the reward of each episode is made of, by name; empty: it is one thing."""
+    scores: list[float] = []
+    """What each episode earned, where its answers are rewarded one by one; empty: its reward."""
     seqlens: NDArray[np.int32]
     """`[n]` tokens of each."""
     rewards: NDArray[np.float32]
@@ -240,6 +242,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     finish_reasons: list[str]
     texts: list[str]
     reward_parts: list[dict[str, float]] = []
+    scores: list[float] = []
     arrays: list[tuple[str, str, int]]
     """Of the second frame, in order: name, dtype, length. Of numbers of several bytes first come all first bytes, then
     all second ones, and so on, which compresses better."""

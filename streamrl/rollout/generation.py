@@ -230,11 +230,14 @@ class GroupRoute:
         *,
         find_another: Callable[[str], Awaitable[str]],
         requests: RequestCount | None = None,
+        name: str = "",
     ) -> None:
-        """`gserver`: a URL. `find_another` is given the URL of the gserver that failed and returns the URL to go on at,
-        perhaps the same one; empty: there is none now. `requests` counts the group's requests for the manager; None:
-        the manager does not want to know."""
+        """`gserver`: a URL, and `name` what people call it. `find_another` is given the URL of the gserver that failed
+        and returns the URL to go on at, perhaps the same one; empty: there is none now. `requests` counts the group's
+        requests for the manager; None: the manager does not want to know."""
         self.gserver = gserver
+        self.name = name or gserver
+        """Of the gserver; its URL where the name is not known."""
         self._find_another = find_another
         self._requests = requests
         self._asking = asyncio.Lock()
@@ -244,6 +247,7 @@ class GroupRoute:
         async with self._asking:
             if self.gserver == failed:  # otherwise a sibling has asked already
                 self.gserver = await self._find_another(failed) or failed
+                self.name = self.name if self.gserver == failed else self.gserver
 
     def request(self, tokens: int) -> AbstractContextManager[None]:
         """Count a request with a context of `tokens` tokens as in flight while inside."""

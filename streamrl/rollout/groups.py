@@ -73,7 +73,8 @@ class GroupMaker:
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        of_episodes = [task.result() for task in siblings]
+        of_episodes = [task.result()[0] for task in siblings]
+        parts = [task.result()[1] for task in siblings]
         trajectories = [trajectory for found in of_episodes for trajectory in found]
         return TrajectoryGroup.from_trajectories(
             seq=seq,
@@ -82,11 +83,14 @@ class GroupMaker:
             trajectories=trajectories,
             generation_seconds=time.monotonic() - started,
             episodes=[episode for episode, found in enumerate(of_episodes) for _ in found],
+            gserver=route.name,
+            reward_parts=parts if any(parts) else [],
         )
 
     async def _sibling(
         self, prompt: Prompt, sibling: int, route: GroupRoute, before_scoring: BeforeScoring | None
-    ) -> list[Trajectory]:
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        """Return the trajectories of one episode, and what its reward is made of."""
         session = Session(
             prompt=prompt,
             sibling=sibling,
@@ -106,7 +110,7 @@ class GroupMaker:
             raise WireError("a workflow that returned no trajectory: the policy was not asked for anything")
         for trajectory in trajectories:
             check_trajectory(trajectory)
-        return trajectories
+        return trajectories, session.reward_parts
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -202,6 +202,7 @@ class RolloutWorker:
         seq = admission.seq
         route = GroupRoute(
             admission.gserver,
+            name=admission.name,
             find_another=partial(self._find_another_gserver, seq),
             requests=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
         )

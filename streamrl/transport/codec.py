@@ -68,6 +68,8 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     finish_reasons: list[str]
     generation_seconds: float
     scores: list[float]
+    gserver: str
+    reward_parts: list[dict[str, float]]
     dtypes: tuple[str, ...]
     """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
     size: int
@@ -146,8 +148,9 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     """Return the group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
     where = f"group {header.seq} from {sender}"
     limits.check_seq(header.seq, where=where)
-    if len(header.worker) > LONGEST_NAME:
-        raise WireError(f"{where}: a worker's name of {len(header.worker)} characters, more than {LONGEST_NAME}")
+    for name in (header.worker, header.gserver, *(name for parts in header.reward_parts for name in parts)):
+        if len(name) > LONGEST_NAME:
+            raise WireError(f"{where}: a name of {len(name)} characters, more than {LONGEST_NAME}")
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
@@ -166,6 +169,8 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         generation_seconds=header.generation_seconds,
         episodes=episodes,
         scores=header.scores,
+        gserver=header.gserver,
+        reward_parts=header.reward_parts,
     )
     check(group, limits, where=where)
     return group
@@ -214,6 +219,8 @@ def header_of(group: TrajectoryGroup) -> GroupHeader:
         finish_reasons=group.finish_reasons,
         generation_seconds=float(group.generation_seconds),
         scores=group.scores,
+        gserver=group.gserver,
+        reward_parts=group.reward_parts,
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
@@ -258,6 +265,10 @@ def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> N
         raise WireError(f"{where}: {len(group.scores)} scores for {episodes} episodes")
     if not all(-LARGEST_REWARD <= score <= LARGEST_REWARD for score in group.scores):
         raise WireError(f"{where}: scores {group.scores[:16]} must be finite, and at most {LARGEST_REWARD:g}")
+    if len(group.reward_parts) not in (0, episodes):
+        raise WireError(f"{where}: parts of {len(group.reward_parts)} rewards for {episodes} episodes")
+    if not all(-LARGEST_REWARD <= part <= LARGEST_REWARD for parts in group.reward_parts for part in parts.values()):
+        raise WireError(f"{where}: parts of rewards must be finite, and at most {LARGEST_REWARD:g} in magnitude")
     if not 0 <= group.generation_seconds < math.inf:
         raise WireError(f"{where}: generation_seconds {group.generation_seconds} must be finite and not negative")
 

@@ -213,6 +213,8 @@ class Admission(msgspec.Struct, frozen=True):
     """URL of the gserver for all requests of this group."""
     permit: str = ""
     """Shown with the group: `seq` was leased to this worker."""
+    name: str = ""
+    """The gserver's, for people."""
 
 
 class AdmitReply(msgspec.Struct, frozen=True):

@@ -66,6 +66,7 @@ async def test_the_last_tokens_of_a_response_cost_reward(tokens: int, cost: floa
     async with session(text, rewards=Rewards(1.0), reward=shaped) as (given_session, _):
         trajectory = await load_workflow(WorkflowConfig()).run(PROMPT, given_session)
     assert trajectory.reward == pytest.approx(1.0 - cost)
+    assert given_session.reward_parts == pytest.approx({"function": 1.0, "overlong": -cost})
 
 
 async def test_multi_turn_until_success() -> None:

@@ -102,7 +102,8 @@ class Admissions:
             (group,) = self._ledger.admit(worker, 1, now=now)
             group.route = route
             permit = self._permit(group.seq, worker)
-            admissions.append(Admission(seq=group.seq, gserver=route.gserver.address, permit=permit))
+            gserver = route.gserver
+            admissions.append(Admission(seq=group.seq, gserver=gserver.address, permit=permit, name=gserver.name))
         self.admitted += len(admissions)
         if ticket and admissions:
             remembered = self._tickets.setdefault(worker, OrderedDict())

@@ -84,6 +84,8 @@ class Session:
         """The run's sampling parameters."""
         self.max_context = max_context
         """Tokens of prompt and responses together that the gservers take."""
+        self.reward_parts: dict[str, float] = {}
+        """What the last score was made of, by name; empty where it was one thing."""
         self._generator = generator
         self._route = route
         self._rewards = rewards
@@ -167,7 +169,10 @@ class Session:
         overlong = overlong_share(
             response.output_tokens, most=self.sampling.max_new_tokens, buffer=self._reward.overlong_tokens
         )
-        return judged - self._reward.overlong_penalty * overlong
+        penalty = self._reward.overlong_penalty * overlong
+        if self._reward.overlong_tokens:
+            self.reward_parts = {"function": judged, "overlong": -penalty}
+        return judged - penalty
 
 
 def overlong_share(output_tokens: int, *, most: int, buffer: int) -> float:

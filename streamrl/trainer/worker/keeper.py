@@ -11,6 +11,7 @@ import copy
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -79,6 +80,7 @@ class RolloutKeeper:
         self._waiting: queue.Queue[Sample | None] = queue.Queue(MOST_WAITING)
         self._kept = 0
         self._lost = 0
+        self._processor_seconds = 0.0
         self._failing = False
         self._over = threading.Event()
         self._thread = threading.Thread(
@@ -98,8 +100,12 @@ class RolloutKeeper:
                 self._lost += 1
 
     def stats(self) -> dict[str, float]:
-        """Groups that were written, and that could not be."""
-        return {"rollouts_kept_total": self._kept, "rollouts_lost_total": self._lost}
+        """Groups that were written, and that could not be; the processor's seconds that it took beside the training."""
+        return {
+            "rollouts_kept_total": self._kept,
+            "rollouts_lost_total": self._lost,
+            "rollouts_processor_seconds_total": self._processor_seconds,
+        }
 
     def close(self) -> None:
         """Return when all is written, after `CLOSING_SECONDS` at most."""
@@ -116,6 +122,7 @@ class RolloutKeeper:
             writer = RolloutWriter(self._folder, most_bytes=most_bytes, policy_version=policy_version)
             while (sample := self._waiting.get()) is not None:
                 self._write(writer, kept_group(sample, algorithm=self._algorithm, texts=self._texts))
+                self._processor_seconds = time.thread_time()
             writer.close()
         except Exception:  # tolerance point: samples are for people to look at, and must not end a run
             log.exception("no more rollouts are kept in %s; the run goes on", self._folder)
@@ -154,6 +161,9 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts) -> K
         seq=group.seq,
         time=sample.time,
         worker=group.worker,
+        gserver=group.gserver,
+        reward_parts=group.reward_parts,
+        scores=group.scores,
         prompt_length=group.prompt_length,
         prompt_chars=prompt_chars,
         finish_reasons=group.finish_reasons,

@@ -156,7 +156,7 @@ def test_what_the_thread_is_too_slow_for_is_counted(tmp_path, monkeypatch):
     for _ in range(10):
         texts.allowed.release()
     kept.close()
-    assert kept.stats() == {"rollouts_kept_total": 10 - lost, "rollouts_lost_total": lost}
+    assert (kept.stats()["rollouts_kept_total"], kept.stats()["rollouts_lost_total"]) == (10 - lost, lost)
     assert len(np.unique(Rollouts(tmp_path).rows["seq"])) == 10 - lost
 
 
@@ -202,6 +202,7 @@ def logprobs_of(folder, ids):
 def test_a_training_step_keeps_the_trainers_logprobs(tmp_path):
     rng = np.random.default_rng(0)
     groups = [random_group(0, rng, gaps=True), branching_group(1, rng), random_group(2, rng)]
+    groups[0] = msgspec.structs.replace(groups[0], gserver="gserver/3", reward_parts=[{"function": 1.0}] * 4)
     groups[2] = msgspec.structs.replace(groups[2], rewards=np.zeros(groups[2].size, np.float32))
     worker = Worker(
         tmp_path,
@@ -216,6 +217,8 @@ def test_a_training_step_keeps_the_trainers_logprobs(tmp_path):
     found = Rollouts(tmp_path / "kept")
     assert np.unique(found.rows["seq"]).tolist() == [0, 2]
     first = found.group(2, 0)
+    assert (first.gserver, first.reward_parts) == ("gserver/3", [{"function": 1.0}] * 4)
+    assert found.table(limit=1, filter="gserver=gserver/3").total == 4
     for index in range(first.size):
         begin, end = first.bounds(index)
         sampled = groups[0].packed_loss_mask[begin:end]
@@ -226,4 +229,6 @@ def test_a_training_step_keeps_the_trainers_logprobs(tmp_path):
     assert first.texts[0].split()[0].startswith("t")
     assert {TOKEN_USES[use] for use in found.group(2, 2).token_uses} == {"prompt", "no_contrast"}
     assert found.group(2, 2).proximal_logprobs is None
-    assert worker.computation.stats() == {"rollouts_kept_total": 2, "rollouts_lost_total": 0}
+    stats = worker.computation.stats()
+    assert (stats["rollouts_kept_total"], stats["rollouts_lost_total"]) == (2, 0)
+    assert stats["rollouts_processor_seconds_total"] > 0

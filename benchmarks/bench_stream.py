@@ -36,6 +36,8 @@ from rich.table import Table
 
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport import codec
+from streamrl.transport.control import Peer
+from streamrl.transport.credentials import CurveKeys, Shown, Verifier, credential, permit
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.types import NO_VERSION, SampleMeta, TrajectoryGroup
 
@@ -45,6 +47,8 @@ BATCH = 16
 SIBLINGS = 16
 PROMPT = 128
 MAX_GROUP_BYTES = 1 << 28
+KEY = bytes(32)
+"""What the head knows credentials and permits by."""
 
 
 def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
@@ -79,7 +83,7 @@ def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
 # --- receiving process ---------------------------------------------------------------------------
 
 
-def receiver(control: Connection, groups: Any, done: Any) -> None:
+def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None) -> None:
     """Tell the endpoints, then serve one run after another as `control` asks."""
     context = zmq.Context.instance()
     bare, pyobj = context.socket(zmq.ROUTER), context.socket(zmq.PAIR)
@@ -88,8 +92,9 @@ def receiver(control: Connection, groups: Any, done: Any) -> None:
         endpoint.bind("tcp://127.0.0.1:0")
     arrivals = Arrivals()
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
-    ingress = StreamIngress(dataset, host="127.0.0.1", limits=codec.Limits(max_group_bytes=MAX_GROUP_BYTES))
-    ingress.start()
+    limits = codec.Limits(max_group_bytes=MAX_GROUP_BYTES)
+    ingress = StreamIngress(dataset, host="127.0.0.1", limits=limits, keys=keys)
+    ingress.start(Verifier("model_worker", key=KEY, encrypted=keys is not None))
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:
         contender, count = order
@@ -172,7 +177,7 @@ def receive_pyobj(endpoint: zmq.Socket[bytes], count: int) -> None:
 async def push_all(pusher: GroupPusher, groups: Iterator[TrajectoryGroup]) -> None:
     async def push_some() -> None:
         for group in groups:
-            await pusher.push(group)
+            await pusher.push(group, permit=permit(KEY, seq=group.seq, name="rollout/0"))
 
     await asyncio.gather(*(push_some() for _ in range(WINDOW)))
 
@@ -201,12 +206,15 @@ def stamped(pool: list[TrajectoryGroup], seqs: Iterator[int], count: int) -> Ite
         yield msgspec.structs.replace(group, seq=seq)
 
 
-def measure(sizes: dict[int, int], repeats: int, console: Console) -> list[dict[str, Any]]:
-    """Groups per second of each contender at each size; `sizes`: tokens of a sibling → groups of a run."""
+def measure(sizes: dict[int, int], repeats: int, console: Console, *, encrypted: bool) -> list[dict[str, Any]]:
+    """Groups per second of each contender at each size; `sizes`: tokens of a sibling → groups of a run; `encrypted`:
+    streamrl's own stream."""
+    mine, keys = CurveKeys.make(), CurveKeys.make() if encrypted else None
+    shown = credential(KEY, role="rollout", index=0, number=1, curve_key=mine.public)
     spawn = multiprocessing.get_context("spawn")
     control, theirs = spawn.Pipe()
     groups, done = spawn.Queue(WINDOW), spawn.Queue()
-    process = spawn.Process(target=receiver, args=(theirs, groups, done), daemon=True)
+    process = spawn.Process(target=receiver, args=(theirs, groups, done, keys), daemon=True)
     process.start()
     stream_endpoint, bare_endpoint, pyobj_endpoint = control.recv()
     context = zmq.Context.instance()
@@ -218,7 +226,11 @@ def measure(sizes: dict[int, int], repeats: int, console: Console) -> list[dict[
 
     async def connect() -> GroupPusher:
         return GroupPusher(
-            worker="rollout/0", endpoints=[stream_endpoint], max_group_bytes=MAX_GROUP_BYTES, resend_seconds=10.0
+            worker="rollout/0",
+            heads=[Peer("model_worker", 0, stream_endpoint, keys.public if keys is not None else "")],
+            shown=Shown(shown, mine),
+            max_group_bytes=MAX_GROUP_BYTES,
+            resend_seconds=10.0,
         )
 
     pusher = loop.run_until_complete(connect())
@@ -291,13 +303,22 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput of the stream of groups against plainer ways.")
     parser.add_argument("--quick", action="store_true", help="under half a minute")
-    quick = parser.parse_args().quick
+    parser.add_argument("--encrypted", action="store_true", help="streamrl's stream over CURVE")
+    options = parser.parse_args()
+    quick = options.quick
     console = Console()
     sizes = {512: 1600, 8192: 320} if quick else {512: 4000, 8192: 640}  # multiples of BATCH
     repeats = 3 if quick else 7
-    rows = measure(sizes, repeats, console)
+    rows = measure(sizes, repeats, console, encrypted=options.encrypted)
     show(rows, console)
-    settings = {"window": WINDOW, "batch": BATCH, "prompt_tokens": PROMPT, "repeats": repeats, "quick": quick}
+    settings = {
+        "window": WINDOW,
+        "batch": BATCH,
+        "prompt_tokens": PROMPT,
+        "repeats": repeats,
+        "quick": quick,
+        "encrypted": options.encrypted,
+    }
     console.print(f"written to {write_results('bench_stream', settings, rows)}")
 
 

@@ -110,7 +110,8 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
         heads = await joined.control.topology("model_worker", config.trainer.workers, patience=300)
         pusher = GroupPusher(
             worker=joined.membership.name,
-            endpoints=[head.address for head in heads if head.address],
+            heads=[head for head in heads if head.address],
+            shown=joined.membership.shows("model_worker"),
             max_group_bytes=config.stream.max_group_bytes,
             resend_seconds=config.stream.resend_seconds,
         )

@@ -15,6 +15,7 @@ import msgspec
 
 from streamrl.seqs import SeqSet
 from streamrl.transport import codec
+from streamrl.transport.credentials import CurveKeys, Verifier
 from streamrl.transport.puller import GroupPuller, Outcome
 from streamrl.types import SampleMeta, TrajectoryGroup
 
@@ -135,8 +136,10 @@ class StreamIngress:
         resend_seconds: float = 10.0,
         port: int = 0,
         announced: str = "",
+        keys: CurveKeys | None = None,
     ) -> None:
-        """`announced`: the address that pushers are told, if it is another one than `host`. `limits`: groups beyond
+        """`announced`: the address that pushers are told, if it is another one than `host`. `keys`: the process's own,
+        if connections are to be encrypted. `limits`: groups beyond
         them are refused. `resend_seconds`: of the pushers; one silent for three times as long loses its credit. `port`
         0: any free one."""
         self._dataset = dataset
@@ -146,6 +149,7 @@ class StreamIngress:
             port=port,
             limits=limits,
             silence_seconds=3 * resend_seconds,
+            keys=keys,
             announced=announced,
         )
 
@@ -159,8 +163,10 @@ class StreamIngress:
         """Whether groups are taken in."""
         return self._puller.running
 
-    def start(self) -> None:
-        """Begin to take groups in, in a thread of its own, without which the process cannot do."""
+    def start(self, verifier: Verifier) -> None:
+        """Begin to take groups in, of those whom `verifier` knows, in a thread of its own, without which the process
+        cannot do."""
+        self._puller.verifier = verifier
         self._dataset.notify_freed(self._puller.wake)
         self._puller.start()
 

@@ -326,6 +326,9 @@ class SecurityConfig(Section, frozen=True):
     secret_file: str = ""
     """File with the run's secret, which only its owner may be able to read; the manager makes it if it is not there.
     Empty: the secret is made for the run, or is in the environment variable STREAMRL_SECRET."""
+    encryption: Literal["auto", "on", "off"] = "auto"
+    """`auto`: whatever leaves the loopback address is encrypted; `off`: nothing is, and whoever reads the network reads
+    the run's tokens, too; `on`: everything, on one machine as well. What torch's process groups send is never."""
     host_names: list[str] = []
     """Names by which the run's HTTP servers are asked, besides their addresses and the machine's own name: a request
     under another name may come from a web page, and is refused."""

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from streamrl.config import Config
-from streamrl.transport.control import Admission
+from streamrl.transport.control import Admission, Peer
+from streamrl.transport.credentials import Shown
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.transport.synchronous import (
     FIRST_ROLLOUT_WORKER,
@@ -73,13 +74,14 @@ class SynchronousRollout:
         config: Config,
         *,
         index: int,
-        master: str,
+        master: Peer,
+        shown: Shown,
         admit: Callable[[int], Awaitable[list[Admission] | None]],
         start: Callable[[Admission, ScoringGate], None],
     ) -> None:
-        """`index`: the rollout worker's. `master`: ZMQ endpoint of its channel. `admit` takes how many groups are
-        missing and returns those that may start, or None when the run is over. `start` makes a group, in a task of its
-        own."""
+        """`index`: the rollout worker's. `master`: where its channel is; `shown`: what it knows this process by.
+        `admit` takes how many groups are missing and returns those that may start, or None when the run is over.
+        `start` makes a group, in a task of its own."""
         self._siblings = config.rollout.group_size
         self._admit = admit
         self._start = start
@@ -91,7 +93,7 @@ class SynchronousRollout:
         self._changed = asyncio.Condition()
         """Notified when one of the three above changes."""
         self._channel: ReplyChannel[RolloutCall] = ReplyChannel(
-            endpoint=master, worker=FIRST_ROLLOUT_WORKER + index, call_type=RolloutCall
+            master=master, worker=FIRST_ROLLOUT_WORKER + index, shown=shown, call_type=RolloutCall
         )
 
     async def run(self) -> None:

@@ -62,7 +62,8 @@ async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
     )
     pusher = GroupPusher(
         worker=joined.membership.name,
-        endpoints=[worker.address for worker in workers if worker.address],  # DP heads have one
+        heads=[worker for worker in workers if worker.address],  # DP heads have one
+        shown=joined.membership.shows("model_worker"),
         max_group_bytes=config.stream.max_group_bytes,
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,
@@ -77,7 +78,8 @@ async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> 
     calls = SynchronousRollout(
         config,
         index=joined.membership.index,
-        master=masters[0].address,
+        master=masters[0],
+        shown=joined.membership.shows("master"),
         admit=worker.admit,
         start=worker.start,
     )
@@ -212,7 +214,7 @@ class RolloutWorker:
                 await self._drop_uniform(seq, float(group.rewards[0]))
                 return False
             with self._activity.pushing():
-                await self._pusher.push(group)
+                await self._pusher.push(group, permit=admission.permit)
         except RewardError as error:
             if self._config.rollout.reward.on_error == "stop":
                 what = f"{self._membership.name}: {type(error).__name__}: {error}"

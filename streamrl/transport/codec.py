@@ -76,6 +76,8 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     """Length of `seqlens`, `rewards` and `episodes`."""
     tokens: int
     """Length of the packed arrays."""
+    permit: str = ""
+    """That `seq` was leased to the sender."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -105,12 +107,12 @@ class Limits(msgspec.Struct, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(group: TrajectoryGroup, *, max_group_bytes: int) -> list[Frame]:
+def encode(group: TrajectoryGroup, *, max_group_bytes: int, permit: str = "") -> list[Frame]:
     """Return the frames of `group`, which must not change until they are sent.
 
     Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
     """
-    head = _encoder.encode(header_of(group))
+    head = _encoder.encode(header_of(group, permit=permit))
     arrays: list[Frame] = []
     for name, dtype in zip(_NAMES, _DTYPES, strict=True):
         array = getattr(group, name)
@@ -210,8 +212,8 @@ def group_bytes(group: TrajectoryGroup) -> int:
     return group.size * _BYTES_PER_TRAJECTORY + group.tokens * _BYTES_PER_TOKEN
 
 
-def header_of(group: TrajectoryGroup) -> GroupHeader:
-    """The header of `group`."""
+def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
+    """The header of `group`; `permit`: of its admission."""
     return GroupHeader(
         seq=int(group.seq),
         worker=group.worker,
@@ -224,6 +226,7 @@ def header_of(group: TrajectoryGroup) -> GroupHeader:
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
+        permit=permit,
     )
 
 

@@ -24,6 +24,7 @@ call, and joins with it; each role has a token for its own.
 | POST /heartbeat | all | it lives, and how it does; answers whether to stop |
 | GET /silent | owner | waits until others are silent than before the n-th change; who is |
 | GET /topology | rollout, master, model worker | waits until the named processes are registered; their addresses |
+| POST /member | master, model worker | whether a CURVE key is that of a member who may speak to the caller |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
@@ -80,6 +81,8 @@ class Register(msgspec.Struct, frozen=True):
     """`machine_identity`: alike for processes that share memory."""
     curve_key: str = ""
     """Public CURVE key of the process (z85), by which encrypted sockets know it; the same as long as it lives."""
+    encrypted: bool = False
+    """Whether its socket at `address` takes CURVE connections alone."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -168,6 +171,18 @@ class Peer(msgspec.Struct, frozen=True):
     role: Role
     index: int
     address: str
+    curve_key: str = ""
+    """Public CURVE key of the socket at `address`; empty: it is not encrypted."""
+
+
+class AskMember(msgspec.Struct, frozen=True):
+    """Is this the CURVE key of a member?"""
+
+    curve_key: str
+
+
+class IsMember(msgspec.Struct, frozen=True):
+    known: bool
 
 
 class Topology(msgspec.Struct, frozen=True):

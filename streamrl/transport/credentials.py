@@ -12,12 +12,21 @@ it once. A name is never believed by itself.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
+import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from streamrl.errors import StreamRLError, WireError
 from streamrl.transport.control import Role
+from streamrl.transport.seldom import Seldom
+
+log = logging.getLogger(__name__)
 
 HEARS: Mapping[Role, frozenset[Role]] = {
     "model_worker": frozenset({"rollout"}),
@@ -25,8 +34,9 @@ HEARS: Mapping[Role, frozenset[Role]] = {
 }
 """Receiver → who may speak to it over ZMQ: groups to the model workers, replies and notices to the master."""
 MAC_BYTES = 16
-LONGEST_ID = 255
-"""Bytes of a routing id, as ZMQ has it."""
+ZAP_DOMAIN = b"streamrl"
+ASK_SECONDS = 5.0
+"""How long the manager may take to say whose a key is."""
 LONGEST_INDEX = 9
 """Digits of the number of a process within its role."""
 REMEMBERED = 65536
@@ -51,6 +61,99 @@ def permits(key: bytes, shown: str, *, seq: int, name: str) -> bool:
 
 def _mac(key: bytes, content: bytes) -> bytes:
     return blake2b(content, key=key, digest_size=MAC_BYTES).digest()
+
+
+class CurveKeys(NamedTuple):
+    """A process's own key pair for encrypted sockets (CurveZMQ, https://rfc.zeromq.org/spec/26): made in memory, and
+    gone with the process."""
+
+    public: str
+    """In Z85, as others are told it."""
+    secret: bytes
+
+    @classmethod
+    def make(cls) -> CurveKeys:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret)
+
+
+class Shown(NamedTuple):
+    """What the sockets of a process show to receivers of one role."""
+
+    credential: str
+    keys: CurveKeys | None = None
+    """Needed where a receiver's socket is encrypted."""
+
+
+def encrypt_server(endpoint: zmq.Socket[Any], keys: CurveKeys) -> None:
+    """Have `endpoint`, which is to be bound, take encrypted connections alone: of keys that a `Doorkeeper` knows."""
+    endpoint.set(zmq.CURVE_SERVER, 1)
+    endpoint.set(zmq.CURVE_SECRETKEY, keys.secret)
+    endpoint.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
+
+def connect(endpoint: zmq.Socket[Any], address: str, *, curve_key: str, shown: Shown, link: str) -> None:
+    """Connect `endpoint` to the receiver at `address`, with the CURVE key `curve_key` if its socket is encrypted.
+
+    `link` tells the sockets of the process apart. Raises `WireError` if the receiver cannot be spoken to.
+    """
+    endpoint.set(zmq.ROUTING_ID, f"{shown.credential} {link}".encode())
+    if curve_key:
+        if shown.keys is None:
+            raise WireError(f"the socket at {address} is encrypted, and this process has no keys for that")
+        endpoint.set(zmq.CURVE_SERVERKEY, curve_key.encode())
+        endpoint.set(zmq.CURVE_PUBLICKEY, shown.keys.public.encode())
+        endpoint.set(zmq.CURVE_SECRETKEY, shown.keys.secret)
+    endpoint.connect(address)
+
+
+def user_of(frame: zmq.Frame) -> str:
+    """Return the CURVE key (Z85) of the encrypted connection that `frame` came by."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+class _Zap(AsyncioAuthenticator):
+    tries_again = False
+    """Whether whoever is refused now is to come back (300), and not to be turned away for good (400)."""
+
+    def _send_zap_reply(self, request_id: bytes, status_code: bytes, *rest: Any) -> None:
+        code = b"300" if self.tries_again and status_code == b"400" else status_code
+        self.tries_again = False
+        super()._send_zap_reply(request_id, code, *rest)
+
+
+class Doorkeeper:
+    """Lets nobody into the encrypted sockets of a context but those whose keys `is_member` knows (libzmq's ZAP,
+    https://rfc.zeromq.org/spec/27): others are cut off before they have said anything."""
+
+    def __init__(self, context: zmq.Context[Any], is_member: Callable[[str], Awaitable[bool]]) -> None:
+        self._is_member = is_member
+        self._zap = _Zap(context)
+        self._zap.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=self)
+        self._seldom = Seldom(log)
+
+    def start(self) -> None:
+        """Call with the event loop running."""
+        self._zap.start()
+
+    def stop(self) -> None:
+        self._zap.stop()
+
+    async def callback(self, domain: str, key: bytes) -> bool:
+        """Whether `key` (Z85) may connect; called by pyzmq for each connection."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                known = await self._is_member(key.decode())
+        except (StreamRLError, TimeoutError) as error:
+            self._seldom.warning("it cannot be found out whose a key is: %s", error)
+            self._zap.tries_again = True
+            return False
+        if not known:
+            self._seldom.warning("refused a connection with a key that is no member's")
+        return known
 
 
 class Sender:
@@ -125,11 +228,6 @@ class Verifier:
             if role == known and known in self._heard_roles:
                 return Sender(known, int(index), number=int(number), curve_key="" if curve_key == "-" else curve_key)
         raise Stranger(f"{name}, who has nothing to say here")
-
-
-def routing_id(shown: str, *, link: str) -> bytes:
-    """Return the routing id of a socket of the process with the credential `shown`; `link` tells its sockets apart."""
-    return f"{shown} {link}".encode()
 
 
 def printable(routing_id: bytes) -> str:

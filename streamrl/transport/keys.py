@@ -7,13 +7,13 @@ fingerprint.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 from typing import NamedTuple
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.transport.secret import Secret
+from streamrl.transport.secret import is_loopback as is_loopback
 
 HEADER = "Authorization"
 LEAST_CHARACTERS = 16
@@ -80,11 +80,3 @@ def admits(key: str, shown: str | None) -> bool:
     """Whether the value of the header, `shown`, has `key`. How long the comparison takes does not tell where they
     differ."""
     return not key or hmac.compare_digest((shown or "").encode(), f"Bearer {key}".encode())
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens at `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -24,6 +24,7 @@ from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
     AdmitReply,
+    AskMember,
     AskPlace,
     Compare,
     Compared,
@@ -42,6 +43,7 @@ from streamrl.transport.control import (
     HeartbeatReply,
     InFlight,
     InFlightReply,
+    IsMember,
     Leave,
     NextEvaluation,
     NextEvaluationReply,
@@ -160,6 +162,10 @@ class ControlClient:
     async def drain(self, message: Drain) -> None:
         """Have a gserver or a rollout worker finish what it has and leave."""
         await self._post("/drain", message, Done)
+
+    async def is_member(self, curve_key: str) -> bool:
+        """Whether a CURVE key is that of a member who may speak over ZMQ."""
+        return (await self._post("/member", AskMember(curve_key), IsMember)).known
 
     async def leave(self, message: Leave) -> None:
         await self._post("/leave", message, Done)

@@ -18,6 +18,7 @@ from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity
 from streamrl.records.metrics import finite
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
+from streamrl.transport.credentials import CurveKeys, Shown, Verifier
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,12 @@ class Membership:
         config: Config,
         stats: Callable[[], dict[str, float]] = dict,
         patience: float = PATIENCE_SECONDS,
-        curve_key: str = "",
+        keys: CurveKeys | None = None,
+        encrypted: bool = False,
     ) -> None:
-        """`address`: at which others reach the process; `curve_key`: public one of its encrypted sockets."""
+        """`address`: at which others reach the process; `keys`: its own, if it has made them already; `encrypted`:
+        whether the socket at `address` takes connections of CURVE alone, under these keys."""
+        self.keys = keys if keys is not None else CurveKeys.make()
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
         """What the manager gave this process when it joined."""
         self.client = client
@@ -67,10 +71,19 @@ class Membership:
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
         self._address = address
         self._config = config
-        self._curve_key = curve_key
+        self._encrypted = encrypted
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
+
+    def shows(self, receiver: Role) -> Shown:
+        """What this process shows on sockets to receivers of that role, once it has joined."""
+        return Shown(self.granted.credentials.get(receiver, ""), self.keys)
+
+    def verifier(self) -> Verifier:
+        """What this process, a receiver, knows senders by, once it has joined."""
+        key = bytes.fromhex(self.granted.verification_key)
+        return Verifier(self.role, key=key, encrypted=self._encrypted)
 
     @property
     def name(self) -> str:
@@ -117,7 +130,8 @@ class Membership:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 machine=machine_identity(),
-                curve_key=self._curve_key,
+                curve_key=self.keys.public,
+                encrypted=self._encrypted,
             ),
             patience=patience,
         )

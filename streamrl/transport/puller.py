@@ -38,8 +38,10 @@ from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
 from streamrl.transport.addresses import url_of
+from streamrl.transport.credentials import CurveKeys, Sender, Stranger, Verifier, encrypt_server, user_of
 from streamrl.transport.liveness import LastHeard, next_silence
 from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
+from streamrl.transport.seldom import Seldom
 from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
 """How much a head receives, and for how long, before it sends acknowledgements and grants."""
+REFUSED_AT_ONCE = 16
+"""Of the groups that somebody offers who may not; those beyond hear of it when they are offered again."""
 LONGEST_REASON = 1000
 """Characters in the reason for refusing a message."""
 
@@ -94,13 +98,19 @@ class GroupPuller:
         limits: codec.Limits,
         silence_seconds: float,
         announced: str = "",
+        keys: CurveKeys | None = None,
     ) -> None:
-        """`announced`: the address that pushers are told, if it is another one than `host`."""
+        """`announced`: the address that pushers are told, if it is another one than `host`; `keys`: the process's own,
+        if its connections are to be encrypted."""
+        self.verifier = Verifier("model_worker")
+        """Knows who sends; to be replaced, before `start`, by one that has the key."""
         self.limits = limits
         """May be replaced at any time, from any thread."""
         self._sink = sink
         self._book = CreditBook(capacity=sink.capacity_groups, silence_seconds=silence_seconds)
         self._replies: dict[bytes, Reply] = {}
+        self._seldom = Seldom(log)
+        self._encrypted = keys is not None
         self._closing = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -110,6 +120,8 @@ class GroupPuller:
         self._socket.set(zmq.MAXMSGSIZE, max(limits.max_group_bytes, codec.MAX_HEADER_BYTES))
         self._socket.set(zmq.LINGER, LINGER_MS)
         keep_alive(self._socket)
+        if keys is not None:
+            encrypt_server(self._socket, keys)
         self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
         bound: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.endpoint = url_of(announced, urlsplit(bound).port or port, scheme="tcp") if announced else bound
@@ -174,31 +186,54 @@ class GroupPuller:
                 sender = self._socket.recv(_NOW)  # always followed by at least one frame
             except zmq.Again:
                 return
-            frames, excess = self._receive_frames()
+            frames, excess, user = self._receive_frames()
             now = time.monotonic()
-            self._handle(sender, frames, excess, now)
+            try:
+                known = self.verifier.sender(sender, user=user)
+            except Stranger as stranger:
+                self._turn_away(sender, frames, str(stranger))
+            else:
+                self._handle(sender, known, frames, excess, now)
             if now > end:
                 return
 
-    def _receive_frames(self) -> tuple[list[memoryview], str]:
+    def _turn_away(self, sender: bytes, frames: list[memoryview], why: str) -> None:
+        """Refuse a message of somebody who may say nothing here; of what it says only the sequence numbers are looked at."""
+        self._sink.count_refused()
+        self._seldom.warning("refused a message of %s", why)
+        seqs = [UNREADABLE]
+        with suppress(Exception):  # tolerance point: whatever it makes a decoder raise
+            message = _decoder.decode(frames[0]) if len(frames[0]) <= codec.MAX_HEADER_BYTES else None
+            if isinstance(message, codec.GroupHeader):
+                seqs = [message.seq]
+            elif isinstance(message, Ask) and message.offered:
+                seqs = message.offered[:REFUSED_AT_ONCE]
+        reply = self._reply(sender)
+        reply.refused += [Refusal(seq, f"this head does not take messages of {why}") for seq in seqs]
+
+    def _receive_frames(self) -> tuple[list[memoryview], str, str]:
         """The frames of one message after its sender's, and what is too much in it: then the first frame alone, for
-        ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read."""
+        ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read. Last, the CURVE key
+        of the connection; empty: it is not encrypted."""
         frames: list[memoryview] = []
         count = size = 0
         largest = codec.MAX_HEADER_BYTES + self.limits.max_group_bytes
-        more = True
+        more, user = True, ""
         while more:
             frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
+            if self._encrypted and not user:
+                user = user_of(frame)
             count, size, more = count + 1, size + len(frame), frame.more
             if count <= codec.MOST_FRAMES and size <= largest:
                 frames.append(frame.buffer)
             else:
                 del frames[1:]
         if count <= codec.MOST_FRAMES and size <= largest:
-            return frames, ""
-        return frames, f"a message of {count} frames with {size} bytes, more than {codec.MOST_FRAMES} or {largest}"
+            return frames, "", user
+        excess = f"a message of {count} frames with {size} bytes, more than {codec.MOST_FRAMES} or {largest}"
+        return frames, excess, user
 
-    def _handle(self, sender: bytes, frames: list[memoryview], excess: str, now: float) -> None:
+    def _handle(self, sender: bytes, known: Sender, frames: list[memoryview], excess: str, now: float) -> None:
         if not frames or len(frames[0]) > codec.MAX_HEADER_BYTES:
             self._refuse(sender, UNREADABLE, f"a first frame of more than {codec.MAX_HEADER_BYTES} bytes, or none")
             return
@@ -214,23 +249,35 @@ class GroupPuller:
             self._book.withdraw(sender, seq)
             self._refuse(sender, seq, excess)
         elif isinstance(message, Ask):
-            self._handle_ask(sender, message)
+            self._handle_ask(sender, known, message)
         else:
-            self._handle_group(sender, message, frames[1:])
+            self._handle_group(sender, known, message, frames[1:])
 
-    def _handle_ask(self, sender: bytes, ask: Ask) -> None:
+    def _handle_ask(self, sender: bytes, known: Sender, ask: Ask) -> None:
         reply = self._reply(sender)
         for seq in ask.withdrawn:
             self._book.withdraw(sender, seq)
-        for seq in ask.offered:
-            if seq >= self.limits.seqs:
+        if len(ask.permits) != len(ask.offered):
+            self._refuse(sender, UNREADABLE, f"{len(ask.permits)} permits for {len(ask.offered)} groups")
+            return
+        for seq, permit in zip(ask.offered, ask.permits, strict=True):
+            if not self.verifier.permits(known, seq, permit):
+                self._refuse(sender, seq, _not_leased(seq, known))
+            elif seq >= self.limits.seqs:
                 self._refuse_seq(sender, seq)
             elif self._sink.knows(seq):
                 reply.stored.append(seq)
             elif self._book.offer(sender, seq):
                 reply.send.append(seq)  # the grant, or the group, was lost on the way
 
-    def _handle_group(self, sender: bytes, header: codec.GroupHeader, frames: list[memoryview]) -> None:
+    def _handle_group(self, sender: bytes, known: Sender, header: codec.GroupHeader, frames: list[memoryview]) -> None:
+        if not self.verifier.permits(known, header.seq, header.permit):
+            self._refuse(sender, header.seq, _not_leased(header.seq, known))
+            return
+        if header.worker != known.name:
+            self._book.withdraw(sender, header.seq)
+            self._refuse(sender, header.seq, f"group {header.seq} of {header.worker[:40]!r} comes from {known.name}")
+            return
         try:
             group = codec.decode(header, frames, limits=self.limits, sender=_name(sender))
         except Exception as error:  # tolerance point: see above
@@ -254,7 +301,7 @@ class GroupPuller:
     def _refuse(self, sender: bytes, seq: int, reason: str) -> None:
         self._sink.count_refused()
         reason = reason[:LONGEST_REASON]  # it may quote what was sent
-        log.warning("refused a message from %s: %s", _name(sender), reason)
+        self._seldom.warning("refused a message from %s: %s", _name(sender), reason)
         self._reply(sender).refused.append(Refusal(seq, reason))
 
     def _forget_silent(self) -> None:
@@ -291,8 +338,12 @@ class GroupPuller:
 
 
 def _name(sender: bytes) -> str:
-    """A pusher's routing id begins with its worker's name; other peers' ids begin with a zero byte."""
-    return sender.decode("ascii", "backslashreplace") if sender[:1] != b"\0" else f"unknown peer {sender.hex()}"
+    """Whom a routing id names, for messages: it begins with that, and the rest is a secret."""
+    return sender.split(b" ", 1)[0].decode("ascii", "backslashreplace")
+
+
+def _not_leased(seq: int, sender: Sender) -> str:
+    return f"group {seq} was not leased to {sender.name}"
 
 
 class CreditBook:

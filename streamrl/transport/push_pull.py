@@ -37,6 +37,8 @@ import zmq
 
 from streamrl.errors import UNDECODABLE, PeerLost, WireError
 from streamrl.transport import codec
+from streamrl.transport.control import Peer
+from streamrl.transport.credentials import Shown, connect
 from streamrl.transport.liveness import LastHeard
 from streamrl.types import TrajectoryGroup
 
@@ -58,6 +60,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
     offered: AskedSeqs
     """Groups in hand that wait for a credit or an acknowledgement."""
+    permits: Annotated[list[str], msgspec.Meta(max_length=SEQS_PER_ASK)]
+    """For each of them: that it was leased to the pusher."""
     withdrawn: AskedSeqs
     """Groups no longer in hand."""
 
@@ -98,21 +102,30 @@ class GroupPusher:
         self,
         *,
         worker: str,
-        endpoints: Sequence[str],
+        heads: Sequence[Peer],
+        shown: Shown,
         max_group_bytes: int,
         resend_seconds: float,
         warn_seconds: float = 30.0,
     ) -> None:
-        """`endpoints`: ZMQ addresses of the heads, by data-parallel rank. Call with the event loop running."""
+        """`heads`: those who receive, by data-parallel rank; `shown`: what they know this process by. Call with the
+        event loop running."""
         self._max_group_bytes = max_group_bytes
         self._closed = False
         self._links = [
-            _Link(worker=worker, head=head, endpoint=endpoint, resend_seconds=resend_seconds, warn_seconds=warn_seconds)
-            for head, endpoint in enumerate(endpoints)
+            _Link(
+                worker=worker,
+                head=head,
+                peer=peer,
+                shown=shown,
+                resend_seconds=resend_seconds,
+                warn_seconds=warn_seconds,
+            )
+            for head, peer in enumerate(heads)
         ]
 
-    async def push(self, group: TrajectoryGroup) -> None:
-        """Send `group` to its head and return once it is stored there, now or before.
+    async def push(self, group: TrajectoryGroup, *, permit: str) -> None:
+        """Send `group` to its head and return once it is stored there, now or before. `permit`: of its admission.
 
         Waits as long as the head has no place, with a warning in the log every `warn_seconds`.
         The arrays must not change meanwhile. Raises `WireError` when the head (or the codec)
@@ -120,8 +133,8 @@ class GroupPusher:
         """
         if self._closed:
             raise PeerLost(f"group {group.seq} cannot be pushed: the pusher is closed")
-        frames = codec.encode(group, max_group_bytes=self._max_group_bytes)
-        await self._links[group.seq % len(self._links)].push(group.seq, frames)
+        frames = codec.encode(group, max_group_bytes=self._max_group_bytes, permit=permit)
+        await self._links[group.seq % len(self._links)].push(group.seq, frames, permit)
 
     async def close(self) -> None:
         """Give up whatever is not acknowledged, and tell the heads so."""
@@ -133,10 +146,11 @@ class GroupPusher:
 class _Pending:
     """A group that is not acknowledged yet."""
 
-    __slots__ = ("acted", "done", "frames", "sends", "started")  # hot: one for each push
+    __slots__ = ("acted", "done", "frames", "permit", "sends", "started")  # hot: one for each push
 
-    def __init__(self, frames: list[codec.Frame], done: asyncio.Future[None], now: float) -> None:
+    def __init__(self, frames: list[codec.Frame], permit: str, done: asyncio.Future[None], now: float) -> None:
         self.frames = frames
+        self.permit = permit
         self.done = done
         self.started = now
         self.acted = now
@@ -146,8 +160,10 @@ class _Pending:
 class _Link:
     """A pusher's connection to one head."""
 
-    def __init__(self, *, worker: str, head: int, endpoint: str, resend_seconds: float, warn_seconds: float) -> None:
-        self._name = f"trainer head {head} at {endpoint}"
+    def __init__(
+        self, *, worker: str, head: int, peer: Peer, shown: Shown, resend_seconds: float, warn_seconds: float
+    ) -> None:
+        self._name = f"trainer head {head} at {peer.address}"
         self._worker = worker
         self._resend_seconds = resend_seconds
         self._warn_seconds = warn_seconds
@@ -161,22 +177,23 @@ class _Link:
         self._flushing: asyncio.Handle | None = None
         self._checking: asyncio.TimerHandle | None = None
         self._packer = codec.Packer()
+        self._address = peer.address
+        self._connected = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW)
-        self._socket.set(zmq.ROUTING_ID, f"{worker}#{uuid.uuid4().hex[:8]}".encode()[-255:])
         self._socket.set(zmq.SNDHWM, 0)  # credit is the limit
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, LINGER_MS)
         keep_alive(self._socket)
-        self._socket.connect(endpoint)
+        connect(self._socket, peer.address, curve_key=peer.curve_key, shown=shown, link=uuid.uuid4().hex[:8])
         self._loop.add_reader(self._socket.fileno(), self._receive)
 
-    async def push(self, seq: int, frames: list[codec.Frame]) -> None:
+    async def push(self, seq: int, frames: list[codec.Frame], permit: str) -> None:
         while (twin := self._pending.get(seq)) is not None:
             await asyncio.wait([twin.done])
             if not twin.done.cancelled():
                 return twin.done.result()
-        item = _Pending(frames, self._loop.create_future(), time.monotonic())
+        item = _Pending(frames, permit, self._loop.create_future(), time.monotonic())
         self._pending[seq] = item
         if seq in self._withdrawn:
             self._withdrawn.remove(seq)  # it is in hand again
@@ -228,9 +245,14 @@ class _Link:
 
     def _send_asks(self) -> None:
         while self._offered or self._withdrawn:
-            ask = Ask(offered=self._offered[:SEQS_PER_ASK], withdrawn=self._withdrawn[:SEQS_PER_ASK])
+            offered = [seq for seq in self._offered[:SEQS_PER_ASK] if seq in self._pending]
+            permits = [self._pending[seq].permit for seq in offered]
+            ask = Ask(offered=offered, permits=permits, withdrawn=self._withdrawn[:SEQS_PER_ASK])
             del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
-            self._socket.send(_encoder.encode(ask), _NOW)
+            try:
+                self._socket.send(_encoder.encode(ask), _NOW)
+            except zmq.Again:
+                self._connect_again()
 
     def _receive(self) -> None:
         while True:
@@ -279,9 +301,20 @@ class _Link:
         item.acted = time.monotonic()
         self._pending.move_to_end(seq)
         *first, last = self._packer.pack(item.frames)
-        for frame in first:
-            self._socket.send(frame, _NOW_MORE, copy=False)
-        self._socket.send(last, _NOW, copy=len(last) < codec.COPIED_BELOW)
+        try:
+            for frame in first:
+                self._socket.send(frame, _NOW_MORE, copy=False)
+            self._socket.send(last, _NOW, copy=len(last) < codec.COPIED_BELOW)
+        except zmq.Again:
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        """The head has turned this process away, for good as far as ZMQ knows. What is pending is offered again."""
+        now = time.monotonic()
+        if now - self._connected >= self._resend_seconds:
+            log.error("%s: %s has turned it away: it does not know its key; trying again", self._worker, self._name)
+            self._connected = now
+            self._socket.connect(self._address)
 
     def _check_later(self) -> None:
         self._checking = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._check)

@@ -36,7 +36,19 @@ import zmq.asyncio
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport.addresses import url_of
+from streamrl.transport.control import Peer
+from streamrl.transport.credentials import (
+    CurveKeys,
+    Sender,
+    Shown,
+    Stranger,
+    Verifier,
+    connect,
+    encrypt_server,
+    user_of,
+)
 from streamrl.transport.liveness import LastHeard
+from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +69,6 @@ NUMBER_BYTES = 8
 """Length of a request id."""
 INCARNATION_BYTES = 16
 """Length of what tells one start of a worker from another."""
-LONGEST_NUMBER = 18
-"""Digits of a worker's number."""
 _FRAMES = ("kind", "request id", "body")
 
 
@@ -103,17 +113,29 @@ class RequestChannel(Generic[Notice]):
         on_notice: Callable[[int, Notice], None],
         name_of: Callable[[int], str] = "model_worker/{}".format,
         announced: str = "",
+        keys: CurveKeys | None = None,
+        number_of: Callable[[Sender], int] = lambda sender: sender.index,
     ) -> None:
         """Listen at `host`, at any free port, and tell others that it is at `announced`, if that is another address.
-        `on_notice` is called with the worker's number and each notice of its;
-        `name_of` gives a worker's name for messages."""
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        `keys`: the process's own, if connections are to be encrypted. `on_notice` is called with the worker's number
+        and each notice of its; `name_of` gives a worker's name for messages, `number_of` the number of one who has
+        shown who he is. Nobody is heard before `admit`."""
+        self.context = zmq.asyncio.Context()
+        self._verifier = Verifier("master")
+        self._admitting = asyncio.Event()
+        self._number_of = number_of
+        self._routes: dict[int, bytes] = {}
+        """Routing id of the socket of each worker that was heard."""
+        self._seldom = Seldom(log)
+        self._encrypted = keys is not None
+        self._socket = self.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started anew takes its name over
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # one that connects again replaces its connection
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
+        if keys is not None:
+            encrypt_server(self._socket, keys)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = url_of(announced or host, port, scheme="tcp")
         self._encoder = msgspec.msgpack.Encoder()
@@ -136,6 +158,11 @@ class RequestChannel(Generic[Notice]):
             essential.begin(self._watch(), name="the master's watch over workers"),
             essential.begin(self._flush(), name="the master's sending of calls"),
         ]
+
+    def admit(self, verifier: Verifier) -> None:
+        """From now on hear those whom `verifier` knows."""
+        self._verifier = verifier
+        self._admitting.set()
 
     async def wait_for(self, workers: set[int], *, patience: float) -> None:
         """Wait until all of `workers` have connected; raises `DeadlineExceeded` after `patience` seconds."""
@@ -199,7 +226,7 @@ class RequestChannel(Generic[Notice]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
-        self._context.term()
+        self.context.term()
 
     async def _flush(self) -> None:
         """Send the requests that were collected, in order."""
@@ -218,16 +245,32 @@ class RequestChannel(Generic[Notice]):
                         await self._send(worker, b"W", request.number, b"")
 
     async def _receive(self) -> None:
+        await self._admitting.wait()
         while True:
-            identity, *frames = await self._socket.recv_multipart()
+            identity, frames, user = await self._received()
             try:
-                worker = _worker(identity)
+                worker = self._number_of(self._verifier.sender(identity, user=user))
+            except Stranger as stranger:
+                self._seldom.warning("the master refused a message of %s", stranger)
+                continue
+            try:
                 kind, number, body = _parts(frames)
                 notice = self._notices.decode(body[INCARNATION_BYTES:]) if kind == b"N" else None
             except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
-                log.warning("the master received a message from %r that is none: %s", identity, _brief(error))
+                name = self._name_of(worker)
+                self._seldom.warning("the master received a message from %s that is none: %s", name, _brief(error))
                 continue
+            self._routes[worker] = identity
             await self._handle(worker, kind, number, body, notice)
+
+    async def _received(self) -> tuple[bytes, list[bytes], str]:
+        """The next message: routing id, frames, and the CURVE key of its connection, if that is encrypted."""
+        if not self._encrypted:
+            identity, *frames = await self._socket.recv_multipart()
+            return identity, frames, ""
+        received = await self._socket.recv_multipart(copy=False)
+        first, *rest = received
+        return first.bytes, [frame.bytes for frame in rest], user_of(received[-1])
 
     async def _handle(self, worker: int, kind: bytes, number: int, body: bytes, notice: Notice | None) -> None:
         lived = self._lives(worker)
@@ -298,8 +341,11 @@ class RequestChannel(Generic[Notice]):
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
     async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
+        route = self._routes.get(worker)
+        if route is None:
+            return
         try:
-            await self._socket.send_multipart([_identity(worker), kind, number.to_bytes(NUMBER_BYTES, "big"), body])
+            await self._socket.send_multipart([route, kind, number.to_bytes(NUMBER_BYTES, "big"), body])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -311,12 +357,12 @@ class RequestChannel(Generic[Notice]):
 class ReplyChannel(Generic[Call]):
     """A worker's end. All methods belong to the event loop that made it."""
 
-    def __init__(self, *, endpoint: str, worker: int, call_type: Any) -> None:
+    def __init__(self, *, master: Peer, worker: int, shown: Shown, call_type: Any) -> None:
+        """`shown`: what the master knows this process by; `worker`: its number, for messages."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IDENTITY, _identity(worker))
-        self._socket.connect(endpoint)
+        connect(self._socket, master.address, curve_key=master.curve_key, shown=shown, link=uuid.uuid4().hex[:8])
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
@@ -408,17 +454,6 @@ class ReplyChannel(Generic[Call]):
 
     async def _send(self, kind: bytes, call_id: int, body: bytes) -> None:
         await self._socket.send_multipart([kind, call_id.to_bytes(NUMBER_BYTES, "big"), body])
-
-
-def _identity(worker: int) -> bytes:
-    return str(worker).encode()
-
-
-def _worker(identity: bytes) -> int:
-    """The inverse of `_identity`; raises `WireError` for what is no worker's identity."""
-    if not identity.isdigit() or len(identity) > LONGEST_NUMBER or _identity(int(identity)) != identity:
-        raise WireError("no worker is called so")
-    return int(identity)
 
 
 def _parts(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -185,7 +186,24 @@ def left_for(url: str, secret: Secret) -> Iterator[Path | None]:
             path.unlink()
 
 
+def encrypts(config: Config, host: str) -> bool:
+    """Whether a server of the run that listens at `host` takes encrypted connections alone."""
+    wanted = config.security.encryption
+    return wanted == "on" or (wanted == "auto" and not is_loopback(host))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _file_of(url: str) -> Path:
     parts = urlsplit(url)
-    name = re.sub(r"[^\w.]+", "-", f"{socket.gethostname()}-{parts.hostname}-{parts.port}")
+    host = parts.hostname or ""
+    if is_loopback(host):  # another machine's with the same home is another manager's
+        host = f"{socket.gethostname()}-{host}"
+    name = re.sub(r"[^\w.]+", "-", f"{host}-{parts.port}")
     return cache_home() / "secrets" / name

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.transport.credentials import Sender
+
 FIRST_ROLLOUT_WORKER = 1_000_000
 """On the channel, rollout worker i has this number plus i."""
 
@@ -41,6 +43,11 @@ class GroupsScored(msgspec.Struct, frozen=True):
 
     seqs: list[int]
     """Those of the groups that are stored with the trainer, by this call or before."""
+
+
+def number_on_channel(sender: Sender) -> int:
+    """The inverse of `name_on_channel`."""
+    return sender.index + (FIRST_ROLLOUT_WORKER if sender.role == "rollout" else 0)
 
 
 def name_on_channel(worker: int) -> str:

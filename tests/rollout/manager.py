@@ -14,7 +14,7 @@ from streamrl.transport.control import (
     Admit,
     AdmitReply,
     Done,
-    FinishRun,
+    FailRun,
     Heartbeat,
     HeartbeatReply,
     InFlight,
@@ -27,6 +27,7 @@ from streamrl.transport.control import (
     RouteReply,
     Topology,
 )
+from tests.credentials import permit_for, shown_by
 
 
 class Manager:
@@ -39,7 +40,7 @@ class Manager:
         """`count` of each call of /admit."""
         self.rejected: dict[int, str] = {}
         self.heartbeats: list[Heartbeat] = []
-        self.finished: list[FinishRun] = []
+        self.failed: list[FailRun] = []
         self.registered: list[Register] = []
         self.in_flight_told: list[tuple[int, int, int]] = []
         self.reroute: Callable[[Route], str] = lambda message: self.gserver
@@ -72,7 +73,11 @@ class Manager:
 
     async def register(self, message: Register) -> msgspec.Struct:
         self.registered.append(message)
-        return RegisterReply(policy_version=0, heartbeat_seconds=0.05)
+        return RegisterReply(
+            policy_version=0,
+            heartbeat_seconds=0.05,
+            credentials={"model_worker": shown_by(message.role, message.index, to="model_worker").credential},
+        )
 
     async def heartbeat(self, message: Heartbeat) -> msgspec.Struct:
         async with self._changed:
@@ -86,7 +91,7 @@ class Manager:
         async with self._changed:
             await self._changed.wait_for(lambda: self._seqs or self.stop)
             given, self._seqs = self._seqs[: message.count], self._seqs[message.count :]
-        admissions = [Admission(seq=seq, gserver=self.gserver) for seq in given]
+        admissions = [Admission(seq, self.gserver, permit_for(seq, f"rollout/{message.worker}")) for seq in given]
         return AdmitReply(admissions=admissions, policy_version=0, stop=self.stop)
 
     async def route(self, message: Route) -> msgspec.Struct:
@@ -97,8 +102,8 @@ class Manager:
             self.in_flight_told.append((group.seq, group.requests, group.tokens))
         return InFlightReply(pause_seconds=0.02)
 
-    async def finish_run(self, message: FinishRun) -> msgspec.Struct:
-        self.finished.append(message)
+    async def fail_run(self, message: FailRun) -> msgspec.Struct:
+        self.failed.append(message)
         return Done()
 
     async def reject(self, message: Reject) -> msgspec.Struct:
@@ -136,7 +141,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
     add("/route", Route, manager.route)
     add("/in_flight", InFlight, manager.in_flight)
     add("/reject", Reject, manager.reject)
-    add("/finish_run", FinishRun, manager.finish_run)
+    add("/fail_run", FailRun, manager.fail_run)
     app.router.add_get("/topology", topology)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

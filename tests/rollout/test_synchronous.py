@@ -18,7 +18,9 @@ from streamrl.transport.synchronous import (
     GroupsScored,
     ScoreGroups,
     name_on_channel,
+    number_on_channel,
 )
+from tests.credentials import peer_at, shown_by, verifier_of
 
 SIBLINGS = 2
 ME = FIRST_ROLLOUT_WORKER + 3
@@ -57,10 +59,22 @@ class Worker:
 @contextlib.asynccontextmanager
 async def synchronous(worker):
     channel = RequestChannel(
-        host="127.0.0.1", notice_type=GroupsScored, on_notice=lambda *_: None, name_of=name_on_channel
+        host="127.0.0.1",
+        notice_type=GroupsScored,
+        on_notice=lambda *_: None,
+        name_of=name_on_channel,
+        number_of=number_on_channel,
     )
+    channel.admit(verifier_of("master"))
     config = from_dict({"rollout": {"group_size": SIBLINGS}})
-    rollout = SynchronousRollout(config, index=3, master=channel.endpoint, admit=worker.admit, start=worker.start)
+    rollout = SynchronousRollout(
+        config,
+        index=3,
+        master=peer_at(channel.endpoint),
+        shown=shown_by("rollout", 3, to="master"),
+        admit=worker.admit,
+        start=worker.start,
+    )
     running = asyncio.create_task(rollout.run())
     try:
         await channel.wait_for({ME}, patience=10)

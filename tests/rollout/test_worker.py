@@ -21,6 +21,7 @@ from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport.codec import Limits
 from streamrl.transport.generation import GenerateReply, GenerateRequest
 from streamrl.types import NO_VERSION, SampleMeta
+from tests.credentials import verifier_of
 from tests.groups import held
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, Script, answer, failure, serving
@@ -61,7 +62,7 @@ class Trainer:
             for dataset in self.datasets
         ]
         for ingress in self.ingresses:
-            ingress.start()
+            ingress.start(verifier_of("model_worker"))
 
     @property
     def stored(self) -> dict[int, SampleMeta]:
@@ -237,8 +238,8 @@ async def test_failures_in_a_row_stop_the_run(
         assert "rollout/1" in told
         assert "LookupError" in told
         assert bool(on.manager.rejected) == (on_error == "reject")
-        assert bool(on.manager.finished) == (on_error == "stop")  # by all groups that failed at once
-        assert all("LookupError" in message.error for message in on.manager.finished)
+        assert bool(on.manager.failed) == (on_error == "stop")  # by all groups that failed at once
+        assert all("LookupError" in message.error for message in on.manager.failed)
 
 
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:

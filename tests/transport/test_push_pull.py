@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 import msgspec
@@ -21,9 +21,12 @@ import zmq
 from streamrl.errors import PeerLost, WireError
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.transport import codec
+from streamrl.transport.control import Peer
+from streamrl.transport.credentials import CurveKeys, Doorkeeper, Shown
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
-from streamrl.types import SampleMeta
+from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
+from tests.credentials import LeasedPusher, peer_at, permit_for, shown_by, verifier_of
 from tests.groups import held, make_group
 
 LIMIT = 1 << 20
@@ -47,7 +50,7 @@ class Head:
             resend_seconds=resend,
             port=port,
         )
-        self.ingress.start()
+        self.ingress.start(verifier_of("model_worker"))
 
     def close(self) -> None:
         """Once or more; it must have lived until then."""
@@ -101,9 +104,9 @@ async def head_again(closed: Head, *, resend: float) -> AbstractContextManager[H
 @asynccontextmanager
 async def pusher_to(
     *heads: Head, worker: str = "rollout/0", resend: float = 10.0, warn: float = 30.0
-) -> AsyncIterator[GroupPusher]:
+) -> AsyncIterator[LeasedPusher]:
     endpoints = [opened.ingress.endpoint for opened in heads]
-    pusher = GroupPusher(
+    pusher = LeasedPusher(
         worker=worker, endpoints=endpoints, max_group_bytes=LIMIT, resend_seconds=resend, warn_seconds=warn
     )
     try:
@@ -115,6 +118,7 @@ async def pusher_to(
 @contextmanager
 def raw_peer(opened: Head) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker').credential} raw".encode())
         peer.set(zmq.LINGER, 0)
         peer.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
         peer.connect(opened.ingress.endpoint)
@@ -229,7 +233,7 @@ async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> 
         async with pusher_to(opened, worker="rollout/5") as pusher:
             bad = make_group(1)
             bad.packed_behavior_logprobs[-1] = np.nan
-            with pytest.raises(WireError, match=r"group 1 from rollout/5#\w+: behavior_logprobs"):
+            with pytest.raises(WireError, match=r"group 1 from rollout/5: behavior_logprobs"):
                 await all_of(pusher.push(bad))
             with pytest.raises(WireError, match="max_group_mb"):
                 await all_of(pusher.push(make_group(2, seqlens=(100_000,))))
@@ -238,7 +242,17 @@ async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> 
         assert opened.dataset.stats()["groups_refused_total"] == 1
 
 
-HEADER, TOGETHER = map(bytes, codec.Packer().pack(codec.encode(make_group(1), max_group_bytes=LIMIT)))
+def frames_of(group: TrajectoryGroup) -> list[codec.Frame]:
+    """With the permit of `rollout/0`."""
+    return codec.encode(group, max_group_bytes=LIMIT, permit=permit_for(group.seq))
+
+
+def ask(*offered: int, withdrawn: Sequence[int] = ()) -> bytes:
+    permits = [permit_for(seq) for seq in offered]
+    return msgspec.msgpack.encode(Ask(offered=list(offered), permits=permits, withdrawn=list(withdrawn)))
+
+
+HEADER, TOGETHER = map(bytes, codec.Packer().pack(frames_of(make_group(1))))
 FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 
@@ -248,8 +262,12 @@ FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
         ([b""], UNREADABLE, "neither an Ask nor a GroupHeader"),
         ([b"garbage", *FRAMES], UNREADABLE, "neither"),
         ([b"\xff" * 200], UNREADABLE, "neither"),
-        ([msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})], UNREADABLE, ">= 0"),
-        ([msgspec.msgpack.encode(Ask(offered=[0] * 5000, withdrawn=[]))], UNREADABLE, "length"),
+        (
+            [msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})],
+            UNREADABLE,
+            ">= 0",
+        ),
+        ([ask(*[0] * 5000)], UNREADABLE, "length"),
         ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
         ([HEADER], 1, "frames of [] bytes"),
         ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 8, 48, 48, 48] bytes"),
@@ -272,7 +290,7 @@ async def test_malformed_messages_are_refused_and_the_stream_goes_on(
         assert opened.stored == [1]
 
 
-ASK = msgspec.msgpack.encode(Ask(offered=[1, 2], withdrawn=[3]))
+ASK = ask(1, 2, withdrawn=[3])
 
 
 async def test_no_message_ends_a_head() -> None:
@@ -284,7 +302,7 @@ async def test_no_message_ends_a_head() -> None:
         peer.set(zmq.SNDHWM, 0)
         for frames in hostile.messages([[ASK], [HEADER, TOGETHER], [HEADER, *FRAMES]], count=2000):
             peer.send_multipart(frames)
-        peer.send_multipart(codec.encode(make_group(200), max_group_bytes=LIMIT))
+        peer.send_multipart(frames_of(make_group(200)))
         async with pusher_to(opened) as pusher:
             await all_of(*(pusher.push(make_group(seq)) for seq in range(100, 110)))
         await opened.wait_for(lambda: {200, *range(100, 110)} <= set(opened.stored))
@@ -298,7 +316,7 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
     with head() as opened, raw_peer(opened) as peer:
         puller = opened.ingress._puller
         handle = puller._handle
-        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[1])), handle(*message)])
+        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[2])), handle(*message)])
         (refusal,) = reply_to(peer, HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
         assert f"a message of {frames + 1} frames with {len(HEADER) + frames * size} bytes, more than 8 or" in (
@@ -313,14 +331,14 @@ async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() ->
         opened.ingress.expect(newest_version=4, seqs=100)
         forged = [make_group(10**12), make_group(100), make_group(7, version=10**6)]
         for group in forged:
-            (refusal,) = reply_to(peer, *codec.encode(group, max_group_bytes=LIMIT)).refused
+            (refusal,) = reply_to(peer, *frames_of(group)).refused
             assert refusal.seq == group.seq
-            assert "from unknown peer" in refusal.reason
-        asked = reply_to(peer, msgspec.msgpack.encode(Ask(offered=[100, 10**12], withdrawn=[])))
+            assert "from rollout/0" in refusal.reason
+        asked = reply_to(peer, ask(100, 10**12))
         assert [refusal.seq for refusal in asked.refused] == [100, 10**12]
         assert (asked.send, asked.taken) == ([], 0)
         opened.ingress.expect(newest_version=5, seqs=101)
-        assert reply_to(peer, *codec.encode(make_group(100, version=5), max_group_bytes=LIMIT)).stored == [100]
+        assert reply_to(peer, *frames_of(make_group(100, version=5))).stored == [100]
 
 
 async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
@@ -373,13 +391,13 @@ async def test_closing_ends_what_waits() -> None:
 
 async def test_credit_of_a_silent_sender_goes_to_others() -> None:
     with head(capacity=1, resend=0.1) as opened, raw_peer(opened) as silent:
-        reply = reply_to(silent, msgspec.msgpack.encode(Ask(offered=[0], withdrawn=[])))
+        reply = reply_to(silent, ask(0))
         assert reply.send == [0]
         async with pusher_to(opened, resend=0.1) as pusher:
             await all_of(pusher.push(make_group(1)))
         assert opened.stored == [1]
         # What comes after all finds no place; it is not stored, and not lost either.
-        late = reply_to(silent, *codec.encode(make_group(0), max_group_bytes=LIMIT))
+        late = reply_to(silent, *frames_of(make_group(0)))
         assert (late.stored, late.refused) == ([], [])
         opened.dataset.discard([1], forget=False)
         assert msgspec.msgpack.decode(silent.recv(), type=Reply).send == [0]
@@ -421,11 +439,11 @@ async def test_groups_are_delivered_after_the_head_came_back() -> None:
 
 PUSH_FOR_EVER = """
 import asyncio, itertools, sys
-from streamrl.transport.push_pull import GroupPusher
+from tests.credentials import LeasedPusher
 from tests.groups import make_group
 
 async def main():
-    pusher = GroupPusher(worker="rollout/0", endpoints=[sys.argv[1]], max_group_bytes=1 << 20, resend_seconds=0.1)
+    pusher = LeasedPusher(worker="rollout/0", endpoints=[sys.argv[1]], max_group_bytes=1 << 20, resend_seconds=0.1)
     seqs = itertools.count()
     async def push_some():
         for seq in seqs:
@@ -462,3 +480,105 @@ async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -
 def test_a_port_in_use_is_an_error_at_once() -> None:
     with head() as opened, pytest.raises(zmq.ZMQError, match="in use"):
         Head(port=opened.port)
+
+
+@pytest.mark.parametrize(
+    ("routing_id", "says"),
+    [
+        (None, "somebody without a name, who shows no credential"),
+        (b"rollout/0", "'rollout/0', who shows no credential"),
+        (b"rollout/0#0123abcd", "who shows no credential"),
+        (b"rollout/0 1 - " + b"0" * 32 + b" raw", "'rollout/0', whose credential is not of this run"),
+        (shown_by("rollout", 0, to="model_worker", key=b"x" * 32).credential.encode() + b" raw", "not of this run"),
+        (shown_by("rollout", 0, to="master").credential.encode() + b" raw", "not of this run, or not for this socket"),
+        (shown_by("evaluator", 0, to="model_worker").credential.encode() + b" raw", "evaluator/0, who has nothing to"),
+        (shown_by("rollout", 0, to="model_worker").credential.encode(), "whose credential is not of this run"),
+    ],
+)
+async def test_a_group_from_nowhere_is_refused_by_name(
+    routing_id: bytes | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with head() as opened, zmq.Context.instance().socket(zmq.DEALER) as stray:
+        if routing_id is not None:
+            stray.set(zmq.ROUTING_ID, routing_id)
+        stray.set(zmq.LINGER, 0)
+        stray.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        stray.connect(opened.ingress.endpoint)
+        (refusal,) = reply_to(stray, HEADER, TOGETHER).refused
+        assert refusal.seq == 1
+        assert says in refusal.reason
+        assert says in caplog.text
+        assert b"0" * 32 not in refusal.reason.encode(), "what was shown is not quoted"
+        assert reply_to(stray, ask(5)).send == []
+        async with pusher_to(opened) as pusher:
+            await all_of(pusher.push(make_group(1)))
+        assert opened.stored == [1]
+
+
+async def test_a_group_that_was_leased_to_nobody_or_to_another_is_refused_by_name() -> None:
+    with head(capacity=2) as opened, raw_peer(opened) as peer:
+        for permit in ("", "0" * 32, permit_for(8), permit_for(7, "rollout/1")):
+            (refusal,) = reply_to(peer, *codec.encode(make_group(7), max_group_bytes=LIMIT, permit=permit)).refused
+            assert (refusal.seq, refusal.reason) == (7, "group 7 was not leased to rollout/0")
+            asked = msgspec.msgpack.encode(Ask(offered=[7, 8], permits=[permit, permit], withdrawn=[]))
+            assert 7 in [refusal.seq for refusal in reply_to(peer, asked).refused]
+        other = msgspec.structs.replace(make_group(7), worker="rollout/1")
+        (refusal,) = reply_to(peer, *frames_of(other)).refused
+        assert refusal.reason == "group 7 of 'rollout/1' comes from rollout/0"
+        assert opened.stored == []
+        assert reply_to(peer, *frames_of(make_group(7))).stored == [7]
+
+
+async def test_who_was_replaced_is_not_heard_any_more() -> None:
+    with head() as opened, raw_peer(opened) as first, zmq.Context.instance().socket(zmq.DEALER) as second:
+        assert reply_to(first, *frames_of(make_group(0))).stored == [0]
+        second.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker', number=2).credential} raw".encode())
+        second.set(zmq.LINGER, 0)
+        second.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        second.connect(opened.ingress.endpoint)
+        assert reply_to(second, *frames_of(make_group(1))).stored == [1]
+        (refusal,) = reply_to(first, *frames_of(make_group(2))).refused
+        assert "a process that was rollout/0: another one has taken its place" in refusal.reason
+
+
+async def test_encrypted_streams_take_members_alone_and_know_them_by_their_keys() -> None:
+    heads, mine, stolen = CurveKeys.make(), CurveKeys.make(), CurveKeys.make()
+    asked: list[str] = []
+
+    async def is_member(key: str) -> bool:
+        asked.append(key)
+        return key in (mine.public, stolen.public)
+
+    doorkeeper = Doorkeeper(zmq.Context.instance(), is_member)
+    doorkeeper.start()
+    dataset = StreamDataset(rank=0, capacity_groups=9)
+    limits = codec.Limits(max_group_bytes=LIMIT, vocab_size=1000)
+    ingress = StreamIngress(dataset, host="127.0.0.1", limits=limits, keys=heads)
+    ingress.start(verifier_of("model_worker", encrypted=True))
+    peer = peer_at(ingress.endpoint, curve_key=heads.public)
+    try:
+
+        async def push(seq: int, shown: Shown, peer: Peer = peer) -> None:
+            pusher = GroupPusher(
+                worker="rollout/0", heads=[peer], shown=shown, max_group_bytes=LIMIT, resend_seconds=0.2
+            )
+            try:
+                async with asyncio.timeout(1.0 if seq else DEADLINE):
+                    await pusher.push(make_group(seq), permit=permit_for(seq))
+            finally:
+                await pusher.close()
+
+        own = shown_by("rollout", 0, to="model_worker", keys=mine)
+        with pytest.raises(TimeoutError):  # not encrypted
+            await push(1, own, peer_at(ingress.endpoint))
+        assert asked == []
+        with pytest.raises(TimeoutError):  # encrypted, with a key that is nobody's
+            await push(2, shown_by("rollout", 0, to="model_worker", keys=CurveKeys.make()))
+        assert len(set(asked)) == 1
+        with pytest.raises(WireError, match="with the credential of rollout/0, but not with its key"):
+            await push(3, Shown(own.credential, stolen))
+        await push(0, own)
+        assert held(dataset) == [0]
+    finally:
+        ingress.close()
+        doorkeeper.stop()

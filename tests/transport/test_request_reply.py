@@ -15,6 +15,7 @@ from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from tests import hostile
+from tests.credentials import peer_at, shown_by, verifier_of
 
 
 class Double(msgspec.Struct, tag=True):
@@ -58,6 +59,12 @@ async def carry_out(channel, ordered, begun):
             await channel.fail(call_id, "Traceback: it broke")
 
 
+def reply_channel(endpoint, number, call_type, *, joins=1):
+    """`joins`: how many have joined the run so far."""
+    shown = shown_by("model_worker", number, to="master", number=joins)
+    return ReplyChannel(master=peer_at(endpoint), worker=number, shown=shown, call_type=call_type)
+
+
 @contextlib.asynccontextmanager
 async def master():
     notices: list[tuple[int, News]] = []
@@ -70,6 +77,7 @@ async def master():
 
     channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=hear)
     channel.notices, channel.heard = notices, heard
+    channel.admit(verifier_of("master"))
     try:
         yield channel
     finally:
@@ -78,7 +86,7 @@ async def master():
 
 @contextlib.asynccontextmanager
 async def worker(channel, number):
-    end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double | Fail | Hang)
+    end = reply_channel(channel.endpoint, number, call_type=Double | Fail | Hang)
     end.begun = []
     end.hush = end._beating.cancel
     serving = asyncio.create_task(serve(end, end.begun))
@@ -141,7 +149,7 @@ async def test_a_request_that_is_given_up_before_it_begins_holds_nobody_up(given
 @contextlib.asynccontextmanager
 async def reader_of_nothing(channel, number):
     """A worker that lives, and takes no call."""
-    end = ReplyChannel(endpoint=channel.endpoint, worker=number, call_type=Double)
+    end = reply_channel(channel.endpoint, number, call_type=Double)
     try:
         yield end
     finally:
@@ -265,7 +273,8 @@ async def test_no_message_ends_the_master():
     async with master() as m, worker(m, 0):
         await m.wait_for({0}, patience=5)
         context = zmq.asyncio.Context()
-        for identity in (b"70", b"+1", b"\xc2\xb9", b"9" * 200, b"7"):
+        proofs = [shown_by("model_worker", number, to="master").credential for number in (70, 7)]
+        for identity in (b"70", b"+1", b"0", proofs[0].encode() + b" x", b"9" * 200, proofs[1].encode() + b" x"):
             with context.socket(zmq.DEALER) as stranger:
                 stranger.set(zmq.LINGER, 1000)
                 stranger.set(zmq.IDENTITY, identity)
@@ -287,16 +296,16 @@ async def test_no_message_ends_the_master():
 
 async def test_no_message_ends_a_worker():
     async with pretended_master() as (router, endpoint):
-        end = ReplyChannel(endpoint=endpoint, worker=0, call_type=Double)
+        end = reply_channel(endpoint, 0, call_type=Double)
         receiving = asyncio.create_task(received(end, until=Double(4)))
-        await router.recv_multipart()
-        await router.send_multipart([b"0", b"C", NUMBER, hostile.with_unknown_field(DOUBLE)])
+        name, *_ = await router.recv_multipart()
+        await router.send_multipart([name, b"C", NUMBER, hostile.with_unknown_field(DOUBLE)])
         for kind in (b"P", b"W", b"S", b"S", b"W"):  # said twice, it is said once
-            await router.send_multipart([b"0", kind, NUMBER, DOUBLE])
+            await router.send_multipart([name, kind, NUMBER, DOUBLE])
         valid = [[kind, NUMBER, DOUBLE] for kind in (b"C", b"P", b"S", b"W", b"B")]
         for frames in hostile.messages(valid, count=1000):
-            await router.send_multipart([b"0", *frames])
-        await router.send_multipart([b"0", b"C", NUMBER, msgspec.msgpack.encode(Double(4))])
+            await router.send_multipart([name, *frames])
+        await router.send_multipart([name, b"C", NUMBER, msgspec.msgpack.encode(Double(4))])
         await asyncio.wait_for(receiving, 10)
         await end.close()
 
@@ -318,7 +327,7 @@ async def pretended_master():
 
 async def test_an_answer_that_cannot_be_decoded_fails_its_request_alone():
     async with master() as m:
-        end = ReplyChannel(endpoint=m.endpoint, worker=0, call_type=Double)
+        end = reply_channel(m.endpoint, 0, call_type=Double)
         await m.wait_for({0}, patience=5)
         asking = asyncio.create_task(m.call(0, Double(1), Answer, timeout=5))
         number, _ = await end.receive()
@@ -384,7 +393,7 @@ async def test_every_notice_arrives_once_and_in_order_though_connections_break(m
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
     line = Line()
     async with master() as m:
-        end = ReplyChannel(endpoint=await line.open(m.endpoint), worker=0, call_type=Double)
+        end = reply_channel(await line.open(m.endpoint), 0, call_type=Double)
         serving = asyncio.create_task(serve(end, []))
         await m.wait_for({0}, patience=5)
         said = []
@@ -424,3 +433,36 @@ async def test_an_answer_of_another_type_is_refused():
         await m.wait_for({0}, patience=5)
         with pytest.raises(WireError, match="Double was answered with something else"):
             await m.call(0, Double(1), News, timeout=5)
+
+
+async def test_a_forged_identity_takes_nobodys_place(caplog):
+    """Neither by the name of a worker nor with the credential of one that has been replaced."""
+    async with master() as m, worker(m, 0):
+        await m.wait_for({0}, patience=5)
+        context = zmq.asyncio.Context()
+        forged = (b"0", b"model_worker/0", shown_by("model_worker", 0, to="master", key=b"x" * 32).credential.encode())
+        for identity in (*forged, shown_by("model_worker", 0, to="model_worker").credential.encode() + b" x"):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.set(zmq.LINGER, 1000)
+                stranger.set(zmq.IDENTITY, identity)
+                stranger.connect(m.endpoint)
+                await stranger.send_multipart([b"H", NUMBER, START])
+                await stranger.send_multipart([b"N", ONE, START + NEWS])
+                await asyncio.sleep(0.1)
+                assert (await m.call(0, Double(2), Answer, timeout=5)).value == 4
+        assert "the master refused a message of somebody who says that he is 'model_worker/0'" in caplog.text
+        assert m.notices == []
+        old = reply_channel(m.endpoint, 0, Double, joins=1)
+        new = reply_channel(m.endpoint, 0, Double, joins=2)
+        serving = asyncio.create_task(serve(new, []))
+        async with asyncio.timeout(10):
+            while not any(b" 2 - " in route for route in m._routes.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await old.notify(News("last"))
+        assert (await m.call(0, Double(3), Answer, timeout=5)).value == 6
+        assert m.notices == []
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await old.close()
+        await new.close()
+        context.term()

@@ -43,6 +43,7 @@ ALLOWED: Mapping[str, Allowed] = {
     "POST /heartbeat": Allowed(_EVERYONE, "role"),
     "GET /silent": Allowed(_NOBODY),
     "GET /topology": Allowed(frozenset({"rollout", "master", "model_worker"})),
+    "POST /member": Allowed(frozenset({"master", "model_worker"})),
     "POST /admit": Allowed(frozenset({"rollout"}), "worker"),
     "POST /route": Allowed(frozenset({"rollout"}), "worker"),
     "POST /in_flight": Allowed(frozenset({"rollout"}), "worker"),

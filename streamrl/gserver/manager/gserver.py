@@ -136,6 +136,7 @@ class Gserver(Member):
         host: str = "",
         machine: str = "",
         curve_key: str = "",
+        encrypted: bool = False,
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
@@ -147,6 +148,7 @@ class Gserver(Member):
             host=host,
             machine=machine,
             curve_key=curve_key,
+            encrypted=encrypted,
             now=now,
             patience=patience,
         )

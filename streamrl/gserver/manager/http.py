@@ -28,6 +28,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
+    AskMember,
     AskPlace,
     Compare,
     Drain,
@@ -139,6 +140,7 @@ def _calls(manager: Manager) -> dict[str, _Route]:
         "/drain": (Drain, manager.elastic.drain),
         "/leave": (Leave, manager.elastic.left),
         "/heartbeat": (Heartbeat, members.heartbeat),
+        "/member": (AskMember, members.is_member),
         "/admit": (Admit, groups.admit),
         "/route": (Route, groups.route),
         "/in_flight": (InFlight, groups.in_flight),

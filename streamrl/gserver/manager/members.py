@@ -27,8 +27,10 @@ from streamrl.machine import machine_identity
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of
 from streamrl.transport.control import (
+    AskMember,
     Heartbeat,
     HeartbeatReply,
+    IsMember,
     Peer,
     Register,
     RegisterReply,
@@ -37,6 +39,7 @@ from streamrl.transport.control import (
     SilentProcess,
     Topology,
 )
+from streamrl.transport.credentials import HEARS
 from streamrl.transport.keys import is_loopback
 from streamrl.transport.manager_client import PLACE_TAKEN
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
@@ -179,8 +182,17 @@ class Members:
             return all(self._registry.get(role, index) is not None for index in range(count))
 
         await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
-        peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
+        peers = [
+            Peer(m.role, m.index, m.address, m.curve_key if m.encrypted else "")
+            for m in self._registry.of(role)
+            if m.index < count
+        ]
         return Topology(complete=complete(), peers=peers)
+
+    async def is_member(self, message: AskMember) -> IsMember:
+        """Return whether a key is that of a member who has anything to say over ZMQ."""
+        member = self._registry.with_curve_key(message.curve_key)
+        return IsMember(known=member is not None and any(member.role in heard for heard in HEARS.values()))
 
     def caller(self, role: Role, index: int) -> Member:
         """Return the registered process that makes a call, which is a sign of life; raises `PeerError` for a
@@ -227,6 +239,7 @@ class Members:
             "host": message.host,
             "machine": message.machine,
             "curve_key": message.curve_key,
+            "encrypted": message.encrypted,
         }
         patience = self._patience[message.role]
         if message.role == "gserver":

@@ -35,6 +35,7 @@ class Member:
         host: str = "",
         machine: str = "",
         curve_key: str = "",
+        encrypted: bool = False,
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
@@ -47,6 +48,8 @@ class Member:
         self.host = host
         self.machine = machine
         self.curve_key = curve_key
+        self.encrypted = encrypted
+        """Whether its socket takes encrypted connections alone."""
         self.number = 0
         """Counts the members of the run as they joined; 0: it has no place yet."""
         self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"

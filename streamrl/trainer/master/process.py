@@ -45,11 +45,12 @@ from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import reach_towards
 from streamrl.transport.control import FinishRun, GroupChanges
+from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel, Requests
-from streamrl.transport.secret import of_run_at
-from streamrl.transport.synchronous import name_on_channel
+from streamrl.transport.secret import encrypts, of_run_at
+from streamrl.transport.synchronous import name_on_channel, number_on_channel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
     """
     listening = reach_towards(manager_url, advertise=advertise).listening(config.stream.host)
+    keys = CurveKeys.make()
+    encrypted = encrypts(config, listening.at)
     async with AsyncExitStack() as stack:
         client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
         stack.push_async_callback(client.close)
@@ -71,8 +74,14 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             notice_type=Stored,
             on_notice=lambda worker, notice: stored.put_nowait(_own(worker, notice)),
             name_of=name_on_channel,
+            number_of=number_on_channel,
+            keys=keys if encrypted else None,
         )
         stack.push_async_callback(channel.close)
+        if encrypted:
+            doorkeeper = Doorkeeper(channel.context, client.is_member)
+            doorkeeper.start()
+            stack.callback(doorkeeper.stop)
         master = Master(config, client=client, channel=channel, stored=stored)
         stack.push_async_callback(master.close)
         membership = Membership(
@@ -82,9 +91,12 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             address=channel.endpoint,
             config=config,
             stats=master.stats,
+            keys=keys,
+            encrypted=encrypted,
         )
         master.membership = membership
         await membership.join(patience=config.manager.join_timeout_seconds)
+        channel.admit(membership.verifier())
         stack.push_async_callback(membership.leave)
         training = asyncio.create_task(master.run(), name="training")
         stopping = asyncio.create_task(membership.stopping.wait(), name="stop")

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import torch
+import zmq
 
 from streamrl import essential
 from streamrl.config import Config
@@ -65,10 +66,11 @@ from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reac
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import backend_for, join_world, open_store
 from streamrl.transport.control import Compare
+from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
-from streamrl.transport.secret import of_run_at
+from streamrl.transport.secret import encrypts, of_run_at
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -93,15 +95,26 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         begun = progress.of_run(config)
         if begun is not None:
             dataset.restore(begun.trained)
-        address = ""
+        address, keys, encrypted = "", CurveKeys.make(), False
         door = None
         if index in layout_of(config.trainer, "actor").heads:
             version = begun.policy_version if begun else 0
             listening = reach.listening(config.stream.host)
-            door = Door(config, dataset, model_dir=model_dir, policy_version=version, listening=listening)
+            encrypted = encrypts(config, listening.at)
+            door = Door(
+                config,
+                dataset,
+                model_dir=model_dir,
+                policy_version=version,
+                listening=listening,
+                keys=keys if encrypted else None,
+            )
             stack.callback(door.ingress.close)
-            door.ingress.start()
             address = door.ingress.endpoint
+            if encrypted:
+                doorkeeper = Doorkeeper(zmq.Context.instance(), client.is_member)
+                doorkeeper.start()
+                stack.callback(doorkeeper.stop)
         worker = ModelWorker(
             config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client, reach=reach
         )
@@ -112,11 +125,17 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             address=address,
             config=config,
             stats=worker.stats,
+            keys=keys,
+            encrypted=encrypted,
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
+        if door is not None:
+            door.ingress.start(membership.verifier())
         stack.push_async_callback(membership.leave)
         masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
-        channel: ReplyChannel[Call] = ReplyChannel(endpoint=masters[0].address, worker=index, call_type=Call)
+        channel: ReplyChannel[Call] = ReplyChannel(
+            master=masters[0], worker=index, shown=membership.shows("master"), call_type=Call
+        )
         stack.push_async_callback(channel.close)
         stack.push_async_callback(worker.close)
         tasks = [
@@ -152,13 +171,16 @@ class Door:
         model_dir: Path,
         policy_version: int,
         listening: Listening = LOOPBACK,
+        keys: CurveKeys | None = None,
     ) -> None:
+        """`keys`: the process's own, if connections are to be encrypted."""
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
         self.ingress = StreamIngress(
             dataset,
             host=listening.at,
             announced=listening.announced,
+            keys=keys,
             limits=Limits(
                 max_group_bytes=config.stream.max_group_bytes,
                 group_size=config.rollout.group_size,

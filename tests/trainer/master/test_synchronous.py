@@ -26,8 +26,10 @@ from streamrl.transport.synchronous import (
     RolloutCall,
     ScoreGroups,
     name_on_channel,
+    number_on_channel,
 )
 from streamrl.types import SampleMeta
+from tests.credentials import peer_at, shown_by, verifier_of
 from tests.groups import make_group
 
 
@@ -44,7 +46,10 @@ class Rollout:
         self._ledger, self._table, self._waiting = ledger, table, []
         self._mute, self._scores, self._unheard = mute, scores, stores_unheard
         self._channel = ReplyChannel(
-            endpoint=endpoint, worker=FIRST_ROLLOUT_WORKER + index, call_type=GenerateGroups | ScoreGroups
+            master=peer_at(endpoint),
+            worker=FIRST_ROLLOUT_WORKER + index,
+            shown=shown_by("rollout", index, to="master"),
+            call_type=GenerateGroups | ScoreGroups,
         )
         self._following = asyncio.create_task(self._follow())
 
@@ -117,8 +122,13 @@ SIBLINGS = 2
 async def master_of(config):
     table = GroupTable(graph_of(config))
     channel = RequestChannel(
-        host="127.0.0.1", notice_type=GroupsScored, on_notice=lambda *_: None, name_of=name_on_channel
+        host="127.0.0.1",
+        notice_type=GroupsScored,
+        on_notice=lambda *_: None,
+        name_of=name_on_channel,
+        number_of=number_on_channel,
     )
+    channel.admit(verifier_of("master"))
     try:
         generation = SynchronousGeneration(graph_of(config), channel=channel, groups=table, config=config)
         yield Batches(generation, table), channel.endpoint
@@ -254,7 +264,12 @@ class Station:
     async def live(self):
         while True:
             rollout = SynchronousRollout(
-                self._config, index=self._index, master=self._endpoint, admit=self.admit, start=self.start
+                self._config,
+                index=self._index,
+                master=peer_at(self._endpoint),
+                shown=shown_by("rollout", self._index, to="master"),
+                admit=self.admit,
+                start=self.start,
             )
             running = asyncio.create_task(rollout.run())
             try:

@@ -14,7 +14,7 @@ from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
 from streamrl.trainer.worker.process import Door, ModelWorker
-from streamrl.transport.push_pull import GroupPusher
+from tests.credentials import LeasedPusher, verifier_of
 from tests.groups import make_group
 
 
@@ -74,8 +74,8 @@ async def test_the_door_knows_the_run(tmp_path):
     worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=door, client=None)
     step = TrainStep("actor_train", policy_version=0, oldest_version=0, minibatches=[MinibatchShare([], 0, 0)])
     channel = Withdrawing(step)
-    door.ingress.start()
-    pusher = GroupPusher(
+    door.ingress.start(verifier_of("model_worker"))
+    pusher = LeasedPusher(
         worker="rollout/3", endpoints=[door.ingress.endpoint], max_group_bytes=1 << 20, resend_seconds=10
     )
 
@@ -85,7 +85,7 @@ async def test_the_door_knows_the_run(tmp_path):
         return msgspec.structs.replace(made, **changes)
 
     async def refused(bad, says):
-        with pytest.raises(WireError, match=rf"group {bad.seq} from rollout/3#\w+: {says}"):
+        with pytest.raises(WireError, match=rf"group {bad.seq} from rollout/3: {says}"):
             await pusher.push(bad)
 
     await refused(group(10**12), "no sequence number from")

@@ -198,7 +198,7 @@ class GroupPuller:
                 return
 
     def _turn_away(self, sender: bytes, frames: list[memoryview], why: str) -> None:
-        """Refuse a message of somebody who may say nothing here; of what it says only the sequence numbers are looked at."""
+        """Refuse a message of somebody who may say nothing here; only its sequence numbers are looked at."""
         self._sink.count_refused()
         self._seldom.warning("refused a message of %s", why)
         seqs = [UNREADABLE]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -48,6 +49,13 @@ WARNING_SECONDS = 30.0
 """A response that has waited for a token for so long is worth a warning."""
 FIRST_PAUSE_SECONDS = 0.05
 """After the first attempt in a row that brought no token: a weight update has often ended by then."""
+
+
+STREAM_EVENTS = 128
+"""Of one streamed request, at most: each tells all tokens so far."""
+OnTokens = Callable[[list[int]], None]
+"""Is told further tokens of a response."""
+log = logging.getLogger(__name__)
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -89,6 +97,7 @@ class Generator:
         self._endings = Endings(
             tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
         )
+        self._client = client
         self._siblings = SiblingRequests(client)
         self._sampling = sampling
         self._seed = seed
@@ -104,11 +113,13 @@ class Generator:
         route: GroupRoute,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
 
         `stop` and `stop_token_ids` end it besides those of the run. The request travels together with those that
-        siblings on the same `route` make at the same moment.
+        siblings on the same `route` make at the same moment; with `on_tokens` it travels alone, and its tokens are told
+        as they come. They stay in the response whatever happens then, unless a stop string is found among them.
 
         Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
         `DeadlineExceeded` when no token has come for `patience` seconds.
@@ -128,12 +139,16 @@ class Generator:
             budget = min(max_new_tokens - before, self._tokens_per_request)
             request = GenerateRequest(
                 input_ids=[*input_ids, *response.ids],
-                sampling_params=self._params(budget, rid, before, stop, stop_token_ids),
+                sampling_params=self._params(budget, rid, before, stop, stop_token_ids, streamed=on_tokens is not None),
                 rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
             )
+            broken: StreamRLError | None = None
             try:
-                reply = await self._siblings.generate(route, gserver, request)
+                if on_tokens is None:
+                    reply = await self._siblings.generate(route, gserver, request)
+                else:
+                    reply, broken = await self._streamed(gserver, request, on_tokens)
             except (PeerError, DeadlineExceeded) as error:
                 if isinstance(error, PeerError) and 400 <= error.status < 500:
                     raise
@@ -145,6 +160,9 @@ class Generator:
             reply = with_version_spans(unmixed(reply), oldest=version)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
+            if broken is not None:
+                log.info("request %s goes on elsewhere after %d tokens: %s", rid, len(response.ids), broken)
+                await route.replace(gserver)
             if ending := endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
                 length, matched = ending
                 retry.succeeded()
@@ -166,8 +184,51 @@ class Generator:
             reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
             return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
+    async def _streamed(
+        self, gserver: str, request: GenerateRequest, on_tokens: OnTokens
+    ) -> tuple[GenerateReply, StreamRLError | None]:
+        """Return the reply whose tokens were told, and why it breaks off, if it does.
+
+        Tokens of a stream that breaks off have been told, so they are kept, as those of a reply that was aborted.
+        Raises as `GenerationClient.generate_streamed` does where none was told.
+        """
+        latest: GenerateReply | None = None
+
+        def take(part: GenerateReply) -> None:
+            nonlocal latest
+            told = latest.output_ids if latest is not None else []
+            if part.output_ids[: len(told)] != told:
+                raise WireError(f"{gserver} takes {len(told)} tokens back that it has streamed")
+            if part.meta_info.weight_version == MIXED_WEIGHTS:
+                return  # what came since the last part will be cut off
+            if len(part.output_ids) > len(told):
+                latest = part
+                on_tokens(part.output_ids[len(told) :])
+
+        try:
+            reply = await self._client.generate_streamed(gserver, request, take)
+        except (PeerError, DeadlineExceeded) as error:
+            if latest is None:
+                raise
+            meta = latest.meta_info
+            cut = FinishReason(type="abort", message=f"the stream broke off: {error}")
+            return msgspec.structs.replace(latest, meta_info=msgspec.structs.replace(meta, finish_reason=cut)), error
+        told = latest.output_ids if latest is not None else []
+        kept = unmixed(reply).output_ids
+        if kept[: len(told)] != told:
+            raise WireError(f"{gserver} takes back some of {len(told)} tokens that it has streamed")
+        on_tokens(kept[len(told) :])
+        return reply, None
+
     def _params(
-        self, max_new_tokens: int, rid: str, position: int, stop: Sequence[str], stop_token_ids: Sequence[int]
+        self,
+        max_new_tokens: int,
+        rid: str,
+        position: int,
+        stop: Sequence[str],
+        stop_token_ids: Sequence[int],
+        *,
+        streamed: bool,
     ) -> SamplingParams:
         """Each request has a seed of its own, which depends on the run's seed, `rid` and its first token's position."""
         sampling = self._sampling
@@ -181,6 +242,7 @@ class Generator:
             stop=[*sampling.stop, *stop] or None,
             stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids] or None,
             sampling_seed=int.from_bytes(digest, "little") >> 1,
+            stream_interval=max(1, max_new_tokens // STREAM_EVENTS) if streamed else None,
         )
 
 

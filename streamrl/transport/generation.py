@@ -325,6 +325,39 @@ class GenerationClient:
         """Return the response to one prompt."""
         return await self.post(url, "/generate", request, GenerateReply)
 
+    async def generate_streamed(
+        self, url: str, request: GenerateRequest, on_part: Callable[[GenerateReply], None]
+    ) -> GenerateReply:
+        """Return the response to one prompt; `on_part` is given what there is of it, from its beginning, as it grows.
+
+        Raises as `generate_batch` does, and what `on_part` raises.
+        """
+        whole: GenerateReply | None = None
+
+        def take(data: bytes) -> None:
+            nonlocal whole
+            part = _decoded_part(url, data)
+            if not part.meta_info:
+                raise WireError(f"gserver {url} streamed an event that tells nothing")
+            reply = GenerateReply(text=part.text, output_ids=part.output_ids, meta_info=part.meta_info)
+            if part.meta_info.finish_reason is None:
+                on_part(reply)
+            else:
+                whole = reply
+
+        async with self._unless_given_up(url):
+            await http.follow(
+                self._opened(),
+                url + "/generate",
+                msgspec.structs.replace(request, stream=True),
+                take,
+                timeout=self._timeout,
+                peer=f"gserver {url}",
+            )
+        if whole is None:
+            raise WireError(f"gserver {url} ended a stream without a finished response")
+        return whole
+
     async def generate_batch(
         self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
     ) -> None:
@@ -347,14 +380,7 @@ class GenerationClient:
         unanswered = set(range(len(requests)))
 
         def take(data: bytes) -> None:
-            try:
-                part = _part_decoder.decode(data)
-            except UNDECODABLE as error:
-                raise WireError(f"gserver {url} answered with something else than responses: {error}") from error
-            if part.error:
-                refusal = PeerError(f"gserver {url} failed: {part.error.message}")
-                refusal.status = part.error.code or 500
-                raise refusal
+            part = _decoded_part(url, data)
             if not part.meta_info or part.meta_info.finish_reason is None:
                 return  # SGLang tells of the first token, too
             if part.index not in unanswered:
@@ -448,6 +474,19 @@ class GenerationClient:
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
             )
         return self._session
+
+
+def _decoded_part(url: str, data: bytes) -> StreamPart:
+    """Return an event of a stream; raises `WireError` for what is none, and `PeerError` for what tells of an error."""
+    try:
+        part = _part_decoder.decode(data)
+    except UNDECODABLE as error:
+        raise WireError(f"gserver {url} answered with something else than responses: {error}") from error
+    if part.error:
+        refusal = PeerError(f"gserver {url} failed: {part.error.message}")
+        refusal.status = part.error.code or 500
+        raise refusal
+    return part
 
 
 def _told_at_its_end(params: SamplingParams) -> SamplingParams:

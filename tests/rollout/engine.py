@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,9 @@ from streamrl.transport.generation import (
     VersionSpan,
 )
 
-Script = Callable[[GenerateRequest, int], "GenerateReply | web.Response | Awaitable[GenerateReply | web.Response]"]
-"""Takes a request and its number, from 0; returns the reply."""
+Script = Callable[[GenerateRequest, int], Any]
+"""Takes a request and its number, from 0; returns the reply, or a coroutine that does: what a stream tells one after
+another is a list, in which None loses the connection."""
 
 
 class Engine:
@@ -47,6 +48,8 @@ class Engine:
         for answer in answers:
             if isinstance(answer, web.Response):
                 return answer
+            if isinstance(answer, list):
+                return await _streamed(request, answer)
             if answer is None:  # the connection is lost
                 assert request.transport is not None
                 request.transport.abort()
@@ -74,6 +77,19 @@ class Engine:
             async with self._changed:
                 self._changed.notify_all()
             raise
+
+
+async def _streamed(request: web.Request, replies: list[GenerateReply | None]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for reply in replies:
+        if reply is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(b"data: " + msgspec.json.encode(reply) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 def _parts(message: GenerateRequest) -> list[GenerateRequest]:
@@ -109,7 +125,7 @@ async def serving(script: Script) -> AsyncIterator[Engine]:
 def answer(
     tokens: list[int],
     *,
-    finish: str = "stop",
+    finish: str | None = "stop",
     version: str = "0",
     spans: list[tuple[str, int, int]] | None = None,
     logprobs: list[TokenLogprob] | None = None,
@@ -127,7 +143,9 @@ def answer(
         output_ids=tokens,
         meta_info=MetaInfo(
             id="x",
-            finish_reason=FinishReason(type=finish, matched=matched, status_code=status_code, message="scripted"),  # type: ignore[arg-type]
+            finish_reason=FinishReason(type=finish, matched=matched, status_code=status_code, message="scripted")  # type: ignore[arg-type]
+            if finish is not None
+            else None,
             prompt_tokens=0,
             completion_tokens=len(tokens),
             weight_version=version,

@@ -544,3 +544,61 @@ async def test_changes_while_a_report_is_on_its_way_go_into_the_next_one_and_end
             manager.replies.set()
             assert await manager.next() == {0: (2, 10)}
     running.cancel()
+
+
+# --- told as it comes ---
+
+
+async def told_as_it_comes(client: GenerationClient, *streams: Any) -> tuple[list[int], Generation]:
+    """What `on_tokens` was told, all in all, and the response."""
+    told: list[int] = []
+    async with serving(script(*streams)) as engine, serving(script(*streams[1:])) as other:
+        generator = make_generator(client, patience=20.0, part=4096)
+        route = GroupRoute(engine.url, find_another=FixedRoutes(other.url).find_another)
+        generation = await generator.generate(PROMPT, max_new_tokens=8, rid="3.0.0", route=route, on_tokens=told.extend)
+    return told, generation
+
+
+def so_far(*tokens: int, version: str = "0") -> GenerateReply:
+    return answer(list(tokens), finish=None, spans=[], version=version)
+
+
+async def test_tokens_are_told_as_they_come(client: GenerationClient) -> None:
+    stream = [so_far(10), so_far(10, 11), answer([10, 11, 12, 2], version="4", matched=2)]
+    told, generation = await told_as_it_comes(client, stream)
+    assert told == generation.output_ids == [10, 11, 12, 2]
+    assert generation.versions == [4] * 4
+
+
+async def test_an_update_in_mid_stream_leaves_no_gap_and_no_double(client: GenerationClient) -> None:
+    first = [so_far(10), answer([10, 11], finish="abort", version="0")]
+    second = [so_far(12, version="1"), answer([12, 13, 2], version="1", matched=2)]
+    told, generation = await told_as_it_comes(client, first, second)
+    assert told == generation.output_ids == [10, 11, 12, 13, 2]
+    assert generation.versions == [0, 0, 1, 1, 1]
+    assert generation.interruptions == 1
+
+
+async def test_tokens_of_a_stream_that_breaks_off_are_kept(client: GenerationClient) -> None:
+    first = [so_far(10), so_far(10, 11), None]
+    second = [so_far(12, version="1"), answer([12, 2], version="1", matched=2)]
+    told, generation = await told_as_it_comes(client, first, second)
+    assert told == generation.output_ids == [10, 11, 12, 2]
+    assert generation.versions == [0, 0, 1, 1]
+    assert generation.logprobs == [-0.10, -0.11, -0.12, -0.02]
+
+
+async def test_tokens_of_mixed_weights_are_not_told(client: GenerationClient) -> None:
+    spans = [("0", 0, 1), (MIXED_WEIGHTS, 1, 2)]
+    first = [so_far(10), so_far(10, 11, version=MIXED_WEIGHTS), answer([10, 11], version=MIXED_WEIGHTS, spans=spans)]
+    second = [so_far(12, version="1"), answer([12, 2], version="1", matched=2)]
+    told, generation = await told_as_it_comes(client, first, second)
+    assert told == generation.output_ids == [10, 12, 2]
+    assert generation.versions == [0, 1, 1]
+
+
+async def test_a_gserver_that_takes_tokens_back_is_not_believed(client: GenerationClient) -> None:
+    with pytest.raises(WireError, match="takes 1 tokens back"):
+        await told_as_it_comes(client, [so_far(10), so_far(11, 12), answer([11, 12, 2], matched=2)])
+    with pytest.raises(WireError, match="takes back some of 1 tokens"):
+        await told_as_it_comes(client, [so_far(10), answer([11, 12, 2], matched=2)])

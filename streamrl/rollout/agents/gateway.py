@@ -8,8 +8,12 @@ Retries. A request is answered with an earlier request's generation, also while 
 - its `x-stainless-retry-count` is above 0 and its path and body are those of an earlier one, or
 - its path and body are those of a request whose answer could not be delivered, because the client hung up.
 Any other identical body is a new sample: best of n by repeated calls is legitimate. A generation is a task of its own:
-a client that hangs up cancels only its handler. An answer is delivered once it has left this process for a connection
-that is open; the episode is told which were. The last `KEPT_REQUESTS` requests of an episode can be asked again.
+a client that hangs up cancels only its handler; what nobody has asked for again within `ABANDONED_SECONDS` is
+cancelled, too. An answer is delivered once all of it has left this process for a connection that is open; the episode
+is told which were. The last `KEPT_REQUESTS` requests of an episode can be asked again.
+
+Streams. Pieces go out as the policy says them, from the beginning to each client that asks for the same generation. A
+stream begins with its first piece, so that a refusal before it still has a status of its own.
 """
 
 from __future__ import annotations
@@ -18,15 +22,15 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
 from streamrl.rollout.agents.pipe import Lease, Score
-from streamrl.rollout.agents.protocols import anthropic, chat, completions, inference, responses
+from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, Call
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of
 from streamrl.transport.keys import HEADER, admits
@@ -39,6 +43,8 @@ CONCURRENT_REQUESTS = 64
 KEPT_REQUESTS = 256
 """Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
+ABANDONED_SECONDS = 30.0
+"""A generation whose clients have hung up goes on for so long; the SDKs ask again within 8 seconds."""
 _SCORE_FORM = 'the body must be {"score": NUMBER}, and may have "rewards" and "metrics", from names to numbers'
 LEASE_SECONDS = 30.0
 """Who asks for an episode waits so long for one, and may then ask again."""
@@ -52,11 +58,19 @@ PROTOCOLS: dict[str, Api] = {
 }
 
 
+OnPiece = Callable[[Piece], None]
+
+
 class EpisodeCalls(Protocol):
     """An episode, as far as its agent's calls go. An optional `delivered(completions)` hears what was written out."""
 
-    async def complete(self, request: ChatRequest, *, call: str) -> Sequence[Completion]:
-        """Return the answers to `request`, by the id under which they are sent; raises `RequestRefused`."""
+    async def complete(
+        self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
+    ) -> Sequence[Completion]:
+        """Return the answers to `request`, by the id under which they are sent; raises `RequestRefused`.
+
+        `on_piece` is told more of them as they are generated.
+        """
 
     def score(self, said: Score) -> None:
         """Take what the agent says that the episode is worth; raises `RequestRefused`."""
@@ -90,15 +104,51 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float = 0.0
 
 
+class _Pieces:
+    """What a generation has said so far, for clients that are told as it comes; ends with the generation."""
+
+    def __init__(self) -> None:
+        self._said: list[Piece] = []
+        self._ended = False
+        self._more = asyncio.Event()
+
+    def add(self, piece: Piece) -> None:
+        self._said.append(piece)
+        self._wake()
+
+    def end(self, _: object = None) -> None:
+        """There is nothing more to come."""
+        self._ended = True
+        self._wake()
+
+    async def follow(self) -> AsyncIterator[list[Piece]]:
+        """Yield all pieces from the first one on, several together where they are there, until the end."""
+        told = 0
+        while True:
+            more = self._more
+            if told < len(self._said):
+                pieces, told = self._said[told:], len(self._said)
+                yield pieces
+            elif self._ended:
+                return
+            else:
+                await more.wait()
+
+    def _wake(self) -> None:
+        more, self._more = self._more, asyncio.Event()
+        more.set()
+
+
 class _Generation:
     """One generation, and whether anybody has seen its answer."""
 
-    def __init__(self, digest: bytes, call: Call, task: asyncio.Task[Sequence[Completion]]) -> None:
+    def __init__(self, digest: bytes, call: Call, task: asyncio.Task[Sequence[Completion]], pieces: _Pieces) -> None:
         self.digest = digest
         """Of the path and the body."""
         self.call = call
         """Without the prompt; with the conversation, less its instructions, where a later call may continue it."""
         self.task = task
+        self.pieces = pieces
         self.idempotency_keys: set[str] = set()
         self.waiting = 0
         """How many clients wait for it."""
@@ -108,6 +158,10 @@ class _Generation:
     def abandoned(self) -> bool:
         """Whether nobody got its answer, and nobody waits for it."""
         return not self.delivered and self.waiting == 0
+
+    def cancel_if_abandoned(self) -> None:
+        if self.abandoned:
+            self.task.cancel()
 
     @property
     def failed(self) -> bool:
@@ -256,15 +310,17 @@ class Gateway:
             generation.idempotency_keys.add(idempotency_key)
         generation.waiting += 1
         try:
-            found = await asyncio.shield(generation.task)
-            answer = await _write(protocol, generation.call, found, request)
+            send = _stream if generation.call.stream else _write
+            answer = await send(protocol, generation, request)
         finally:
             generation.waiting -= 1
+            if generation.abandoned and not generation.task.done():
+                asyncio.get_running_loop().call_later(ABANDONED_SECONDS, generation.cancel_if_abandoned)
         if not generation.delivered:
             generation.delivered = True
             delivered = getattr(episode, "delivered", None)
             if delivered is not None:
-                delivered(found)
+                delivered(generation.task.result())
         return answer
 
     def _begin(self, asked: _Asked, call: Call, digest: bytes, episode: EpisodeCalls) -> _Generation:
@@ -276,13 +332,17 @@ class Gateway:
             call = _continued(call, asked)
         self._warn(call)
         asked.generating += 1
-        task = asyncio.ensure_future(episode.complete(call.request, call=call.id))
+        pieces = _Pieces()
+        streams = call.stream and not call.logprobs  # log-probabilities are those of whole answers
+        answering = episode.complete(call.request, call=call.id, on_piece=pieces.add if streams else None)
+        task = asyncio.ensure_future(answering)
+        task.add_done_callback(pieces.end)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(asked.done)
         conversation = call.request.messages[call.instructions :] if call.remembered else ()
         bare = msgspec.structs.replace(call.request, messages=conversation, prompt=None)
-        generation = _Generation(digest, msgspec.structs.replace(call, request=bare), task)
+        generation = _Generation(digest, msgspec.structs.replace(call, request=bare), task, pieces)
         asked.kept.append(generation)
         return generation
 
@@ -379,17 +439,51 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def _write(protocol: Api, call: Call, found: Sequence[Completion], request: web.Request) -> web.Response:
-    """Write the answer out; raises `ConnectionError` when the client hung up before all of it had left."""
-    if request.transport is not None:
-        request.transport.set_write_buffer_limits(high=0)  # so that write_eof() waits until nothing is buffered
-    if call.stream:
-        events = b"".join(protocol.events(call, found))
-        answer = web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    else:
-        answer = _json(protocol.reply(call, found))
+async def _write(protocol: Api, generation: _Generation, request: web.Request) -> web.StreamResponse:
+    """Write the whole answer out; raises `ConnectionError` when the client hung up before all of it had left."""
+    found = await asyncio.shield(generation.task)
+    answer = _json(protocol.reply(generation.call, found))
+    _send_at_once(request)
     await answer.prepare(request)
     await answer.write_eof()
+    _check_connected(request)
+    return answer
+
+
+async def _stream(protocol: Api, generation: _Generation, request: web.Request) -> web.StreamResponse:
+    """Write the answer out as it comes; raises as `_write` does, and what the generation raises before it says a word.
+
+    What it raises later becomes the last event.
+    """
+    events = protocol.events(generation.call)
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    _send_at_once(request)
+    async for pieces in generation.pieces.follow():
+        if not answer.prepared:
+            await answer.prepare(request)
+        await answer.write(b"".join(map(events.piece, pieces)))
+        _check_connected(request)
+    try:
+        last = events.end(await asyncio.shield(generation.task))
+    except RequestRefused as refused:
+        if not answer.prepared:
+            raise
+        await answer.write(common.event(protocol.error(refused.status, refused.kind, str(refused)), "error"))
+        raise ConnectionResetError("the answer broke off") from refused
+    if not answer.prepared:
+        await answer.prepare(request)
+    await answer.write(last)
+    await answer.write_eof()
+    _check_connected(request)
+    return answer
+
+
+def _send_at_once(request: web.Request) -> None:
+    """Have each write wait until nothing is buffered, so that what was written has left."""
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)
+
+
+def _check_connected(request: web.Request) -> None:
     if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the client hung up")
-    return answer

@@ -74,6 +74,16 @@ class Completion(msgspec.Struct, frozen=True):
     """The stop string that ended it, if one did."""
 
 
+class Piece(msgspec.Struct, frozen=True):
+    """More of an answer that is being generated; all pieces of one follow each other in its `Message`."""
+
+    index: int
+    """Which of the request's `n` answers."""
+    content: str = ""
+    reasoning: str = ""
+    """All of it, in a piece before any content."""
+
+
 class RequestRefused(Exception):
     """A request that cannot be served; `status` is HTTP's, `kind` the protocols' word for it."""
 

@@ -109,6 +109,16 @@ class ModelRenderer:
             tool_calls=tuple(calls),
         )
 
+    def certain(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        stops: Sequence[str],
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        return Message("assistant")  # the package reads whole answers only
+
 
 def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
     """Return what renders conversations for the model of `chat`, and log what was found.

@@ -55,6 +55,19 @@ class Renderer(Protocol):
     ) -> Message:
         """Return what the model said when it continued `prompt_ids`, without the stop string that ended it."""
 
+    def certain(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        stops: Sequence[str],
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        """Return the beginning of what `parse` will return, whatever tokens are still to come; it may be empty.
+
+        `stops`: the strings of which one may end the answer. Reasoning is there as a whole or not at all.
+        """
+
 
 _QUESTION = Message("user", "?")
 _CALL = ToolCall("call_1", "look", "{}")
@@ -138,8 +151,21 @@ class TemplateRenderer:
         tools: Sequence[dict[str, Any]],
     ) -> Message:
         text = before_stop(self._chat.decode(output_ids), matched_stop)
-        opened = self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
-        return parse_text(f"<think>{text}" if opened else text, tools=tools)
+        return parse_text(self._opening(prompt_ids) + text, tools=tools)
+
+    def certain(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        stops: Sequence[str],
+        tools: Sequence[dict[str, Any]],
+    ) -> Message:
+        return certain_text(self._opening(prompt_ids), self._chat.decode(output_ids), stops=stops, tools=tools)
+
+    def _opening(self, prompt_ids: Sequence[int]) -> str:
+        """Return the tag of reasoning that the template has opened for the model, if it has."""
+        return "<think>" if self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith("<think>") else ""
 
 
 def before_stop(text: str, stop: str) -> str:
@@ -172,6 +198,34 @@ def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:
     return Message(
         role="assistant", content=content.strip() if calls else content, reasoning=reasoning, tool_calls=tuple(calls)
     )
+
+
+def certain_text(opening: str, text: str, *, stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> Message:
+    """Return the beginning of what `parse_text` will make of `opening` and `text`, of which more is to come.
+
+    Kept back is whatever may turn out to be something else: half a character, a stop string, reasoning, a tool's call,
+    and white space, which goes where a tool is called.
+    """
+    text = text.rstrip("\ufffd")
+    for stop in stops:
+        text = text.partition(stop)[0]
+    text = opening + text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
+    reasoning = ""
+    if found := _REASONING.match(text):
+        reasoning, text = found.group(1).strip(), text[found.end() :]
+    elif (begun := text.lstrip()).startswith("<think>") or "<think>".startswith(begun):
+        return Message("assistant")
+    if tools:
+        text = text.partition("<tool_call>")[0]
+        text = text[: len(text) - _begun(text, "<tool_call>")].rstrip()
+        if text[:1].isspace():
+            text = ""
+    return Message("assistant", text, reasoning)
+
+
+def _begun(text: str, word: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of `word`."""
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _tool_call(text: str, names: set[str]) -> ToolCall | None:

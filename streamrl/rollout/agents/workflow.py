@@ -18,16 +18,19 @@ import msgspec
 
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
-from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway
-from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway, OnPiece
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused
 from streamrl.rollout.agents.pipe import Access, Score
 from streamrl.rollout.agents.rendering import Renderer
 from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.tree import Call, EpisodeTree, discounted
+from streamrl.rollout.generation import OnTokens
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows.base import Session
 from streamrl.types import Prompt, Trajectory
 
+LOOKS = 32
+"""A streamed answer is looked at again when it has grown by this share."""
 ENDED = "this episode has ended"
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?(\w+(?:/\d+)?)")
 """An answer's id, with or without what each API puts before it."""
@@ -72,8 +75,13 @@ class Episode:
 
     # --- for the gateway ---
 
-    async def complete(self, request: ChatRequest, *, call: str) -> Sequence[Completion]:
-        """Return the policy's answers, by the id under which they are sent; raises `RequestRefused`."""
+    async def complete(
+        self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
+    ) -> Sequence[Completion]:
+        """Return the policy's answers, by the id under which they are sent; raises `RequestRefused`.
+
+        `on_piece` is told what the policy says as it says it.
+        """
         self._check_open()
         if self.calls + request.n > self._max_calls:
             raise RequestRefused(
@@ -89,7 +97,12 @@ class Episode:
                 kind="context_length_exceeded",
             )
         names = [call] if request.n == 1 else [f"{call}/{index}" for index in range(request.n)]
-        answers = [self._answer(request, parent, prompt_ids, name) for name in names]
+        answers = [
+            self._answer(
+                request, parent, prompt_ids, name, on_tokens=self._pieces(request, prompt_ids, index, on_piece)
+            )
+            for index, name in enumerate(names)
+        ]
         asked = time.monotonic()
         try:
             return await asyncio.gather(*answers)
@@ -203,13 +216,46 @@ class Episode:
         self.rerendered += 1
         return None, anew
 
-    async def _answer(self, request: ChatRequest, parent: Call | None, prompt_ids: list[int], name: str) -> Completion:
+    def _pieces(
+        self, request: ChatRequest, prompt_ids: list[int], index: int, on_piece: OnPiece | None
+    ) -> OnTokens | None:
+        """Return what takes the tokens of an answer as they come, and tells `on_piece` what they certainly say."""
+        if on_piece is None:
+            return None
+        stops = (*self._session.sampling.stop, *request.stop)
+        so_far: list[int] = []
+        told = Message("assistant")
+        next_look = 0
+
+        def take(further: list[int]) -> None:
+            nonlocal told, next_look
+            so_far.extend(further)
+            if len(so_far) < next_look:
+                return
+            next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
+            said = self._renderer.certain(prompt_ids, so_far, stops=stops, tools=request.tools)
+            if said == told or not said.content.startswith(told.content):
+                return
+            on_piece(Piece(index, said.content[len(told.content) :], "" if told.reasoning else said.reasoning))
+            told = said
+
+        return take
+
+    async def _answer(
+        self,
+        request: ChatRequest,
+        parent: Call | None,
+        prompt_ids: list[int],
+        name: str,
+        on_tokens: OnTokens | None,
+    ) -> Completion:
         most = self._session.sampling.max_new_tokens
         generation = await self._session.generate(
             prompt_ids,
             max_new_tokens=min(most, request.max_tokens or most),
             stop=request.stop,
             stop_token_ids=request.stop_token_ids,
+            on_tokens=on_tokens,
         )
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""

@@ -31,7 +31,7 @@ from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.importing import load_object
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.generation import Generation, Generator, GroupRoute
+from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.types import NO_VERSION, Prompt, Trajectory
@@ -101,11 +101,13 @@ class Session:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
         """Let the policy continue `input_ids`, for up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
 
         Fewer where `max_context` leaves no room for so many. `stop` and `stop_token_ids` end it besides those of the
-        run. Raises `DataError` when there is no room at all, and what `Generator.generate` raises.
+        run; `on_tokens` is told tokens as they come. Raises `DataError` when there is no room at all, and what
+        `Generator.generate` raises.
         """
         room = self.max_context - len(input_ids)
         if room < 1:
@@ -123,6 +125,7 @@ class Session:
                 route=self._route,
                 stop=stop,
                 stop_token_ids=stop_token_ids,
+                on_tokens=on_tokens,
             )
         self._activity.generated(tokens=len(generation.output_ids), interruptions=generation.interruptions)
         return generation

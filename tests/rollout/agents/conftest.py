@@ -27,7 +27,7 @@ class Episode:
         self.padding = ""
         self.finish_reason = "stop"
 
-    async def complete(self, request, *, call):
+    async def complete(self, request, *, call, on_piece=None):
         self.requests.append(request)
         text = f"answer {len(self.requests)}" + self.padding
         self.started.release()

@@ -141,7 +141,7 @@ async def test_an_episode_that_has_ended(send, served):
 
 
 async def test_an_episode_that_fails_is_a_failure_of_the_server(send, served, monkeypatch, caplog):
-    async def fail(request, *, call):
+    async def fail(request, *, call, on_piece):
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(served.episode, "complete", fail)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -129,15 +129,16 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
+def _head(call: Call) -> dict[str, Any]:
+    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
+
+
 def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     said = completions[0]
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[said.finish_reason]
     return {
-        "id": f"msg_{call.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": call.model,
+        **_head(call),
         "content": _blocks(said.message),
         "stop_reason": "stop_sequence" if said.matched_stop else reason,
         "stop_sequence": said.matched_stop or None,
@@ -145,12 +146,57 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
-    """Return the answer as server-sent events."""
-    whole = reply(call, completions)
-    start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield common.event({"type": "message_start", "message": start}, "message_start")
-    for index, block in enumerate(whole["content"]):
+class Events:
+    """An answer as server-sent events. A block of text stays open for as long as more of it may come."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._told: common.Told | None = None
+        self._blocks = 0
+        self._open = False
+
+    def piece(self, piece: Piece) -> bytes:
+        found = []
+        if self._told is None:
+            self._told = common.Told()
+            found.append(self._start({"input_tokens": 0, "output_tokens": 0}))
+        self._told.add(piece)
+        if piece.reasoning:
+            found.append(self._block({"type": "thinking", "thinking": piece.reasoning, "signature": ""}))
+        if piece.content:
+            found.append(self._text(piece.content))
+        return b"".join(found)
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        whole = reply(self._call, completions)
+        message = completions[0].message
+        found = []
+        if self._told is None:
+            found.append(self._start(whole["usage"]))
+        else:
+            message = self._told.rest(message)
+        if self._open:
+            found.append((self._text(message.content) if message.content else b"") + self._closed())
+            message = msgspec.structs.replace(message, content="")
+            blocks = _blocks(message) if message.tool_calls else []
+        else:
+            blocks = _blocks(message)
+        found += [self._block(block) for block in blocks]
+        end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        found.append(common.event({"type": "message_delta", "delta": end, "usage": whole["usage"]}, "message_delta"))
+        found.append(common.event({"type": "message_stop"}, "message_stop"))
+        return b"".join(found)
+
+    def _start(self, usage: dict[str, int]) -> bytes:
+        message = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return common.event({"type": "message_start", "message": message}, "message_start")
+
+    def _text(self, more: str) -> bytes:
+        begun = b"" if self._open else self._opened({"type": "text", "text": ""})
+        self._open = True
+        return begun + self._delta({"type": "text_delta", "text": more})
+
+    def _block(self, block: dict[str, Any]) -> bytes:
         empty: dict[str, Any]
         match block["type"]:
             case "text":
@@ -160,13 +206,24 @@ def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
             case _:
                 written = bytes(block["input"]).decode()
                 empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
-        opened = {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-        yield common.event(opened, "content_block_start")
-        yield common.event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
-        yield common.event({"type": "content_block_stop", "index": index}, "content_block_stop")
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    yield common.event({"type": "message_delta", "delta": end, "usage": whole["usage"]}, "message_delta")
-    yield common.event({"type": "message_stop"}, "message_stop")
+        return self._opened({**block, **empty}) + self._delta(delta) + self._closed()
+
+    def _opened(self, block: dict[str, Any]) -> bytes:
+        opened = {"type": "content_block_start", "index": self._blocks, "content_block": block}
+        return common.event(opened, "content_block_start")
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        told = {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+        return common.event(told, "content_block_delta")
+
+    def _closed(self) -> bytes:
+        self._open = False
+        closed = common.event({"type": "content_block_stop", "index": self._blocks}, "content_block_stop")
+        self._blocks += 1
+        return closed
+
+
+events = Events
 
 
 def error(status: int, kind: str, message: str) -> dict[str, Any]:

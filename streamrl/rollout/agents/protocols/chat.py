@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -154,16 +155,40 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     return {**_head(call, "chat.completion"), "choices": choices, "usage": common.usage(completions)}
 
 
-def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
-    """Return the answer as server-sent events."""
-    head = _head(call, "chat.completion.chunk")
-    for index, completion in enumerate(completions):
-        delta = _spoken(completion.message, indexed=True)
-        logprobs = _logprobs(call, completion)
-        first = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-        yield common.event({**head, "choices": [first]})
-        last = {"index": index, "delta": {}, "finish_reason": completion.finish_reason, "logprobs": None}
-        yield common.event({**head, "choices": [last]})
-    if call.stream_usage:
-        yield common.event({**head, "choices": [], "usage": common.usage(completions)})
-    yield b"data: [DONE]\n\n"
+class Events:
+    """An answer as server-sent events."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._head = _head(call, "chat.completion.chunk")
+        self._told: defaultdict[int, common.Told] = defaultdict(common.Told)
+
+    def piece(self, piece: Piece) -> bytes:
+        begins = piece.index not in self._told
+        self._told[piece.index].add(piece)
+        delta = {"role": "assistant"} if begins else {}
+        delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        delta |= {"content": piece.content} if piece.content else {}
+        return self._chunk(piece.index, delta)
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        chunks = []
+        for index, completion in enumerate(completions):
+            if (told := self._told.get(index)) is None:
+                delta = _spoken(completion.message, indexed=True)
+            else:
+                rest = _spoken(told.rest(completion.message), indexed=True)
+                delta = {key: value for key, value in rest.items() if key != "role" and value}
+            if delta:
+                chunks.append(self._chunk(index, delta, logprobs=_logprobs(self._call, completion)))
+            chunks.append(self._chunk(index, {}, finish_reason=completion.finish_reason))
+        if self._call.stream_usage:
+            chunks.append(common.event({**self._head, "choices": [], "usage": common.usage(completions)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: Any = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return common.event({**self._head, "choices": [choice]})
+
+
+events = Events

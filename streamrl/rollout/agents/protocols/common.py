@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused
 
 MAX_SAMPLES = 256
 """Answers to one request."""
@@ -37,6 +37,16 @@ class Call(msgspec.Struct, frozen=True):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
+class Events(Protocol):
+    """One answer as server-sent events, as it comes."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Return the events that tell of more of the answer."""
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """Return the events that tell the rest of it; all of it where there was no piece."""
+
+
 class Api(Protocol):
     """One API that agents speak; each of the other modules here is one."""
 
@@ -46,11 +56,28 @@ class Api(Protocol):
     def reply(self, call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer's body."""
 
-    def events(self, call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
-        """Return the answer as server-sent events."""
+    def events(self, call: Call) -> Events:
+        """Return what writes the answer as server-sent events."""
 
     def error(self, status: int, kind: str, message: str) -> dict[str, Any]:
         """Return an error's body."""
+
+
+class Told:
+    """What the pieces of one answer have told of it."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+
+    def add(self, piece: Piece) -> None:
+        self.content += piece.content
+        self.reasoning = piece.reasoning or self.reasoning
+
+    def rest(self, message: Message) -> Message:
+        """Return `message` without what has been told of it."""
+        content = message.content.removeprefix(self.content) if self.content else message.content
+        return msgspec.structs.replace(message, content=content, reasoning="" if self.reasoning else message.reasoning)
 
 
 class Part(msgspec.Struct):

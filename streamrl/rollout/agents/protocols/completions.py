@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -71,23 +72,46 @@ def _logprobs(completion: Completion, *, top: bool) -> dict[str, Any]:
     }
 
 
+def _head(call: Call) -> dict[str, Any]:
+    return {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
+
+
+def _choice(call: Call, index: int, text: str, completion: Completion | None) -> dict[str, Any]:
+    done = completion is not None and call.logprobs
+    return {
+        "index": index,
+        "text": text,
+        "finish_reason": completion.finish_reason if completion is not None else None,
+        "logprobs": _logprobs(completion, top=call.top_logprobs > 0) if completion is not None and done else None,
+    }
+
+
 def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
-    choices = []
-    for index, completion in enumerate(completions):
-        choices.append(
-            {
-                "index": index,
-                "text": completion.message.content,
-                "finish_reason": completion.finish_reason,
-                "logprobs": _logprobs(completion, top=call.top_logprobs > 0) if call.logprobs else None,
-            }
-        )
-    head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
-    return {**head, "choices": choices, "usage": common.usage(completions)}
+    choices = [
+        _choice(call, index, completion.message.content, completion) for index, completion in enumerate(completions)
+    ]
+    return {**_head(call), "choices": choices, "usage": common.usage(completions)}
 
 
-def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
-    """Return the answer as server-sent events."""
-    yield common.event(reply(call, completions))
-    yield b"data: [DONE]\n\n"
+class Events:
+    """An answer as server-sent events."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._told: defaultdict[int, common.Told] = defaultdict(common.Told)
+
+    def piece(self, piece: Piece) -> bytes:
+        self._told[piece.index].add(piece)
+        return common.event({**_head(self._call), "choices": [_choice(self._call, piece.index, piece.content, None)]})
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        choices = [
+            _choice(self._call, index, self._told[index].rest(completion.message).content, completion)
+            for index, completion in enumerate(completions)
+        ]
+        last = {**_head(self._call), "choices": choices, "usage": common.usage(completions)}
+        return common.event(last) + b"data: [DONE]\n\n"
+
+
+events = Events

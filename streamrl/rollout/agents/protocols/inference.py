@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -67,6 +67,6 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     return {"request_id": call.id, "choices": choices}
 
 
-def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
+def events(call: Call) -> common.Events:
     """Never asked for: the endpoint does not stream."""
-    yield common.event(reply(call, completions))
+    raise NotImplementedError

@@ -5,12 +5,12 @@ A message of the policy is up to three kinds of items, in this order: its reason
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -143,20 +143,32 @@ def _message(item: _Item, reasoning: str, where: str) -> Message:
             return Message(role=role, content=content)
 
 
+_DONE = {"status": "completed"}
+
+
+def _reasoning(call: Call, thought: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": thought}]
+    return {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content, **_DONE}
+
+
+def _message_item(call: Call, said: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+    text: dict[str, Any] = {"type": "output_text", "text": said, "annotations": []}
+    if logprobs is not None:
+        text["logprobs"] = logprobs
+    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "content": [text], **_DONE}
+
+
 def _output(call: Call, completion: Completion) -> list[dict[str, Any]]:
-    said, done = completion.message, {"status": "completed"}
+    said = completion.message
     items: list[dict[str, Any]] = []
     if said.reasoning:
-        thought = {"type": "reasoning_text", "text": said.reasoning}
-        items.append({"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": [thought], **done})
+        items.append(_reasoning(call, said.reasoning))
     if said.content or not said.tool_calls:
-        text: dict[str, Any] = {"type": "output_text", "text": said.content, "annotations": []}
-        if call.logprobs:
-            text["logprobs"] = common.token_logprobs(completion, top=call.top_logprobs > 0)
-        items.append({"id": f"msg_{call.id}", "type": "message", "role": "assistant", "content": [text], **done})
+        logprobs = common.token_logprobs(completion, top=call.top_logprobs > 0) if call.logprobs else None
+        items.append(_message_item(call, said.content, logprobs))
     for index, tool in enumerate(said.tool_calls):
         named = {"call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
-        items.append({"id": f"fc_{call.id}_{index}", "type": "function_call", **named, **done})
+        items.append({"id": f"fc_{call.id}_{index}", "type": "function_call", **named, **_DONE})
     return items
 
 
@@ -165,25 +177,10 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     said = completions[0]
     cut = said.finish_reason == "length"
     return {
-        "id": f"resp_{call.id}",
-        "object": "response",
-        "created_at": call.created,
+        **_head(call),
         "status": "incomplete" if cut else "completed",
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "instructions": None,
-        "max_output_tokens": call.request.max_tokens,
-        "metadata": {},
-        "model": call.model,
         "output": _output(call, said),
-        "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{call.previous}" if call.previous else None,
-        "store": call.remembered,
-        "temperature": call.sampling.get("temperature"),
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [{"type": "function", **tool["function"]} for tool in call.request.tools],
-        "top_p": call.sampling.get("top_p"),
         "usage": {
             "input_tokens": len(said.prompt_ids),
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -194,37 +191,130 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def events(call: Call, completions: Sequence[Completion]) -> Iterator[bytes]:
-    """Return the answer as server-sent events."""
-    for number, (name, fields) in enumerate(_events(reply(call, completions))):
-        yield common.event({"type": name, "sequence_number": number, **fields}, name)
+def _head(call: Call) -> dict[str, Any]:
+    """Return what is known of an answer before there is one."""
+    return {
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": call.created,
+        "error": None,
+        "instructions": None,
+        "max_output_tokens": call.request.max_tokens,
+        "metadata": {},
+        "model": call.model,
+        "parallel_tool_calls": True,
+        "previous_response_id": f"resp_{call.previous}" if call.previous else None,
+        "store": call.remembered,
+        "temperature": call.sampling.get("temperature"),
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [{"type": "function", **tool["function"]} for tool in call.request.tools],
+        "top_p": call.sampling.get("top_p"),
+    }
 
 
-def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the fields of each event."""
-    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    for index, item in enumerate(whole["output"]):
-        place = {"output_index": index}
+class Events:
+    """An answer as server-sent events. An item of text stays open for as long as more of it may come."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._number = 0
+        self._items = 0
+        self._item_id = ""
+        """Of the item that was begun last; it is number `_items`."""
+        self._begun = False
+        self._told = common.Told()
+        self._open = False
+
+    def piece(self, piece: Piece) -> bytes:
+        self._told.add(piece)
+        found = self._begin()
+        if piece.reasoning:
+            found += self._whole(_reasoning(self._call, piece.reasoning))
+        if piece.content:
+            found += self._more(piece.content)
+        return found
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        whole = reply(self._call, completions)
+        found = self._begin()
+        for item in whole["output"]:
+            if item["type"] == "reasoning" and self._told.reasoning:
+                continue
+            if item["type"] == "message" and self._open:
+                if more := self._told.rest(completions[0].message).content:
+                    found += self._more(more)
+                found += self._closed(item)
+                continue
+            found += self._whole(item)
+        return found + self._event(f"response.{whole['status']}", response=whole)
+
+    def _begin(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        begun = {**_head(self._call), "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def _more(self, text: str) -> bytes:
+        found = b""
+        if not self._open:
+            self._open = True
+            item = _message_item(self._call, "", [])
+            found = self._item_added(item) + self._part_added(item["content"][0])
+        return found + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+
+    def _closed(self, item: dict[str, Any]) -> bytes:
+        self._open = False
+        (part,) = item["content"]
+        return self._part_done(part) + self._item_done(item)
+
+    def _whole(self, item: dict[str, Any]) -> bytes:
+        """Return the events of an item of which nothing has been told."""
+        found = self._item_added(item)
+        if item["type"] == "function_call":
+            place = {"item_id": item["id"], "output_index": self._items}
+            done = {**place, "name": item["name"], "arguments": item["arguments"]}
+            found += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            found += self._event("response.function_call_arguments.done", **done)
+            return found + self._item_done(item)
+        for part in item["content"]:
+            logprobs = {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
+            found += self._part_added(part)
+            found += self._event(f"response.{part['type']}.delta", **self._place(), delta=part["text"], **logprobs)
+            found += self._part_done(part)
+        return found + self._item_done(item)
+
+    def _item_added(self, item: dict[str, Any]) -> bytes:
         empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield "response.output_item.added", {**place, "item": {**item, "status": "in_progress", **empty}}
-        yield from _inside(item, {"item_id": item["id"], **place})
-        yield "response.output_item.done", {**place, "item": item}
-    yield f"response.{whole['status']}", {"response": whole}
+        self._item_id = item["id"]
+        begun = {**item, "status": "in_progress", **empty}
+        return self._event("response.output_item.added", output_index=self._items, item=begun)
 
+    def _item_done(self, item: dict[str, Any]) -> bytes:
+        done = self._event("response.output_item.done", output_index=self._items, item=item)
+        self._items += 1
+        return done
 
-def _inside(item: dict[str, Any], place: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    if item["type"] == "function_call":
-        yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
-        done = {**place, "name": item["name"], "arguments": item["arguments"]}
-        yield "response.function_call_arguments.done", done
-        return
-    for index, part in enumerate(item["content"]):
-        here = {**place, "content_index": index}
+    def _part_added(self, part: dict[str, Any]) -> bytes:
+        empty = {**part, "text": ""} | ({"logprobs": []} if part["type"] == "output_text" else {})
+        return self._event("response.content_part.added", **self._place(), part=empty)
+
+    def _part_done(self, part: dict[str, Any]) -> bytes:
+        place = self._place()
         logprobs = {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
-        empty = {**part, "text": ""} | ({"logprobs": []} if logprobs else {})
-        yield "response.content_part.added", {**here, "part": empty}
-        yield f"response.{part['type']}.delta", {**here, "delta": part["text"], **logprobs}
-        yield f"response.{part['type']}.done", {**here, "text": part["text"], **logprobs}
-        yield "response.content_part.done", {**here, "part": part}
+        return self._event(f"response.{part['type']}.done", **place, text=part["text"], **logprobs) + self._event(
+            "response.content_part.done", **place, part=part
+        )
+
+    def _place(self) -> dict[str, Any]:
+        """Return what says which part of which item an event is of: items of ours have one part."""
+        return {"item_id": self._item_id, "output_index": self._items, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = common.event({"type": kind, "sequence_number": self._number, **fields}, kind)
+        self._number += 1
+        return event
+
+
+events = Events

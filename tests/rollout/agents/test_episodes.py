@@ -23,7 +23,9 @@ from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
+from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
+from tests.rollout.agents.user_agents import FLOOD
 from tests.rollout.sessions import CHAT, PROMPT, parts, session
 
 SOLVE = AgentConfig(function="tests.rollout.agents.user_agents:solve", timeout_seconds=60)
@@ -180,6 +182,30 @@ async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, 
         workflow._config = SOLVE  # the next one has time to start a process
         async with session("Two<|im_end|>", rewards=None) as (made, _):
             assert [one.reward for one in await workflow.run(task("once"), made)] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("question", "score"),
+    [("million", 1), ("garbage regardless", 1), ("big regardless", 1), ("flood regardless", FLOOD)],
+)
+async def test_an_agent_that_misbehaves_is_refused_and_disturbs_nobody(question: str, score: float) -> None:
+    said = ["Two<|im_end|>"]
+    async with (
+        playing(SOLVE) as workflow,
+        session(*said, rewards=None) as (bad, engine),
+        session(*said, rewards=None) as (good, _),
+    ):
+        found = await asyncio.gather(workflow.run(task(question), bad), workflow.run(task("once"), good))
+    assert [[trajectory.reward for trajectory in one] for one in found] == [[score], [0.5]]
+    (asked,) = [request.sampling_params for request in engine.requests]
+    assert isinstance(asked, SamplingParams)
+    assert asked.max_new_tokens == 50, "no more than the run allows"
+
+
+async def test_an_answer_that_is_streamed_is_trained_like_any_other() -> None:
+    (found,) = await play(SOLVE, "stream", "Two<|im_end|>", "Yes, two<|im_end|>")
+    assert [text for sampled, text in parts(found) if sampled] == ["Two}", "Yes, two}"]
+    assert (found.reward, found.turns) == (1.0, 2)
 
 
 async def test_what_failed_scores_zero_where_it_is_to() -> None:

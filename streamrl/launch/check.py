@@ -220,6 +220,8 @@ async def _start_agents(config: Config) -> str:
         await agents.start()
     finally:
         await agents.close()
+    if agent.verifiers:
+        return f"the taskset {agent.verifiers} can be played by {agent.python or sys.executable}"
     return f"the agent's function {agent.function} was imported"
 
 

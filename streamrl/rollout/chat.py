@@ -29,6 +29,8 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
+    def save_pretrained(self, save_directory: Path) -> Any: ...
+
     def apply_chat_template(
         self,
         conversation: Sequence[Message],
@@ -63,6 +65,10 @@ class ChatTokenizer:
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
         """Load the tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
         return cls(load_tokenizer(model_dir), chat_template=chat_template)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, with its chat template, into `folder`."""
+        self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text` as it stands; raises `DataError` when the tokenizer cannot encode it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +27,14 @@ from streamrl.config import Config, DataConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.importing import load_object
 from streamrl.records.files import decode_line
+from streamrl.rollout.agents import interpreter
+from streamrl.rollout.agents.runner import environment_of
 from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
+LISTING_SECONDS = 300.0
+"""A taskset may read a large data set before it has its tasks."""
 
 
 class PromptSource:
@@ -47,6 +52,9 @@ class PromptSource:
     @classmethod
     def open(cls, config: Config, chat: ChatTokenizer) -> PromptSource:
         """Open the source that `config.data` names; raises `DataError` or `ConfigError`."""
+        if config.rollout.agent.verifiers:
+            data = msgspec.structs.replace(config.data, source="python", prompt_key="prompt", answer_key="answer")
+            return cls(rows=VerifiersRows(config), chat=chat, config=data, seed=config.run.seed)
         rows = open_rows(config.data, seed=config.run.seed)
         return cls(rows=rows, chat=chat, config=config.data, seed=config.run.seed)
 
@@ -276,6 +284,42 @@ class PythonRows:
         if not isinstance(row, dict):
             raise DataError(f"{self.name} returned a {type(row).__name__} for row {index}; it must return a dict")
         return json_types(row, where=f"{self.name}, row {index}")
+
+
+class VerifiersRows:
+    """The tasks of a taskset of verifiers, as its own interpreter lists them."""
+
+    def __init__(self, config: Config) -> None:
+        agent, data = config.rollout.agent, config.data
+        self.name = f"the taskset {agent.verifiers}"
+        environment = {name: value for name, value in agent.args.items() if name != "sampling"}
+        asked = {"taskset": agent.verifiers, "args": data.args, "environment": environment, "size": data.size}
+        try:
+            listed = subprocess.run(
+                interpreter.command(agent.python, "streamrl.rollout.agents.verifiers"),
+                input=msgspec.json.encode(asked),
+                capture_output=True,
+                timeout=LISTING_SECONDS,
+                env=environment_of(config),
+                check=False,
+            )
+        except OSError as error:
+            raise ConfigError(f"rollout.agent.python = {agent.python!r} cannot be started: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise DataError(f"{self.name} has not listed its tasks within {LISTING_SECONDS:.0f} s") from error
+        if listed.returncode:
+            said = listed.stderr.decode(errors="replace").strip()[-2000:]
+            raise ConfigError(f"rollout.agent.verifiers = {agent.verifiers!r} cannot list its tasks:\n{said}")
+        decoder = msgspec.json.Decoder(Row)
+        self._rows = [decoder.decode(line) for line in listed.stdout.splitlines()]
+        if not self._rows:
+            raise DataError(f"{self.name} has no tasks")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
 
 
 def open_rows(config: DataConfig, *, seed: int) -> Rows:

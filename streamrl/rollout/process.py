@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from streamrl.config import Config
@@ -18,7 +19,7 @@ from streamrl.errors import ConfigError, DataError, first_error
 from streamrl.models import eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
-from streamrl.rollout.agents.model_renderer import renderer_of
+from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
 from streamrl.rollout.agents.runner import RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
@@ -142,11 +143,15 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
     if not agent.used:
         return load_workflow(config.rollout.workflow)
     joined.membership.waiting_for = "the agent's processes"
-    agents = agents_of(config)
+    renderer = await asyncio.to_thread(renderer_of, chat, name=agent.renderer)
+    tokenizer: Path | None = None
+    if agent.verifiers:
+        tokenizer = Path(joined.at_exit.enter_context(TemporaryDirectory(prefix="streamrl-tokenizer-")))
+        await asyncio.to_thread(chat.save, tokenizer)
+    kind = renderer.kind if isinstance(renderer, ModelRenderer) else "default"
+    agents = agents_of(config, tokenizer=tokenizer, renderer=kind)
     joined.at_exit.push_async_callback(agents.close)
-    async with asyncio.TaskGroup() as starting:
-        starting.create_task(agents.start())
-        choosing = starting.create_task(asyncio.to_thread(renderer_of, chat, name=agent.renderer))
+    await agents.start()
     episodes = EpisodeTable()
     model = Path(config.model.path).name
     own = config.rollout.sampling
@@ -176,7 +181,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         gateway=gateway,
         url=url,
         episodes=episodes,
-        renderer=choosing.result(),
+        renderer=renderer,
         model=model,
     )
 

@@ -92,23 +92,24 @@ def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., An
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         function: Callable[..., Any] = load_object(setup.function, key="rollout.agent.function")
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(None, None, **setup.args)
     except StreamRLError as error:
         reply(Failed(-1, str(error)))
     except TypeError as error:
-        reply(Failed(-1, f"rollout.agent.function = {setup.function!r} must take (task, policy): {error}"))
+        names = "".join(f", *, {name}" if not place else f", {name}" for place, name in enumerate(setup.args))
+        reply(Failed(-1, f"rollout.agent.function = {setup.function!r} must take (task, policy{names}): {error}"))
     except Exception as error:  # the user's module may raise anything: the parent reports it
         reply(Failed(-1, f"rollout.agent.function = {setup.function!r} cannot be imported:\n{traceback_tail(error)}"))
     else:
         reply(Ready())
-        return function
+        return partial(function, **setup.args)
     return None
 
 
 async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[FromAgents], None]) -> None:
     policy = Policy(begin.access)
     try:
-        if inspect.iscoroutinefunction(function):
+        if inspect.iscoroutinefunction(getattr(function, "func", function)):
             value = await function(begin.task, policy)
         else:
             value = await asyncio.to_thread(function, begin.task, policy)

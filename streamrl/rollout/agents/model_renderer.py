@@ -54,7 +54,9 @@ _PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
 class ModelRenderer:
     """A `Renderer` that a renderer of the `renderers` package does the work of."""
 
-    def __init__(self, renderer: Any, chat: ChatTokenizer) -> None:
+    def __init__(self, renderer: Any, chat: ChatTokenizer, *, kind: str) -> None:
+        """`kind`: the name of `renderer`."""
+        self.kind = kind
         self._renderer = renderer
         self._chat = chat
 
@@ -162,7 +164,7 @@ def _template(chat: ChatTokenizer) -> Renderer:
 def _made(kind: str, chat: ChatTokenizer) -> ModelRenderer:
     from renderers import config_from_name, create_renderer
 
-    return ModelRenderer(create_renderer(chat.tokenizer, config_from_name(kind)), chat)
+    return ModelRenderer(create_renderer(chat.tokenizer, config_from_name(kind)), chat, kind=kind)
 
 
 def _difference(renderer: ModelRenderer, chat: ChatTokenizer) -> str:

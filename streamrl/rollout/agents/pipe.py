@@ -22,6 +22,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """As `rollout.agent.function`."""
     memory_mb: int
     """Address space that the process may have; 0: no limit."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function, besides `task` and `policy`."""
 
 
 class Access(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from streamrl.children import describe_exit, kill_group, without_secrets
 from streamrl.config import Config
 from streamrl.errors import AgentError
+from streamrl.rollout.agents import interpreter
 from streamrl.rollout.agents.pipe import (
     Access,
     Begin,
@@ -70,19 +72,34 @@ class Agents(Protocol):
         """
 
 
-def agents_of(config: Config) -> Agents:
-    """Return the agents that `config.rollout.agent` describes, not yet started."""
+PLAYS_VERIFIERS = "streamrl.rollout.agents.verifiers:play"
+
+
+def environment_of(config: Config) -> dict[str, str]:
+    """Return the environment variables of agents."""
     agent = config.rollout.agent
-    environment = without_secrets(
-        os.environ,
-        passed=agent.environment,
-        withheld=(secret.VARIABLE, config.gserver.api_key_env),
+    withheld = (secret.VARIABLE, config.gserver.api_key_env)
+    return interpreter.environment(
+        agent.python, without_secrets(os.environ, passed=agent.environment, withheld=withheld)
     )
+
+
+def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = "default") -> Agents:
+    """Return the agents that `config.rollout.agent` describes, not yet started.
+
+    `tokenizer`: a folder with the policy's, for agents that make tokens by themselves; `renderer`: what makes them.
+    """
+    agent = config.rollout.agent
+    environment = environment_of(config)
     if agent.remote:
         return RemoteAgents()
     if agent.command:
         return CommandAgents(agent.command, memory_mb=agent.memory_mb, environment=environment)
-    return FunctionAgents(Setup(agent.function, agent.memory_mb), processes=agent.processes, environment=environment)
+    setup = Setup(agent.function, agent.memory_mb, agent.args)
+    if agent.verifiers:
+        args = {"tokenizer": str(tokenizer or ""), "renderer": {"name": renderer}, "environment": agent.args}
+        setup = Setup(PLAYS_VERIFIERS, agent.memory_mb, args)
+    return FunctionAgents(setup, processes=agent.processes, environment=environment, python=agent.python)
 
 
 # --- functions ---
@@ -91,8 +108,9 @@ def agents_of(config: Config) -> Agents:
 class FunctionAgents:
     """Runs a function of the user's in `processes` processes."""
 
-    def __init__(self, setup: Setup, *, processes: int, environment: Mapping[str, str]) -> None:
-        self._processes = [_AgentProcess(setup, environment) for _ in range(processes)]
+    def __init__(self, setup: Setup, *, processes: int, environment: Mapping[str, str], python: str = "") -> None:
+        """`python`: the interpreter; empty: this one."""
+        self._processes = [_AgentProcess(setup, environment, python) for _ in range(processes)]
 
     async def start(self) -> None:
         try:
@@ -112,8 +130,9 @@ class FunctionAgents:
 class _AgentProcess:
     """One process and its successors."""
 
-    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
+    def __init__(self, setup: Setup, environment: Mapping[str, str], python: str) -> None:
         self._setup = setup
+        self._python = python
         self._environment = environment
         self._episodes = itertools.count()
         self._waiting: dict[int, asyncio.Future[Score]] = {}
@@ -171,13 +190,16 @@ class _AgentProcess:
 
     async def _start(self) -> None:
         what = f"rollout.agent.function {self._setup.function}"
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "streamrl.rollout.agents.child"),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=self._environment,
-            start_new_session=True,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *interpreter.command(self._python, "streamrl.rollout.agents.child"),
+                stdin=PIPE,
+                stdout=PIPE,
+                env=self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentError(f"rollout.agent.python = {self._python!r} cannot be started: {error.strerror}") from error
         self._send(self._setup)
         assert self._process.stdout is not None
         try:
@@ -186,7 +208,10 @@ class _AgentProcess:
         except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             kill_group(self._process.pid)
             ended = describe_exit(await self._process.wait())
-            raise AgentError(f"{what} could not be imported: its process {ended}; its own words are above") from error
+            needs = f" ({self._python} needs the package msgspec)" if self._python else ""
+            raise AgentError(
+                f"{what} could not be imported: its process {ended}{needs}; its own words are above"
+            ) from error
         if isinstance(reply, Failed):
             await self.stop()
             raise AgentError(reply.message)

@@ -1,0 +1,168 @@
+"""Tasks of a taskset of the `verifiers` package, listed and played as they are.
+
+Runs in the interpreter that has the package (`rollout.agent.python`): `play` is the function of the agent's processes,
+the module itself lists tasks. Invariant: task `index` of a taskset with the same settings is the same in every process.
+
+An episode's environment asks the policy by tokens, with a renderer of its own; what becomes of its calls, branches
+included, is the gateway's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from streamrl.children import take_standard_streams
+from streamrl.rollout.agents.policy import Policy
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
+
+Settings = dict[str, Any]
+
+
+class _Stage:
+    """An environment that serves, and its tasks as far as they have been asked for."""
+
+    def __init__(self, env: vf.Env) -> None:
+        self.env = env
+        self._coming = iter(env.taskset)
+        self._tasks: list[Any] = []
+
+    def task(self, index: int) -> Any:
+        """Return task `index`; raises `LookupError` when there are not so many."""
+        self._tasks += itertools.islice(self._coming, max(0, index + 1 - len(self._tasks)))
+        if index >= len(self._tasks):
+            raise LookupError(f"the taskset has {len(self._tasks)} tasks here, and task {index} is asked for")
+        return self._tasks[index]
+
+    async def forget(self, client: Any) -> None:
+        """Close what the environment has opened to serve `client`: it keeps one for each, and each episode has one."""
+        interception: Any = self.env._interception
+        for server in getattr(interception, "servers", [interception]):
+            opened = server.clients.pop(client.model_dump_json(), None)
+            if opened is not None:
+                await opened.close()
+
+
+_stages: dict[str, asyncio.Task[_Stage]] = {}
+_serving: set[asyncio.Task[None]] = set()
+
+
+async def play(
+    task: dict[str, Any], policy: Policy, *, tokenizer: str, renderer: Settings, environment: Settings
+) -> dict[str, Any]:
+    """Play one task of a taskset, and return what its environment says of the episode.
+
+    `tokenizer`: folder with the policy's. `renderer`: the config of a renderer of `renderers`. `environment`: what the
+    environment's config has besides the taskset; its `sampling` is the policy's.
+    Raises `RuntimeError` when the environment could not play it.
+    """
+    import verifiers.v1 as vf
+
+    own = {name: value for name, value in environment.items() if name != "sampling"}
+    name = json.dumps([task["taskset"], task["args"], own], sort_keys=True)
+    if name not in _stages:
+        _stages[name] = asyncio.create_task(_open(task["taskset"], task["args"], own))
+    stage = await asyncio.shield(_stages[name])
+    client = vf.TrainClientConfig(
+        base_url=policy.base_url,
+        api_key_var="STREAMRL_NO_SUCH_KEY",
+        headers={"x-api-key": policy.api_key},
+        renderer_model_name=tokenizer,
+        renderer=renderer,
+    )
+    sampling = vf.SamplingConfig.model_validate(environment.get("sampling", {}))
+    context = vf.ModelContext(model=policy.model, client=client, sampling=sampling)
+    try:
+        (slot,) = stage.env.slots(stage.task(task["index"]))
+        episode = await stage.env.run_slot(slot, context)
+    finally:
+        await stage.forget(client)
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.traces:
+        raise RuntimeError(f"verifiers: {errors[-1]}" if errors else "verifiers: the episode has no trace")
+    if untrained := [trace.agent.name for trace in episode.traces if not trace.agent.trainable]:
+        raise RuntimeError(
+            f"verifiers: {', '.join(untrained)} of the environment is not to be trained, but may have asked the policy"
+        )
+    return {"score": fmean(trace.reward for trace in episode.traces), "metrics": dict(_metrics(episode.traces))}
+
+
+async def _open(taskset: str, args: Settings, environment: Settings) -> _Stage:
+    ready: asyncio.Future[_Stage] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(_serve(taskset, args, environment, ready), name=f"taskset {taskset}")
+    _serving.add(serving)
+    serving.add_done_callback(_serving.discard)
+    return await ready
+
+
+async def _serve(taskset: str, args: Settings, environment: Settings, ready: asyncio.Future[_Stage]) -> None:
+    """Hold the environment open until the process ends, in one task, as what it opens may need."""
+    try:
+        env = _environment(taskset, args, environment)
+        async with env.serving():
+            ready.set_result(_Stage(env))
+            await asyncio.get_running_loop().create_future()
+    except Exception as error:  # the user's taskset may raise anything: every episode reports it
+        if not ready.done():
+            ready.set_exception(error)
+
+
+def _environment(taskset: str, args: Settings, environment: Settings) -> vf.Env:
+    """Return the environment of `taskset`; agents run on this machine unless `environment` says where."""
+    import verifiers.v1 as vf
+
+    settings: Settings = {"interception": {"type": "server"}, **environment, "taskset": {**args, "id": taskset}}
+    kind = vf.env_config_type(taskset, settings.get("id", ""))
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            settings[name] = {"runtime": {"type": "subprocess"}, **settings.get(name, {})}
+    return vf.load_environment(vf.resolve_env_config(settings))
+
+
+def _metrics(traces: list[Any]) -> Iterator[tuple[str, float]]:
+    """Yield rewards and metrics by name, of several agents the mean."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        for name, value in [*rewards.items(), *trace.metrics.items()]:
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    for name, values in found.items():
+        yield name, fmean(values)
+
+
+def main() -> None:
+    """List tasks: read `{"taskset", "args", "environment", "size"}`, write a row in JSON for each of `size` tasks."""
+    asked_in, rows_out = take_standard_streams()
+    asked = json.loads(asked_in.read())
+    taskset, args = asked["taskset"], asked["args"]
+    with contextlib.redirect_stdout(sys.stderr):
+        env = _environment(taskset, args, asked["environment"])
+        for index, task in enumerate(itertools.islice(env.taskset, asked["size"])):
+            row = {"prompt": _prompt(task, index), "taskset": taskset, "args": args, "index": index}
+            rows_out.write(json.dumps(row).encode() + b"\n")
+    rows_out.flush()
+
+
+def _prompt(task: Any, index: int) -> Any:
+    """Return the prompt of `task` as a row has it; the environment makes its own of it."""
+    prompt = task.data.prompt
+    if isinstance(prompt, str):
+        return prompt or f"task {index}"
+    if not prompt:
+        return task.data.name or f"task {index}"
+    from verifiers.v1.types import content_text
+
+    return [{"role": message.role, "content": content_text(message.content)} for message in prompt]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator"
 """A taskset of verifiers: additions, asked in two turns, by a program that runs in the environment's own process."""
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
@@ -314,9 +313,11 @@ def restarts(process: Process) -> int:
 
 
 def _config(run: Run) -> Config | None:
+    """The run's configuration as this version knows it: keys of older and newer ones are left out; None: there is none,
+    or its values do not fit."""
     try:
-        return configuration.from_dict(dict(run.settings), where=str(run.folder)) if run.settings else None
-    except ConfigError:
+        return msgspec.convert(dict(run.settings), Config) if run.settings else None
+    except msgspec.ValidationError:
         return None
 
 
@@ -446,15 +447,17 @@ class GraphPicture(msgspec.Struct, frozen=True):
 
 def graph(run: Run) -> GraphPicture:
     """The graph of model function calls; one of the user's own is named only, since drawing it would run code."""
+    config = _config(run)
+    if config is None:
+        return GraphPicture([], [], f"this version of streamrl cannot read the configuration in {run.folder}")
     try:
-        config = configuration.from_dict(run.config(), where=str(run.folder))
         if config.trainer.graph not in (ASYNCHRONOUS, SYNCHRONOUS):
             return GraphPicture(
                 [], [], f"the graph is {config.trainer.graph}, a function of the user's: `streamrl graph` draws it"
             )
         return GraphPicture(*drawing(graph_of(config)))
     except ConfigError as error:
-        return GraphPicture([], [], f"this version of streamrl cannot read the run's configuration: {error}")
+        return GraphPicture([], [], str(error))
 
 
 def _get(tree: Mapping[str, Any], *keys: str) -> Any:

@@ -272,6 +272,19 @@ async def test_a_graph_of_the_users_own_is_not_imported(run: Path, tmp_path: Pat
         assert "json:dumps" in graph["problem"]
 
 
+async def test_configurations_of_other_versions(run: Path) -> None:
+    """Keys that this version does not know are shown, and the rest is used."""
+    (run / "config.toml").write_text('[trainer]\nlr = 0.5\nof_tomorrow = 7\n\n[unheard_of]\nx = "y"\n')
+    async with serving(run) as page:
+        config = await page.json("api/runs/0/config")
+        assert config["values"] == {"trainer.lr": "0.5", "trainer.of_tomorrow": "7", "unheard_of.x": '"y"'}
+        assert (await page.json("api/runs/0/graph"))["boxes"]
+        (run / "config.toml").write_text("[trainer]\nlr = 'fast'\n")
+    async with serving(run) as page:
+        assert "cannot read" in (await page.json("api/runs/0/graph"))["problem"]
+        assert (await page.json("api/runs/0/config"))["values"] == {"trainer.lr": '"fast"'}
+
+
 async def test_those_who_read_slowly_hold_nobody_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)

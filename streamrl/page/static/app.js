@@ -54,6 +54,8 @@ function drawTabs() {
   fill(tabs, Object.entries(VIEWS).map(([name, one], place) =>
     h("button", { class: "tab", title: `${one.title} (${place + 1})`, "aria-current": state.get("view") === name ? "page" : null, onclick: () => state.set({ view: name, group: "" }), text: one.title })));
   tabs.hidden = data.isFile;
+  const current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = Math.max(0, current.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - current.offsetWidth) / 2);
 }
 
 function drawRuns() {

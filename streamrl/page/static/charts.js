@@ -251,7 +251,10 @@ export class Chart {
 function decades(u, at) {
   const wide = Math.log10(u.scales.y.max / u.scales.y.min);
   const leading = wide > 2.2 ? [1] : wide > 0.7 ? [1, 2, 5] : [1, 2, 3, 4, 5, 6, 7, 8, 9];
-  return at.map((value) => (leading.includes(Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9))) ? value : null));
+  return at.map((value) => {
+    const figure = value / 10 ** Math.floor(Math.log10(value) + 1e-9);
+    return leading.some((one) => Math.abs(one - figure) < 1e-6) ? value : null;
+  });
 }
 
 function swatch(line) {

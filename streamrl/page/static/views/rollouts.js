@@ -190,8 +190,9 @@ export function mount(root) {
   };
 }
 
+/** On one line of a table, without the marks of a chat template. */
 function flat(text) {
-  return text.replaceAll("\n", "⏎");
+  return text.replace(/<\|[^|<>]{1,40}\|>(assistant\s*$)?/g, " ").trim().replaceAll("\n", "⏎");
 }
 
 function cell(name, value) {
@@ -223,9 +224,9 @@ function groupView(found, { key, close, next }) {
       h("span", { class: "muted", text: [`${found.responses.length} responses${episodes < found.responses.length ? ` of ${episodes} episodes` : ""}`, `mean reward ${number(mean)}`, found.worker, found.gserver].filter(Boolean).join(" · ") }),
       h("span", { class: "space" }),
       h("label", {}, "colour ", choice), legend),
-    h("section", { class: "card prompt" }, h("header", {}, h("h3", { text: "Prompt" }), h("span", { class: "unit", text: `${found.prompt.length} tokens, shared by all` })),
+    h("section", { class: "card prompt" }, h("header", {}, h("h3", { text: "Prompt" }), h("span", { class: "unit", text: `${count(found.prompt.length, "token")}, shared by all` })),
       h("div", { class: "tokens plain" }, found.prompt.map((piece) => h("span", { class: "tok", text: shownText(piece) })))),
-    h("div", { class: "siblings" }, cards.map((card) => card.element)),
+    h("div", { class: "siblings" }, episodes < found.responses.length ? trees(found.responses, cards) : cards.map((card) => card.element)),
     info);
 
   function tell(token) {
@@ -279,6 +280,21 @@ function groupView(found, { key, close, next }) {
       wanted?.tokens.focus({ preventScroll: true });
     },
   };
+}
+
+/** The conversations of each episode as a tree: one that branches off another one stands below it. */
+function trees(responses, cards) {
+  const below = (parent, episode, depth) => responses.filter((one) => one.parent === parent && one.episode === episode).flatMap((one) => {
+    cards[one.index].element.style.setProperty("--depth", depth);
+    return [cards[one.index].element, ...below(one.index, episode, depth + 1)];
+  });
+  return [...new Set(responses.map((one) => one.episode))].map((episode) => {
+    const own = responses.filter((one) => one.episode === episode);
+    return h("section", { class: "episode" },
+      h("h3", { text: `Episode ${episode}` }),
+      h("span", { class: "unit", text: own.length === 1 ? "one conversation" : `${own.length} conversations` }),
+      below(-1, episode, 0));
+  });
 }
 
 function responseCard(response, found, tell) {
@@ -350,11 +366,9 @@ function responseCard(response, found, tell) {
     h("header", {},
       h("h3", { text: `${response.index}` }),
       h("span", { class: "score" }, h("b", { text: number(response.reward) }), " reward"),
-      h("span", { class: "unit", text: [`advantage ${signed(mean("advantage"))}`, `${sampled} tokens`, response.finish].filter(Boolean).join(" · ") })),
+      h("span", { class: "unit", text: [`advantage ${signed(mean("advantage"))}`, count(sampled, "token"), response.finish].filter(Boolean).join(" · ") })),
     parts.length ? h("p", { class: "parts unit", text: parts.map(([name, value]) => `${name} ${number(value)}`).join(" · ") }) : null,
-    response.parent >= 0 ? h("p", { class: "parts unit", text: `↳ branch of response ${response.parent}, episode ${response.episode}` }) : null,
     tokens);
-  card.style.setProperty("--depth", response.parent >= 0 ? 1 : 0);
   draw(false);
   return {
     element: card,
@@ -369,6 +383,10 @@ function responseCard(response, found, tell) {
 function shownText(piece) {
   if (piece === "") return "▯";
   return piece.replaceAll("\n", "⏎\n");
+}
+
+function count(many, what) {
+  return `${many} ${what}${many === 1 ? "" : "s"}`;
 }
 
 /** Black or white, whichever can be read on `colour`. */

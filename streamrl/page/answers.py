@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -316,9 +316,27 @@ def _config(run: Run) -> Config | None:
     """The run's configuration as this version knows it: keys of older and newer ones are left out; None: there is none,
     or its values do not fit."""
     try:
-        return msgspec.convert(dict(run.settings), Config) if run.settings else None
+        return msgspec.convert(_known(run.settings, Config), Config) if run.settings else None
     except msgspec.ValidationError:
         return None
+
+
+def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
+    """`tree` without keys that `section` does not have, nor the sections in it."""
+    found = {}
+    for field in msgspec.structs.fields(section):
+        if field.name not in tree:
+            continue
+        value = tree[field.name]
+        kinds = [field.type, *get_args(field.type)]
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+        if nested is not None and isinstance(value, Mapping):
+            if get_origin(field.type) is dict:
+                value = {name: _known(of, nested) if isinstance(of, Mapping) else of for name, of in value.items()}
+            else:
+                value = _known(value, nested)
+        found[field.name] = value
+    return found
 
 
 class Response(msgspec.Struct, frozen=True):

@@ -23,9 +23,16 @@ ON_SGLANG = (
 )
 TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""
-LONGEST_FIRST = (CONTRACT, *ON_SGLANG, "tests/e2e/test_learning", "tests/e2e/", "tests/trainer/backends/")
+LONGEST_FIRST = (
+    CONTRACT,
+    *ON_SGLANG,
+    "tests/e2e/test_learning",
+    "tests/hosts/",
+    "tests/e2e/",
+    "tests/trainer/backends/",
+)
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
-RUNS = "tests/e2e/"
+RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""
 

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -103,8 +103,8 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
         return _reach(host, advertise)
     try:
         local = source_address(SOMEWHERE_ELSE)
-    except OSError:  # a machine without a way to others
-        local = "127.0.0.1"
+    except OSError:  # no default route, as on the nodes of many clusters
+        local = next(_own_addresses(), LOOPBACK.at)
     return _reach(local, advertise)
 
 
@@ -185,6 +185,14 @@ def _reach(local: str, advertise: str) -> Reach:
     if is_wildcard(advertise):
         raise ConfigError(f"--advertise {advertise}: no other process reaches it there; give one address of this host")
     return Reach(announced=advertise, local=advertise if _is_own(advertise) else local, told=True)
+
+
+def _own_addresses() -> Iterator[str]:
+    """Yield the IPv4 addresses of this machine's interfaces that are up, without loopback ones."""
+    states = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        if name in states and states[name].isup:
+            yield from (e.address for e in entries if e.family == socket.AF_INET and not is_loopback(e.address))
 
 
 def _is_own(host: str) -> bool:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,23 @@ class Command:
             self._lines.append(line)
 
 
-def start_command(words: Sequence[str], *, fresh: bool = False, within: Sequence[str] = ()) -> Command:
+def start_command(
+    words: Sequence[str],
+    *,
+    fresh: bool = False,
+    within: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    holder: int | None = None,
+) -> Command:
     """Start `streamrl WORDS`.
 
     `fresh`: by the command that a user types, and so all processes that it starts; otherwise all are forks of a process
     that has imported what they need, which saves most of the time that a short run takes. `within`: a command that
-    starts the one behind it.
+    starts the one behind it. `variables` of its environment. `holder`: of the host on which it runs (`tests.hosts`).
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"} | dict(variables or {})
     if SUPPORTED and not fresh and not within:
-        return Command(PreloadedProcess(words, environment=environment))
+        return Command(PreloadedProcess(words, environment=environment, holder=holder))
     return Command(
         subprocess.Popen(
             [*within, *COMMAND, *words],

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.forked import forking
+from tests.hosts.network import enter
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "streamrl")
@@ -36,12 +37,12 @@ SUPPORTED = hasattr(os, "pidfd_open")
 class PreloadedProcess:
     """A `streamrl` command in a process of its own, with as much of `subprocess.Popen` as tests need."""
 
-    def __init__(self, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """`words`: what a user would type behind `streamrl`."""
+    def __init__(self, words: Sequence[str], *, environment: Mapping[str, str], holder: int | None = None) -> None:
+        """`words`: what a user would type behind `streamrl`; `holder`: of the host on which it runs (`tests.hosts`)."""
         reading, writing = os.pipe()
         self.stdout: IO[str] = os.fdopen(reading, errors="replace")
         try:
-            arguments = (words, dict(environment), DupFd(writing))
+            arguments = (words, dict(environment), DupFd(writing), holder)
             self._process = forking().Process(target=_launch, args=arguments, daemon=True)  # none outlives pytest
             self._process.start()
         finally:
@@ -66,8 +67,10 @@ class PreloadedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _launch(words: Sequence[str], environment: dict[str, str], output: Any) -> None:
+def _launch(words: Sequence[str], environment: dict[str, str], output: Any, holder: int | None) -> None:
     """The launcher; what it starts as a process of streamrl's is forked from it."""
+    if holder is not None:
+        enter(holder)
     descriptor = output.detach()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m-instruct"
 SCRATCH = "scratch"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SAMPLES, SAMPLE_BYTES = 256, 1024
+"""Of each file, for `weights_fingerprint`."""
 EOS = "<eos>"
 PAD = "<pad>"
 CACHE_FORMAT = 1
@@ -98,6 +100,20 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
             f"the checkpoint {folder} is of type {settings.get('model_type')!r}; supported: {', '.join(MODEL_TYPES)}"
         )
     return settings
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Return what copies of a checkpoint have alike, and other weights have not but by chance: from the sizes of its
+    safetensors files and samples all over them, so that large ones cost no more than small ones."""
+    found = hashlib.blake2b(digest_size=8)
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for sample in range(SAMPLES):
+                opened.seek(size * sample // SAMPLES)
+                found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

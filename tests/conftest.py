@@ -21,13 +21,14 @@ ON_SGLANG = (
     "tests/gserver/updates/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang",
     "tests/gserver/updates/faults/test_faults.py::test_a_server_",
 )
+HOSTS = "tests/hosts/"
 TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""
 LONGEST_FIRST = (
     CONTRACT,
     *ON_SGLANG,
     "tests/e2e/test_learning",
-    "tests/hosts/",
+    HOSTS,
     "tests/e2e/",
     "tests/trainer/backends/",
 )

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ModelError
-from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer
+from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer, weights_fingerprint
 from tests.forked import Forked, forking
 
 SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
@@ -81,6 +83,19 @@ def test_scratch_settings_that_cannot_work(settings: dict[str, Any], said: str, 
     with pytest.raises(ModelError, match=said):
         ensure_checkpoint(scratch_config(**settings), cache=tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(tmp_path: Path) -> None:
+    def written(name: str, value: float) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        weights = torch.zeros(300_000)
+        weights[123_456:125_000] = value
+        save_file({"a": weights}, folder / "model.safetensors")
+        return folder
+
+    first, copy, other = written("first", 1.0), written("copy", 1.0), written("other", 2.0)
+    assert weights_fingerprint(first) == weights_fingerprint(copy) != weights_fingerprint(other)
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

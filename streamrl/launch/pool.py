@@ -103,9 +103,12 @@ class Pool:
         self._leaving = True
         for task in self._coming:
             task.cancel()
+        running = self._children.running if self._children is not None else []
+        if not running:
+            raise StreamRLError(f"no {self._role} is running here")
         client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         try:
-            for child in self._children.running if self._children is not None else ():
+            for child in running:
                 if child.process is not None:
                     await client.drain(Drain(role=self._role, index=child.process.index))
         finally:
@@ -135,39 +138,47 @@ class Pool:
             child = await children.next_exit()
             if child.exit_code == 0:
                 log.info("%s has left the run", child.name)
-                continue
-            failed = child
-            if not self._leaving and not await _is_over(client):
-                self._replace(child)
-        if failed is not None and not self._leaving:
+            elif not self._leaving and not await self._replace(child, client):
+                failed = child
+        if failed is not None:
             raise ProcessDied(failed.obituary())
 
-    def _replace(self, child: Child) -> None:
+    async def _replace(self, child: Child, client: ControlClient) -> bool:
+        """Have a process that failed started again; return whether it will be.
+
+        It is not once the run is over. One that has died too often is tried again later, but for a manager that does
+        not answer: then the run is gone.
+        """
         assert child.process is not None
+        state = await _state(client)
+        if state in ("finished", "failed"):
+            return False
         now = time.monotonic()
         delay = self._restarts.allow(child.name, now=now)
-        if delay is None:
-            delay = self._restarts.rest(child.name, now=now)
+        if delay is not None:
+            log.warning("%s %s; it is started again in %g s", child.name, child.how_it_ended, delay)
+        else:
+            delay = self._restarts.rest(child.name, now=now) if state else None
             log.error(
                 "%s %s, and was started again %d times within %g s already; %s",
                 *(child.name, child.how_it_ended, self._restarts.most, self._restarts.window),
                 "it is left out" if delay is None else f"it is tried again in {delay:.0f} s",
             )
-        else:
-            log.warning("%s %s; it is started again in %g s", child.name, child.how_it_ended, delay)
-        if delay is not None:
-            task = essential.begin(self._start_later(child.process, delay), name=f"restart of {child.name}")
-            self._coming.add(task)
-            task.add_done_callback(self._coming.discard)
+            if delay is None:
+                return False
+        task = essential.begin(self._start_later(child.process, delay), name=f"restart of {child.name}")
+        self._coming.add(task)
+        task.add_done_callback(self._coming.discard)
+        return True
 
     async def _start_later(self, process: ProcessPlan, delay: float) -> None:
         await asyncio.sleep(delay)
         await self._start(process)
 
 
-async def _is_over(client: ControlClient) -> bool:
-    """Whether the run is. A manager that does not answer may only be out of reach."""
+async def _state(client: ControlClient) -> str:
+    """Return the state of the run; empty: the manager does not answer, and may only be out of reach."""
     try:
-        return (await client.status()).state in ("finished", "failed")
+        return (await client.status()).state
     except StreamRLError:
-        return False
+        return ""

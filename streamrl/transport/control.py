@@ -83,6 +83,8 @@ class Register(msgspec.Struct, frozen=True):
     """Public CURVE key of the process (z85), by which encrypted sockets know it; the same as long as it lives."""
     encrypted: bool = False
     """Whether its socket at `address` takes CURVE connections alone."""
+    model: str = ""
+    """`weights_fingerprint` of what a gserver or a model worker begins with."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ class Membership:
         index: int,
         address: str,
         config: Config,
+        model: str = "",
         stats: Callable[[], dict[str, float]] = dict,
         patience: float = PATIENCE_SECONDS,
         keys: CurveKeys | None = None,
@@ -72,6 +73,7 @@ class Membership:
         self._address = address
         self._config = config
         self._encrypted = encrypted
+        self._model = model
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
@@ -132,6 +134,7 @@ class Membership:
                 machine=machine_identity(),
                 curve_key=self.keys.public,
                 encrypted=self._encrypted,
+                model=self._model,
             ),
             patience=patience,
         )

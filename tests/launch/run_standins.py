@@ -1,13 +1,14 @@
-"""`streamrl run` or `streamrl trainer` with stand-in components, as the first argument says."""
+"""A `streamrl` command that starts others, with stand-in components."""
 
 import sys
 from functools import partial
 
 from streamrl import cli
-from streamrl.launch import local, trainer
+from streamrl.launch import local, pool, trainer
 from tests.launch.standins import COMPONENTS
 
 local.run_locally = partial(local.run_locally, components=COMPONENTS)
 trainer.run_trainer = partial(trainer.run_trainer, components=COMPONENTS)
+pool.Pool = partial(pool.Pool, components=COMPONENTS)  # type: ignore[assignment, misc]
 sys.argv = ["streamrl", *sys.argv[1:]]
 cli.main()

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,12 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
 
     app = web.Application()
 
+    given: Counter[str] = Counter()
+
     async def place(request: web.Request) -> web.Response:
-        return web.json_response({"index": 0})
+        role = (await request.json())["role"]
+        given[role] += 1
+        return web.json_response({"index": given[role] - 1})
 
     app.add_routes(
         [web.get("/status", status), web.post("/place", place), web.post("/end", end), web.get("/wait", wait)]

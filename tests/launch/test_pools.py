@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,3 +102,31 @@ def test_a_trainer_pool_that_is_stopped_or_breaks(start: Start, tmp_path: Path) 
 
     manager.terminate()
     assert manager.wait(PATIENCE) == 128 + signal.SIGTERM
+
+
+def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: Path) -> None:
+    config = configuration(tmp_path, "finish")
+    manager, url = start_manager(start, config)
+    words = ("data.args.gserver=die-once", "gserver.restart_delay_seconds=0.1", "--manager", url, "--count", "2")
+    pool = start("tests.launch.run_standins", "gserver", config, *words)
+    assert pool.stdout is not None
+    while "; it is started again in 0.1 s" not in (line := pool.stdout.readline()):
+        assert line, "the pool has ended"
+    starts = tmp_path / "runs" / "trial" / "gserver-starts.txt"
+    deadline = time.monotonic() + PATIENCE
+    while len(starts.read_text().split()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    worker = member(start, "rollout", config, url, tmp_path)
+    trainer = start("tests.launch.run_standins", "trainer", config, "--manager", url)
+    assert [process.wait(PATIENCE) for process in (trainer, manager, worker)] == [0, 0, 0]
+    output, _ = pool.communicate(timeout=PATIENCE)
+    assert pool.returncode == 0, output
+    assert "gserver/0 has left the run" in output
+    assert "gserver/1 has left the run" in output
+
+
+def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:
+    words = ("--manager", "http://127.0.0.1:1", "--count", "2", "--index", "3")
+    output, _ = start("streamrl", "gserver", configuration(tmp_path, "wait"), *words).communicate(timeout=PATIENCE)
+    assert "--index 3 is of one process; with --count 2 the manager gives them numbers" in " ".join(output.split())

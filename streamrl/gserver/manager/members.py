@@ -76,6 +76,8 @@ class Members:
         """`own_stats`: the manager's own figures, for the timeline."""
         self._configuration = SharedConfiguration(config)
         self._open = open_to_others
+        self._model: tuple[str, str] | None = None
+        """The fingerprint of the run's first weights, and who told it."""
         self._elastic = config.trainer.graph != SYNCHRONOUS
         """Whether groups are given to whichever rollout workers there are."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
@@ -100,6 +102,7 @@ class Members:
         """
         who = f"{message.role}/{message.index}"
         self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")
+        self._check_model(message, who=who)
         if self._open and is_loopback(host_of(message.address)):
             raise ConfigError(
                 f"{who} (process {message.pid} on {message.host}) announces {message.address}, which only its own "
@@ -245,6 +248,18 @@ class Members:
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
+
+    def _check_model(self, message: Register, *, who: str) -> None:
+        """The first one who tells of a model decides which is the run's."""
+        if not message.model:
+            return
+        self._model = self._model or (message.model, f"{who} on {message.host}")
+        model, first = self._model
+        if message.model != model:
+            raise ConfigError(
+                f"{who} on {message.host} begins with other weights than {first}: the folders that model.path (or "
+                "run.resume_from) names on the two differ; bring copies of one checkpoint to all hosts"
+            )
 
     def _goes_on_without(self, member: Member) -> bool:
         """Whether others do the work of `member`, which gives up.

@@ -21,6 +21,7 @@ from streamrl.gserver.server.sender import WeightSender
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.models import weights_fingerprint
 from streamrl.records import progress
 from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
@@ -60,6 +61,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 index=index,
                 address=url,
                 config=config,
+                model=weights_fingerprint(model_dir),
                 stats=engine.stats,
             )
             await membership.join(patience=config.manager.join_timeout_seconds)

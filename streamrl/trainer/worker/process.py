@@ -29,7 +29,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
-from streamrl.models import vocab_size
+from streamrl.models import vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.calls import (
@@ -124,6 +124,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             index=index,
             address=address,
             config=config,
+            model=weights_fingerprint(model_dir),
             stats=worker.stats,
             keys=keys,
             encrypted=encrypted,

@@ -14,10 +14,11 @@ import pytest
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
 from streamrl.gserver.manager.core import Manager
+from streamrl.gserver.manager.process import serve
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
-from streamrl.transport.control import Admit, GroupChanges, InFlight, Reject, Role, Route
+from streamrl.transport.control import Admit, AskPlace, GroupChanges, InFlight, Register, Reject, Role, Route
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
@@ -55,6 +56,55 @@ async def test_a_process_with_another_configuration_is_refused(tmp_path: Path) -
             await run.register("rollout", pid=7, digest="other")
         assert refusal.value.status == 409
         assert (await run.client.status()).processes == []
+
+
+async def test_the_refusal_names_the_settings_that_differ(tmp_path: Path) -> None:
+    other = small_config(tmp_path, rollout={"group_size": 31}, run={"seed": 9}, gserver={"host": "0.0.0.0"})
+    async with managed(small_config(tmp_path)) as run:
+        message = msgspec.structs.replace(
+            run.registration("rollout"), config_digest=other.digest(), settings=other.shared_changes()
+        )
+        told = r"rollout\.group_size is 31 there and \d+ at the manager; run\.seed is 9 there and 0 at the manager \("
+        with pytest.raises(PeerError, match=told):
+            await run.client.register(message, patience=1.0)
+        ask = AskPlace(role="gserver", config_digest=other.digest(), settings=other.shared_changes())
+        with pytest.raises(PeerError, match=told):
+            await run.client.place(ask, patience=1.0)
+
+
+@pytest.mark.parametrize(("host", "refused"), [("0.0.0.0", True), ("127.0.0.1", False)])
+async def test_nobody_tells_others_of_a_loopback_address(tmp_path: Path, host: str, refused: bool) -> None:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = small_config(tmp_path)
+    serving = asyncio.create_task(serve(config, host=host, port=0, on_ready=ready.set_result))
+    url = await asyncio.wait_for(ready, 30)
+    assert "0.0.0.0" not in url
+    run = Run(config, url, serving)
+    try:
+        if refused:
+            with pytest.raises(PeerError, match=r"announces http://127\.0\.0\.1:1, which only its own machine reaches"):
+                await run.register("gserver", address="http://127.0.0.1:1")
+        else:
+            await run.register("gserver", address="http://127.0.0.1:1")
+        await run.register("gserver", 1, address="http://10.0.0.1:1")
+    finally:
+        await run.client.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+
+        def message(role: Role, index: int, model: str) -> Register:
+            return msgspec.structs.replace(run.registration(role, index), model=model)
+
+        await run.client.register(message("rollout", 0, ""), patience=1.0)
+        await run.client.register(message("model_worker", 0, "a"), patience=1.0)
+        await run.client.register(message("gserver", 0, "a"), patience=1.0)
+        told = "gserver/1 on here begins with other weights than model_worker/0 on here: the folders that model.path"
+        with pytest.raises(PeerError, match=told):
+            await run.client.register(message("gserver", 1, "b"), patience=1.0)
 
 
 async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path) -> None:
@@ -500,8 +550,6 @@ async def test_a_full_disk_does_not_stop_the_manager(tmp_path: Path, caplog: pyt
 
 
 async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
-    from streamrl.gserver.manager.process import serve
-
     async with managed(small_config(tmp_path)) as run:
         port = int(run.url.rpartition(":")[2])
         with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):

@@ -195,13 +195,17 @@ async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_o
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
+        assert (await run.client.gserver_machines()).machines == [machine_identity()]
         with pytest.raises(PeerError, match=r"reach gservers on the trainer's host alone, and not gserver/0 on here"):
             await publish(run, 1, machine="there")
         await run.register("gserver", 1, address=far.url, machine="there")
         await run.until_live(0, 1)
+        assert (await run.client.gserver_machines()).machines == sorted([machine_identity(), "there"])
         assert (await publish(run, 1, machine=machine_identity())).done
         assert (near.weight_version, far.weight_version) == ("1", "default")
         assert live_gservers(await run.client.status()) == {0}
+        needed = await asyncio.wait_for(run.client.resync_needed(), 10)
+        assert needed.gservers == ["gserver/1"], "these gservers do not send weights: the publisher has to"
 
 
 async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.errors import PublicationError
+from streamrl.errors import DeadlineExceeded, PublicationError
+from streamrl.transport.addresses import use_interface_of
 from streamrl.transport.collective import (
     AT_ONCE,
     broadcasts,
     destroy_group,
     form_group,
+    join_world,
     open_store,
 )
 from tests.forked import Forked
@@ -86,3 +89,26 @@ def test_a_peer_that_is_gone() -> None:
         with pytest.raises(PublicationError, match="broadcast of a weight failed"):
             for _ in broadcasts([("a weight", torch.ones(10_000_000))] * 9, joined):
                 pass
+
+
+def test_a_group_that_does_not_form_says_where_and_with_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_interface_of("127.0.0.1", environment=(chosen := {}))
+    for name, interface in chosen.items():
+        monkeypatch.setenv(name, interface)
+    store = open_store("127.0.0.1")
+    told = rf"rank 0 of 2 \(gloo at \w+ \(127\.0\.0\.1\)\) could not .*, with rank 0 at 127\.0\.0\.1:{store.port},"
+    began = time.monotonic()
+    with pytest.raises(PublicationError, match=told):
+        form_group(
+            address="127.0.0.1",
+            port=store.port,
+            rank=0,
+            world_size=2,
+            name="alone",
+            backend="gloo",
+            timeout=1.0,
+            store=store,
+        )
+    with pytest.raises(DeadlineExceeded, match="the trainer's process group: rank 1 of 2"):
+        join_world(address="127.0.0.1", port=1, rank=1, world_size=2, backend="gloo", timeout=1.0)
+    assert time.monotonic() - began < 60

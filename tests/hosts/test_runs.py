@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from streamrl.report.summary import write_report
+from streamrl.transport.secret import VARIABLE
 from tests.e2e.harness import (
     COPY_SCRATCH,
     SUPPORTED,
@@ -32,6 +33,7 @@ from tests.gserver.installed import sglang_python
 from tests.hosts.network import Hosts
 
 PORT = 7000
+SECRET = "known-to-every-host"
 LEASE_SECONDS = 5.0
 LEARNED = 0.45
 """Mean reward of the last steps. A policy from scratch begins at 0.07, and has 0.5 when every response ends after one
@@ -79,7 +81,7 @@ class Cluster:
             words,
             within=() if SUPPORTED else self.hosts.entering(host),
             holder=self.hosts.holder(host),
-            variables=variables,
+            variables={VARIABLE: SECRET, **(variables or {})},
         )
         self.commands.append(command)
         return command

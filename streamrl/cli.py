@@ -53,7 +53,13 @@ Advertise = Annotated[
     ),
 ]
 Count = Annotated[
-    int, typer.Option("--count", min=1, help="How many to start on this host, each with GPUs of its own.")
+    int | None,
+    typer.Option(
+        "--count", min=1, help="How many to start on this host, each with GPUs of its own, and again when they die."
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the run's latest checkpoint, or begin where there is none.")
 ]
 ManagerAddress = Annotated[str, typer.Argument(metavar="URL", help="Address of the manager.")]
 SecretFile = Annotated[
@@ -105,6 +111,7 @@ def manager(
     host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
     port: Annotated[int | None, typer.Option(help="Port, instead of manager.port; 0: any free one.")] = None,
     advertise: Advertise = "",
+    resume: Resume = False,
     component: Component = None,
     answer_fd: AnswerFd = None,
 ) -> None:
@@ -112,6 +119,12 @@ def manager(
 
     from streamrl import config as configuration
     from streamrl.launch.role import run_manager
+
+    if resume:
+        from streamrl.launch.going_on import begin_anew
+
+        overrides = _from_where(config, overrides, resume)
+        begin_anew(configuration.load(config, overrides))
 
     def tell(url: str) -> None:
         console = _console()
@@ -140,14 +153,16 @@ def gserver(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
-    count: Count = 1,
+    count: Count = None,
+    resume: Resume = False,
     index: FreeIndex = None,
     advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start inference servers, also in the middle of a run."""
-    if count > 1:
+    overrides = _from_where(config, overrides, resume)
+    if count is not None:
         _pool("gserver", count, index, config, overrides, manager, advertise)
     _member("gserver", index, config, overrides, manager, model_dir, component, advertise)
 
@@ -158,14 +173,16 @@ def rollout(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
-    count: Count = 1,
+    count: Count = None,
+    resume: Resume = False,
     index: FreeIndex = None,
     advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start rollout workers, also in the middle of a run."""
-    if count > 1:
+    overrides = _from_where(config, overrides, resume)
+    if count is not None:
         _pool("rollout", count, index, config, overrides, manager, advertise)
     _member("rollout", index, config, overrides, manager, model_dir, component, advertise)
 
@@ -176,11 +193,13 @@ def evaluator(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    resume: Resume = False,
     advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start the evaluator, if the configuration has an \\[evaluation]."""
+    overrides = _from_where(config, overrides, resume)
     _member("evaluator", 0, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -200,6 +219,7 @@ def trainer(
     with_master: Annotated[
         bool | None, typer.Option("--master/--no-master", help="Whether the master is here; else on node 0.")
     ] = None,
+    resume: Resume = False,
     advertise: Advertise = "",
 ) -> None:
     """Start the trainer, or this host's part of it: its model workers, and on node 0 the master."""
@@ -210,6 +230,7 @@ def trainer(
     from streamrl.launch.processes import share_of
     from streamrl.launch.trainer import run_trainer
 
+    overrides = _from_where(config, overrides, resume)
     resolved = configuration.load(config, overrides or ())
     share = share_of(resolved, node=node, nodes=nodes, environment=os.environ)
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
@@ -495,6 +516,112 @@ def replay_rank(
     raise typer.Exit(code)
 
 
+launch = typer.Typer(
+    help="Start a whole run on a cluster, as \\[launch] in CONFIG says where.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(launch, name="launch")
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be handed to the cluster.")]
+GoOn = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name from its latest checkpoint.")]
+
+
+@launch.command()
+def slurm(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: GoOn = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; Ctrl-C cancels it.")] = False,
+) -> None:
+    """Submit the run as one Slurm job: manager and trainer, gservers and rollout workers on nodes of their own."""
+    import shutil
+
+    from streamrl import config as configuration
+    from streamrl.errors import StreamRLError
+    from streamrl.launch.local import claim_run_dir, resumed
+    from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.slurm import SETTINGS, script, submit, until_ended, write
+
+    set_up_logging("slurm")
+    asked = configuration.load(config, overrides or ())
+    if dry_run:
+        typer.echo(script(asked, config_file=asked.run_dir / SETTINGS, folder=Path.cwd()), nl=False)
+        return
+    script(asked, config_file=Path(), folder=Path.cwd())  # refuses what cannot be, before there is a folder
+    resolved = resumed(asked) if resume else claim_run_dir(asked)
+    file = write(asked if resume else resolved, folder=Path.cwd())
+
+    async def begin() -> None:
+        try:
+            job = await submit(file)
+        except StreamRLError:
+            if not resume:
+                shutil.rmtree(resolved.run_dir)
+            raise
+        _console().print(
+            f"job {job} was submitted with {file}; its logs are in {resolved.run_dir / 'logs'}", markup=False
+        )
+        if wait:
+            await until_ended(job)
+
+    raise typer.Exit(run_until_stopped(begin))
+
+
+@launch.command()
+def ray(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: GoOn = False,
+    address: Annotated[
+        str, typer.Option("--address", metavar="ADDRESS", help="Of the Ray cluster; else that of RAY_ADDRESS.")
+    ] = "auto",
+) -> None:
+    """Start the run on a Ray cluster and stay until its end; Ctrl-C ends it. Needs the extra streamrl\\[ray]."""
+    from importlib.util import find_spec
+
+    from streamrl import config as configuration
+    from streamrl.errors import ConfigError
+    from streamrl.launch.display import make_display
+    from streamrl.launch.local import claim_run_dir, resumed
+    from streamrl.launch.process import set_up_logging
+
+    if find_spec("ray") is None:
+        raise ConfigError("Ray is not installed: pip install 'streamrl[ray]'")
+    from streamrl.launch.ray import run_on_ray, table
+
+    set_up_logging("ray")
+    asked = configuration.load(config, overrides or ())
+    console = _console()
+    if dry_run:
+        console.print(table(asked))
+        return
+    resolved = resumed(asked) if resume else claim_run_dir(asked)
+    try:
+        code = run_on_ray(resolved, address=address, display=lambda made: make_display(console, config=made))
+    finally:
+        _show_report(resolved.run_dir)
+    raise typer.Exit(code)
+
+
+@launch.command()
+def kubernetes(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Hand the run to Kubernetes (kubectl apply), or show its manifests. It goes on where a run of its name was."""
+    import asyncio
+
+    from streamrl import config as configuration
+    from streamrl.launch.kubernetes import apply, as_yaml, manifests
+    from streamrl.launch.process import set_up_logging
+
+    set_up_logging("kubernetes")
+    text = as_yaml(manifests(configuration.load(config, overrides or ())))
+    if dry_run:
+        typer.echo(text, nl=False)
+    else:
+        _console().print(asyncio.run(apply(text)), markup=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: errors that streamrl raises on purpose become one message and an exit code."""
     from streamrl.errors import ConfigError, StreamRLError
@@ -507,6 +634,15 @@ def main() -> None:
 
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _from_where(config: Path, overrides: list[str] | None, resume: bool) -> list[str]:
+    """Return the overrides, with the one that has the run go on where it was if it is to."""
+    if not resume:
+        return list(overrides or ())
+    from streamrl.launch.going_on import from_latest
+
+    return from_latest(config, overrides or ())
 
 
 def _member(

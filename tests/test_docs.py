@@ -21,6 +21,7 @@ OF_A_RUN = {
     "record/",
     "rollouts/",
     "runs/",
+    "slurm.toml",
     "state/",
     "summary.json",
     "tensorboard/",

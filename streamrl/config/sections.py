@@ -453,6 +453,54 @@ class EvaluationConfig(Section, frozen=True):
         return self.every.ever or self.at_start or self.at_end
 
 
+class SlurmNodesConfig(Section, frozen=True):
+    """The nodes of one pool on Slurm."""
+
+    nodes: NonNegative = 1
+    """0, for rollout workers only: they are on the nodes of the gservers."""
+    options: list[str] = []
+    """Of sbatch, for these nodes, besides those of [launch.slurm], each as `--name=value`. If pools differ in them, the
+    job is a heterogeneous one."""
+
+
+class SlurmConfig(Section, frozen=True):
+    """What `streamrl launch slurm` asks for."""
+
+    options: list[str] = []
+    """Of sbatch, for all nodes, each as `--name=value`: partition, time, account."""
+    trainer: SlurmNodesConfig = SlurmNodesConfig()
+    """Nodes of the model workers; manager, master and evaluator are on the first one."""
+    gserver: SlurmNodesConfig = SlurmNodesConfig()
+    rollout: SlurmNodesConfig = SlurmNodesConfig(nodes=0)
+
+
+class KubernetesConfig(Section, frozen=True):
+    """What `streamrl launch kubernetes` writes into its manifests."""
+
+    image: str = ""
+    """The container image, which has streamrl in it."""
+    namespace: str = ""
+    """Empty: the one that kubectl is set to."""
+    claim: str = ""
+    """The PersistentVolumeClaim with the run's folder, which several nodes can mount: relative paths of the
+    configuration begin in it."""
+    trainer_pods: Positive = 1
+    """Pods over which the model workers are spread evenly."""
+    memory: str = "8Gi"
+    """Asked for by each pod that computes a model."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the cluster calls a GPU."""
+
+
+class LaunchConfig(Section, frozen=True):
+    """Runs that a cluster starts (`streamrl launch`, docs/clusters.md)."""
+
+    restarts: NonNegative = 3
+    """How often such a run is begun again from its latest checkpoint after its trainer or its manager was lost."""
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+
 class MetricsConfig(Section, frozen=True):
     """Files that a run writes about itself while it goes on."""
 
@@ -483,6 +531,7 @@ class Config(Section, frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def run_dir(self) -> Path:

@@ -21,6 +21,7 @@ MAY_DIFFER = (
     "manager",
     "security",
     "metrics",
+    "launch",
     "model.path",
     "gserver.count",
     "gserver.host",

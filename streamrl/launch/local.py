@@ -17,7 +17,7 @@ import fcntl
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -49,7 +49,7 @@ from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import hold, of_new_run
+from streamrl.transport.secret import Secret, hold, of_new_run
 
 log = logging.getLogger(__name__)
 
@@ -118,32 +118,46 @@ def run_locally(
     no process of the run is left. `page`: the run is shown in a browser, too, while it goes on.
     """
     avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
-    launcher = LocalRun(config, display=display, components=components, page=page)
+    gpus = visible_gpus()
+    config = fitted(config, gpus=gpus)
+    processes = plan(config, gpus=gpus)
+    launcher = Launcher(config, processes=processes, display=display, components=components, page=page)
     return run_until_stopped(launcher.run, before_force=launcher.kill)
 
 
-class LocalRun:
-    """The processes of one run, from the first to the last."""
+def of_this_machine(logs: Path, secret: Secret) -> Children:
+    """Return what keeps the processes of a run that is all on this machine."""
+    return Children(logs=logs, secret=secret)
+
+
+class Launcher:
+    """The processes of one run, from the first to the last, wherever `children` keeps them."""
 
     def __init__(
         self,
         config: Config,
         *,
+        processes: Sequence[ProcessPlan],
         display: Display,
         components: Mapping[str, str] = COMPONENTS,
+        children: Callable[[Path, Secret], Children] = of_this_machine,
+        one_disk: bool = True,
         page: bool = False,
     ) -> None:
-        gpus = visible_gpus()
-        config = self._config = fitted(config, gpus=gpus)
-        self._plan = plan(config, gpus=gpus)
+        """`processes`: in the order in which they start, the manager first. `children` makes what keeps them, from the
+        folder for their logs and the run's secret. `one_disk`: they find the model where this process has made it."""
+        self._config = config
+        self._plan = processes
         self._config_file = config.run_dir / "config.toml"
         self._display = display
         self._components = components
         self._secret = hold(of_new_run(config))
         self._page = page
+        self._make_children = children
+        self._one_disk = one_disk
         self._children: Children | None = None
         self._manager_url = ""
-        self._model_dir = Path()
+        self._model_dir: Path | None = None
         self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
         """Names of processes that have joined the run at least once."""
@@ -157,7 +171,7 @@ class LocalRun:
         logs.mkdir(exist_ok=True)
         lock = self._lock()
         self._config_file.write_text(configuration.to_toml(self._config))
-        self._children = Children(logs=logs, secret=self._secret)
+        self._children = self._make_children(logs, self._secret)
         try:
             with self._display:
                 try:
@@ -198,15 +212,16 @@ class LocalRun:
     async def _start_and_watch(self, children: Children) -> None:
         if self._page:
             self._starting.append(asyncio.create_task(self._show_page(children), name="the start of the page"))
-        self._display.note(f"preparing the model {self._config.model.path}")
-        self._model_dir = Path(
-            await children.ask(
-                checkpoint_command(self._config_file, components=self._components),
-                name="checkpoint",
-                environment=thread_environment(self._config.trainer.threads),
-                timeout=CHECKPOINT_SECONDS,
+        if self._one_disk:
+            self._display.note(f"preparing the model {self._config.model.path}")
+            self._model_dir = Path(
+                await children.ask(
+                    checkpoint_command(self._config_file, components=self._components),
+                    name="checkpoint",
+                    environment=thread_environment(self._config.trainer.threads),
+                    timeout=CHECKPOINT_SECONDS,
+                )
             )
-        )
         manager, *others = self._plan
         self._display.note("starting the manager")
         self._manager_url = await children.ask(
@@ -217,8 +232,12 @@ class LocalRun:
             timeout=self._config.manager.join_timeout_seconds,
         )
         self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
-        for process in others:
-            await self._start(children, process)
+        starting = [asyncio.create_task(self._start(children, process)) for process in others]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
         client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         upkeep = essential.begin(
             keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"

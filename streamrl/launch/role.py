@@ -22,6 +22,7 @@ from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
+from streamrl.records.metrics import METRICS_FILE
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
@@ -91,7 +92,8 @@ def run_manager(
     address that others are told."""
 
     def arguments(config: Config) -> dict[str, Any]:
-        if config.run.resume_from is None and (config.run_dir / "metrics.jsonl").exists():
+        metrics = config.run_dir / METRICS_FILE
+        if config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
             raise ConfigError(
                 f"run.name: {config.run_dir} holds another run; choose a new run.name for this one, "
                 "or set run.resume_from to one of its checkpoints to go on with it"

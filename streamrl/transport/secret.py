@@ -71,6 +71,11 @@ class Secret:
         """What a process shows the manager: the secret itself never travels."""
         return self.key("shown").hex()
 
+    @property
+    def revealed(self) -> str:
+        """The secret itself, for a launcher that hands it on where no pipe leads."""
+        return self._text
+
     def write(self, path: Path) -> None:
         """Leave it in a file that only its owner can read. Raises `OSError`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from tests.e2e.harness import (
     COPY_SCRATCH,
     Command,
     assert_exactly_once,
+    assert_none_missing,
     manager_of,
     overrides,
     start,
@@ -90,3 +91,39 @@ def test_pools_grow_and_shrink_without_loss(tmp_path: Path, by_hand: ByHand) -> 
         assert summary(run_dir)["steps"] == STEPS
     finally:
         process.end()
+
+
+def test_half_of_the_pools_is_taken_away_twice_and_given_back(tmp_path: Path, by_hand: ByHand) -> None:
+    """As a cluster does it: at once, launchers and processes together, in the middle of their work."""
+    run_dir = tmp_path / "taken"
+    settings = {**SETTINGS, "staleness__over_age": "wait", "manager__lease_seconds": 2, "run__total_train_steps": 24}
+    process = start(COPY_SCRATCH, overrides(tmp_path, "taken", **settings))
+
+    def joined(status: Status) -> dict[str, float]:
+        """Of those that are not the run's own: what each has done so far, in requests or groups."""
+        others = [p for p in status.processes if p.role in ("gserver", "rollout") and p.index and p.state == "live"]
+        key = {"gserver": "requests_total", "rollout": "groups_done_total"}
+        return {p.role: p.stats.get(key[p.role], 0.0) for p in others}
+
+    def give() -> list[Command]:
+        config = str(run_dir / "config.toml")
+        return [by_hand(role, config, "--manager", url, "--count", "1") for role in ("gserver", "rollout")]
+
+    try:
+        url = manager_of(run_dir)
+        for _ in range(2):
+            given = give()
+            wait_for_status(url, lambda status: len(joined(status)) == 2 and min(joined(status).values()) > 0)
+            for pool in given:
+                pool.end()
+            wait_for_status(url, lambda status: not joined(status))
+        given = give()
+        wait_for_status(url, lambda status: len(joined(status)) == 2)
+        process.ends_well()
+        for pool in given:
+            pool.ends_well(seconds=90)
+    finally:
+        process.end()
+    assert_exactly_once(run_dir)
+    assert_none_missing(run_dir)
+    assert summary(run_dir)["steps"] == 24

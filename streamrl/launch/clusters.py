@@ -1,0 +1,87 @@
+"""What the launchers for clusters have in common: the pools of a run, what each process needs, and how they are spread.
+
+Pure. The processes are those of `launch.processes.plan`, as `streamrl run` starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
+
+PoolName = Literal["manager", "trainer", "gserver", "rollout", "evaluator"]
+"""Processes that one command, `streamrl NAME`, starts on each of their machines."""
+
+MEMBERS: Mapping[PoolName, Sequence[PlanRole]] = {
+    "manager": ("manager",),
+    "trainer": ("model_worker", "master"),
+    "gserver": ("gserver",),
+    "rollout": ("rollout",),
+    "evaluator": ("evaluator",),
+}
+COUNTED_BY: Mapping[PoolName, str] = {
+    "trainer": "the layout in [trainer]",
+    "gserver": "gserver.count",
+    "rollout": "rollout.workers",
+}
+"""Settings that say how many processes a pool has, which are spread over its machines."""
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What processes need together of a machine."""
+
+    cores: int
+    """CPU cores that they and their helpers keep busy."""
+    gpus: int
+
+
+def pools(config: Config, *, gpus: Sequence[str] = ()) -> dict[PoolName, list[ProcessPlan]]:
+    """Return the processes of each pool of a run. `gpus` is empty where `run.device = "auto"` is to mean the CPU."""
+    processes = plan(config, gpus=gpus)
+    found = {name: [p for p in processes if p.role in roles] for name, roles in MEMBERS.items()}
+    return {name: members for name, members in found.items() if members}
+
+
+def needs(processes: Iterable[ProcessPlan], config: Config) -> Needs:
+    """Return what `processes` need if they are on one machine."""
+    found = list(processes)
+    return Needs(
+        cores=sum(_cores(process.role, config) for process in found),
+        gpus=sum(_gpus(process, config) for process in found),
+    )
+
+
+def on_one_machine(
+    name: PoolName, processes: Sequence[ProcessPlan], machines: int, *, setting: str
+) -> list[ProcessPlan]:
+    """Return the part of a pool that is on the first of its `machines`: as many as each other has, and the master.
+
+    Raises `ConfigError` if they cannot be spread evenly; `setting` names what says how many machines there are.
+    """
+    spread = [process for process in processes if process.role != "master"]
+    if len(spread) % machines:
+        raise ConfigError(
+            f"{setting} = {machines}: the {len(spread)} processes of {name} cannot be spread evenly over so many; "
+            f"change it, or {COUNTED_BY.get(name, 'leave it out')}"
+        )
+    return [*spread[: len(spread) // machines], *(process for process in processes if process.role == "master")]
+
+
+def _cores(role: PlanRole, config: Config) -> int:
+    if role == "gserver" and config.gserver.engine == "sglang":
+        return config.gserver.threads * config.gserver.sglang.tensor_parallel
+    if role not in ("rollout", "evaluator"):
+        return threads_of(role, config)
+    agents = config.rollout.agent.processes if config.rollout.agent.used else 0
+    return 1 + config.rollout.reward.processes + agents
+
+
+def _gpus(process: ProcessPlan, config: Config) -> int:
+    if not process.device.startswith("cuda"):
+        return 0
+    return config.gserver.sglang.tensor_parallel if process.role == "gserver" else 1

@@ -1,0 +1,224 @@
+"""`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
+
+Jobs for the manager, the trainer and the evaluator, which end; Deployments for gservers and rollout workers, which are
+scaled, taken away and given back while the run goes on. The manager is found by its Service. All mount one claim with
+the run's folder. A pod that starts anew goes on from the run's latest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools
+from streamrl.launch.processes import ProcessPlan
+from streamrl.transport.secret import VARIABLE, Secret
+
+Manifest = dict[str, Any]
+
+PORT = 7000
+"""Of the manager, unless `manager.port` says another."""
+CONFIG_FOLDER = "/etc/streamrl"
+RUN_FOLDER = "/streamrl"
+"""Where the claim is mounted; relative paths of the configuration begin there."""
+LEAVE_SECONDS = 30
+"""For a pod that leaves, besides `manager.drain_seconds`."""
+LONGEST_NAME = 40
+APPLY_SECONDS = 120.0
+
+
+def manifests(config: Config) -> list[Manifest]:
+    """Return everything that makes up the run, with a new secret in it.
+
+    Raises `ConfigError` when [launch.kubernetes] lacks something, or the trainer cannot be spread evenly over its pods.
+    """
+    settings = config.launch.kubernetes
+    for key in ("image", "claim"):
+        if not getattr(settings, key):
+            raise ConfigError(f"launch.kubernetes.{key} is not set: {_WHAT_FOR[key]}")
+    found = pools(config)
+    made = _Made(config)
+    whole: list[Manifest] = [
+        made.object("v1", "Secret", "secret", type="Opaque", stringData={VARIABLE: Secret.make().revealed}),
+        made.object(
+            "v1", "ConfigMap", "config", data={"config.toml": configuration.to_toml(config, only_changed=True)}
+        ),
+        made.object(
+            "v1",
+            "Service",
+            "manager",
+            spec={"selector": made.labels("manager"), "ports": [{"name": "http", "port": made.port}]},
+        ),
+        made.job("manager", found["manager"], ["--host", "0.0.0.0", "--port", str(made.port), "--resume"]),
+        made.trainer(found["trainer"]),
+        made.deployment("gserver", found["gserver"]),
+        made.deployment("rollout", found["rollout"]),
+    ]
+    if "evaluator" in found:
+        whole.append(made.job("evaluator", found["evaluator"], ["--manager", made.url, "--resume"]))
+    return whole
+
+
+_WHAT_FOR: Mapping[str, str] = {
+    "image": "name a container image that has streamrl in it (docs/clusters.md)",
+    "claim": "name a PersistentVolumeClaim for the run's folder that several nodes can mount (docs/clusters.md)",
+}
+
+
+class _Made:
+    """Makes the manifests of one run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._settings = config.launch.kubernetes
+        self._run = name_of(config)
+        self.port = config.manager.port or PORT
+
+    @property
+    def url(self) -> str:
+        """The manager's."""
+        return f"http://{self._run}-manager:{self.port}"
+
+    def settings(self) -> str:
+        """The configuration for all pods, with the name by which they ask the manager."""
+        security = self._config.security
+        known = msgspec.structs.replace(security, host_names=[*security.host_names, f"{self._run}-manager"])
+        return configuration.to_toml(msgspec.structs.replace(self._config, security=known), only_changed=True)
+
+    def labels(self, part: str) -> dict[str, str]:
+        return {"app.kubernetes.io/name": "streamrl", "app.kubernetes.io/instance": self._run, "streamrl/pool": part}
+
+    def object(self, version: str, kind: str, part: str, **content: Any) -> Manifest:
+        metadata: dict[str, Any] = {"name": f"{self._run}-{part}", "labels": self.labels(part)}
+        if self._settings.namespace:
+            metadata["namespace"] = self._settings.namespace
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+
+    def job(self, name: PoolName, processes: Sequence[ProcessPlan], options: Sequence[str], **of_job: Any) -> Manifest:
+        """A pool that ends: its pods are begun again when they fail."""
+        pods = of_job.get("completions", 1)
+        spec = {
+            "backoffLimit": self._config.launch.restarts * pods,
+            **of_job,
+            "template": self._pod(name, processes, options, restart="Never"),
+        }
+        return self.object("batch/v1", "Job", name, spec=spec)
+
+    def trainer(self, processes: Sequence[ProcessPlan]) -> Manifest:
+        """An indexed job, in which each pod knows its number."""
+        pods = self._settings.trainer_pods
+        of_one = on_one_machine("trainer", processes, pods, setting="launch.kubernetes.trainer_pods")
+        options = ["--manager", self.url, "--resume"]
+        if pods > 1:
+            options += ["--nodes", str(pods), "--node", "$(NODE)"]
+        return self.job("trainer", of_one, options, completions=pods, parallelism=pods, completionMode="Indexed")
+
+    def deployment(self, name: PoolName, processes: Sequence[ProcessPlan]) -> Manifest:
+        """A pool of which each pod is one process, and can leave and join while the run goes on."""
+        spec = {
+            "replicas": len(processes),
+            "selector": {"matchLabels": self.labels(name)},
+            "template": self._pod(name, processes[:1], ["--manager", self.url, "--resume"], restart="Always"),
+        }
+        return self.object("apps/v1", "Deployment", name, spec=spec)
+
+    def _pod(
+        self, name: PoolName, processes: Sequence[ProcessPlan], options: Sequence[str], *, restart: str
+    ) -> Manifest:
+        needed = needs(processes, self._config)
+        resources: dict[str, Any] = {"requests": {"cpu": str(needed.cores)}}
+        if any(process.role in ("gserver", "model_worker") for process in processes):
+            resources["requests"]["memory"] = self._settings.memory
+        if needed.gpus:
+            resources["limits"] = {self._settings.gpu_resource: str(needed.gpus)}
+        environment: list[dict[str, Any]] = [
+            {"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": f"{self._run}-secret", "key": VARIABLE}}}
+        ]
+        if name == "trainer":
+            index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+            environment.append({"name": "NODE", "valueFrom": index})
+        container: dict[str, Any] = {
+            "name": name,
+            "image": self._settings.image,
+            "command": ["streamrl", name, f"{CONFIG_FOLDER}/config.toml", *options],
+            "workingDir": RUN_FOLDER,
+            "env": environment,
+            "resources": resources,
+            "volumeMounts": [
+                {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+                {"name": "run", "mountPath": RUN_FOLDER},
+                {"name": "memory", "mountPath": "/dev/shm"},
+            ],
+        }
+        if name == "manager":
+            container["ports"] = [{"name": "http", "containerPort": self.port}]
+            container["readinessProbe"] = {"tcpSocket": {"port": "http"}, "periodSeconds": 2}
+        spec = {
+            "restartPolicy": restart,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": math.ceil(self._config.manager.drain_seconds) + LEAVE_SECONDS,
+            "containers": [container],
+            "volumes": [
+                {"name": "config", "configMap": {"name": f"{self._run}-config"}},
+                {"name": "run", "persistentVolumeClaim": {"claimName": self._settings.claim}},
+                {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            ],
+        }
+        return {"metadata": {"labels": self.labels(name)}, "spec": spec}
+
+
+def name_of(config: Config) -> str:
+    """Return the run's name as Kubernetes allows it: lower case, digits and hyphens."""
+    name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    if not name or not name[0].isalpha():
+        name = f"run-{name}".strip("-")
+    return name
+
+
+def as_yaml(whole: Sequence[Manifest]) -> str:
+    """Return the manifests as one YAML file."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Shows a text of several lines as one."""
+
+    Dumper.add_representer(
+        str,
+        lambda dumper, text: dumper.represent_scalar(
+            "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        ),
+    )
+    return "".join(f"---\n{yaml.dump(each, Dumper=Dumper, sort_keys=False, width=120)}" for each in whole)
+
+
+async def apply(text: str) -> str:
+    """Hand the manifests to `kubectl apply`; return what it prints. Raises `StreamRLError` with what it says."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "kubectl", "apply", "-f", "-",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "there is no kubectl on this machine: show the manifests with --dry-run, and apply them where there is one"
+        ) from error
+    try:
+        async with asyncio.timeout(APPLY_SECONDS):
+            said, wrong = await process.communicate(text.encode())
+    except TimeoutError as error:
+        raise StreamRLError(f"waited {APPLY_SECONDS:.0f} s for `kubectl apply` in vain") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise StreamRLError(f"kubectl apply: {wrong.decode().strip() or f'exit code {process.returncode}'}")
+    return said.decode().strip()

@@ -1,0 +1,383 @@
+"""`streamrl launch ray`: a run on a Ray cluster. Ray finds places for its processes and keeps them.
+
+Every process has an actor, which starts the very process that `streamrl run` would start, and watches it where it is.
+The launcher goes on as on one machine: a gserver or rollout worker whose process, actor or node is lost gets a new
+actor in its old bundle; the trainer's processes and the manager are one placement group that lives and dies together,
+and after its death the whole run is begun again from its latest checkpoint. A process never outlives its actor, nor an
+actor this launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.table import Table
+
+from streamrl import config as configuration
+from streamrl import essential
+from streamrl.config import Config
+from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
+from streamrl.launch.children import Child, Children
+from streamrl.launch.clusters import Needs, needs
+from streamrl.launch.display import Display
+from streamrl.launch.local import Launcher, resumed
+from streamrl.launch.process import run_until_stopped
+from streamrl.launch.processes import COMPONENTS, PlanRole, ProcessPlan, plan
+from streamrl.records import progress
+from streamrl.retry import Retry
+from streamrl.transport.secret import Secret
+
+log = logging.getLogger(__name__)
+
+GROUPS: Sequence[tuple[str, Sequence[PlanRole], str]] = (
+    ("trainer", ("manager", "master", "model_worker"), "PACK"),
+    ("gserver", ("gserver",), "SPREAD"),
+    ("rollout", ("rollout", "evaluator"), "SPREAD"),
+)
+"""Placement groups: what they are called, whose bundles they hold, and Ray's strategy."""
+PLACE_WARNING_SECONDS = 30.0
+"""Ray has not found a place for a process for so long: worth a warning."""
+CONNECT_SECONDS = 10.0
+"""How long the head of a Ray cluster may take to answer."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a process ended."""
+
+    exit_code: int
+    how: str
+    obituary: str
+
+
+class Keeper:
+    """An actor: keeps one process of the run on the node where it is itself."""
+
+    def __init__(self, folder: str, config_file: str, config: str, secret: str) -> None:
+        """`folder`: where relative paths begin; `config_file` is written with `config` unless this node has that."""
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        file = Path(config_file)
+        (file.parent / "logs").mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_text() != config:
+            file.write_text(config)
+        handed = Secret(secret, origin="the launcher")
+        self._children = Children(logs=file.parent / "logs", secret=handed)
+        self._child: Child | None = None
+
+    async def start(self, process: bytes, words: Sequence[str]) -> int:
+        """Start `process` (`ProcessPlan` as JSON) and return its id."""
+        planned = msgspec.json.decode(process, type=ProcessPlan)
+        self._child = await self._children.start(planned, [sys.executable, *words])
+        return self._child.pid
+
+    async def ask(self, process: bytes, words: Sequence[str], timeout: float) -> tuple[int, str]:
+        """Start the manager, and return its id and its URL, on the address by which Ray reaches this node."""
+        planned = msgspec.json.decode(process, type=ProcessPlan)
+        url = await self._children.ask(
+            [sys.executable, *words, "--host", ray.util.get_node_ip_address()],
+            name=planned.name,
+            environment=planned.environment,
+            process=planned,
+            timeout=timeout,
+        )
+        (self._child,) = self._children.running
+        return self._child.pid, url
+
+    async def ended(self) -> bytes:
+        """Wait for its end, and tell of it (`End` as JSON)."""
+        assert self._child is not None
+        await self._child.ended.wait()
+        assert self._child.exit_code is not None
+        end = End(self._child.exit_code, self._child.how_it_ended, self._child.obituary())
+        return msgspec.json.encode(end)
+
+    async def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.signal(signal.Signals(number))
+
+
+def _first_line(error: RayError) -> str:
+    return str(error).partition("\n")[0]
+
+
+async def _future(reference: Any) -> Any:
+    """Return what an object of Ray's becomes."""
+    return await reference
+
+
+class Places:
+    """The placement groups of a run: a bundle for each of its processes."""
+
+    def __init__(self, config: Config, processes: Sequence[ProcessPlan]) -> None:
+        """Ask Ray for them."""
+        self._bundles: dict[str, dict[str, float]] = {p.name: bundle(needs([p], config)) for p in processes}
+        self._groups: dict[str, PlacementGroup] = {}
+        self._of: dict[str, tuple[str, int]] = {}
+        for name, roles, strategy in GROUPS:
+            members = [process.name for process in processes if process.role in roles]
+            bundles = [self._bundles[member] for member in members]
+            if members:
+                self._groups[name] = placement_group(bundles, strategy=strategy, name=f"{config.run.name}-{name}")
+            self._of |= {member: (name, index) for index, member in enumerate(members)}
+
+    async def until_ready(self, *, seconds: float) -> None:
+        """Wait until Ray has found room for all of them; raises `DeadlineExceeded`, which names what is missing."""
+        ready = {asyncio.ensure_future(_future(group.ready())): name for name, group in self._groups.items()}
+        _, waiting = await asyncio.wait(ready, timeout=min(seconds, PLACE_WARNING_SECONDS))
+        if waiting and seconds > PLACE_WARNING_SECONDS:
+            log.warning("waiting for Ray to find room: %s", self._missing())
+            _, waiting = await asyncio.wait(waiting, timeout=seconds - PLACE_WARNING_SECONDS)
+        if waiting:
+            names = ", ".join(sorted(ready[future] for future in waiting))
+            raise DeadlineExceeded(
+                f"waited {seconds:.0f} s for Ray to find room for the placement groups of {names} in vain: "
+                f"{self._missing()}"
+            )
+
+    def _missing(self) -> str:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return missing(list(self._bundles.values()), nodes=nodes, free=ray.available_resources())
+
+    def actor(self, process: ProcessPlan, *arguments: str) -> Any:
+        """Return a new `Keeper` in the bundle of `process`."""
+        group, index = self._of[process.name]
+        needed = self._bundles[process.name]
+        return (
+            ray.remote(Keeper)
+            .options(
+                num_cpus=needed["CPU"],
+                num_gpus=needed.get("GPU", 0),
+                name=None,
+                max_restarts=0,  # the launcher decides whether there is another one, as on one machine
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._groups[group], placement_group_bundle_index=index
+                ),
+            )
+            .remote(*arguments)
+        )
+
+    def give_back(self) -> None:
+        for group in self._groups.values():
+            remove_placement_group(group)
+
+
+def bundle(needed: Needs) -> dict[str, float]:
+    """Return what is asked of Ray for processes with these needs."""
+    return {"CPU": needed.cores, **({"GPU": needed.gpus} if needed.gpus else {})}
+
+
+def missing(
+    bundles: Sequence[Mapping[str, float]], *, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
+) -> str:
+    """Return in words which resources keep `bundles` from being placed, on nodes that have these resources in all;
+    `free`: of them all together, that nobody has at the moment."""
+    found = []
+    for resource in sorted({name for wanted in bundles for name in wanted}):
+        whole = sum(wanted.get(resource, 0) for wanted in bundles)
+        largest = max(wanted.get(resource, 0) for wanted in bundles)
+        there = [node.get(resource, 0) for node in nodes]
+        if sum(there) < whole:
+            found.append(f"{resource}: the run needs {whole:g}, the cluster's {len(nodes)} nodes have {sum(there):g}")
+        elif max(there, default=0) < largest:
+            found.append(f"{resource}: one process needs {largest:g}, no node has more than {max(there):g}")
+        elif free.get(resource, 0) < whole:
+            taken = sum(there) - free.get(resource, 0)
+            found.append(f"{resource}: the run needs {whole:g}, of the cluster's {sum(there):g} others have {taken:g}")
+    return (
+        "; ".join(found)
+        or "there is enough of everything in all, but not on nodes where processes fit; see `ray status`"
+    )
+
+
+class KeptChild(Child):
+    """A process that an actor keeps."""
+
+    def __init__(self, process: ProcessPlan, *, actor: Any, pid: int, log_file: Path) -> None:
+        self.process = process
+        self.name = process.name
+        self.pid = pid
+        self.log_file = log_file
+        self.exit_code = None
+        self.ended = asyncio.Event()
+        self.ended_because = ""
+        self._actor = actor
+        self._end: End | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.exit_code is None:
+            self._actor.signal.remote(int(number))
+
+    async def wait(self) -> int:
+        """Wait for the end of the process, or of its actor, which is given back then."""
+        try:
+            self._end = msgspec.json.decode(await self._actor.ended.remote(), type=End)
+            self.exit_code = self._end.exit_code
+        except RayError as error:
+            self.ended_because = f"Ray lost its actor ({_first_line(error)})"
+            self.exit_code = -signal.SIGKILL
+        ray.kill(self._actor)
+        self.ended.set()
+        return self.exit_code
+
+    @property
+    def how_it_ended(self) -> str:
+        if self._end is None:
+            return f"was lost, since {self.ended_because}"
+        return f"was ended, since {self.ended_because}" if self.ended_because else self._end.how
+
+    def obituary(self) -> str:
+        return f"{self.name} {self.how_it_ended}" if self._end is None else self._end.obituary
+
+
+class KeptChildren(Children):
+    """The processes of a run whose actors are in `places`."""
+
+    def __init__(self, config: Config, places: Places, logs: Path, secret: Secret) -> None:
+        super().__init__(logs=logs, secret=secret)
+        self._patience = config.manager.join_timeout_seconds
+        self._places = places
+        self._folder = logs
+        settings = configuration.to_toml(config)
+        self._arguments = (os.getcwd(), str(config.run_dir / "config.toml"), settings, secret.revealed)
+
+    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+        """Start `process` where Ray puts its actor. Until Ray has noticed that a node is gone, it may put it there: so
+        an actor that is lost at once is made anew. Raises `ProcessDied` when none comes up."""
+        retry = Retry(f"to start an actor for {process.name}", patience=self._patience)
+        while True:
+            actor = self._places.actor(process, *self._arguments)
+            try:
+                pid = await self._placed(process, actor.start.remote(msgspec.json.encode(process), command[1:]))
+                return self._watch(process, actor, pid)
+            except RayError as error:
+                ray.kill(actor)
+                lost = ProcessDied(f"{process.name} could not be started: {_first_line(error)}")
+                if not await retry.pause(lost):
+                    raise lost from error
+
+    async def ask(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        environment: Mapping[str, str],
+        process: ProcessPlan | None = None,
+        timeout: float,
+    ) -> str:
+        assert process is not None
+        actor = self._places.actor(process, *self._arguments)
+        try:
+            pid, url = await actor.ask.remote(msgspec.json.encode(process), command[1:], timeout)
+        except RayError as error:
+            ray.kill(actor)
+            raise ProcessDied(f"{name} did not come up: {_first_line(error)}") from error
+        self._watch(process, actor, pid)
+        return str(url)
+
+    def kill(self) -> None:
+        for child in self.running:
+            child.signal(signal.SIGKILL)
+
+    async def _placed(self, process: ProcessPlan, started: Any) -> int:
+        """Wait until the actor of `process` has a node, and the process has begun."""
+        waiting = asyncio.ensure_future(_future(started))
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=PLACE_WARNING_SECONDS)
+            if not waiting.done():
+                log.warning("%s waits for Ray to find a node for its actor; see `ray status`", process.name)
+        return int(waiting.result())
+
+    def _watch(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
+        child = KeptChild(process, actor=actor, pid=pid, log_file=self._folder / process.log_name)
+        self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")
+        return child
+
+
+def run_on_ray(
+    config: Config, *, address: str, display: Callable[[Config], Display], components: Mapping[str, str] = COMPONENTS
+) -> int:
+    """Carry the run out in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
+
+    As `run_locally`; after the death of its trainer or manager it is begun again from its latest checkpoint, at most
+    `launch.restarts` times. Raises `ConfigError` when there is no such cluster, `DeadlineExceeded` when it has no room.
+    """
+    where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    host, _, port = where.rpartition(":")
+    try:
+        if "/" not in host and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address=where, logging_level="ERROR", log_to_driver=False, namespace="streamrl")
+    except OSError as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {where!r} ({error}); start one with `ray start --head`, or give --address"
+        ) from error
+    try:
+        return run_until_stopped(_Restarted(config, display=display, components=components).run)
+    finally:
+        ray.shutdown()
+
+
+def planned(config: Config, *, gpus: bool) -> list[ProcessPlan]:
+    """Return the processes of a run on a cluster with or without `gpus`; Ray says which GPUs an actor has."""
+    return plan(config, gpus=["Ray's"] if gpus else [])
+
+
+def table(config: Config) -> Table:
+    """Return, to be shown, what Ray would be asked for: the placement groups and their bundles."""
+    shown = Table("placement group", "strategy", "bundle of", "asks for", box=None)
+    processes = planned(config, gpus=config.run.device == "cuda")
+    for name, roles, strategy in GROUPS:
+        for process in processes:
+            if process.role in roles:
+                asked = ", ".join(f"{count:g} {what}" for what, count in bundle(needs([process], config)).items())
+                shown.add_row(name, strategy, process.name, asked)
+    return shown
+
+
+class _Restarted:
+    """A run, begun again as often as it may be."""
+
+    def __init__(self, config: Config, *, display: Callable[[Config], Display], components: Mapping[str, str]) -> None:
+        self._config = config
+        self._display = display
+        self._components = components
+
+    async def run(self) -> None:
+        processes = planned(self._config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        places = Places(self._config, processes)
+        try:
+            await places.until_ready(seconds=self._config.manager.join_timeout_seconds)
+            config = self._config
+            for attempt in range(self._config.launch.restarts + 1):
+                launcher = Launcher(
+                    config,
+                    processes=processes,
+                    display=self._display(config),
+                    components=self._components,
+                    children=partial(KeptChildren, config, places),
+                    one_disk=False,
+                )
+                try:
+                    return await launcher.run()
+                except ProcessDied as error:
+                    if attempt == self._config.launch.restarts or not progress.checkpoints(config.run_dir):
+                        raise
+                    log.error("%s", error)
+                    config = resumed(self._config)
+                    log.warning("the run is begun again from %s", config.run.resume_from)
+        finally:
+            places.give_back()

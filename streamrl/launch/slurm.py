@@ -1,0 +1,298 @@
+"""`streamrl launch slurm`: a run as one Slurm job. Its script is written here, to be read, edited and submitted again.
+
+The job has a step for each pool, and is a heterogeneous one where the pools ask for unlike nodes. When it is begun
+again (its trainer died, its node went away, its time was up), it goes on from the run's latest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_hex
+
+import msgspec
+
+from streamrl.config import Config, to_toml
+from streamrl.config.sections import SlurmNodesConfig
+from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
+from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools
+from streamrl.launch.processes import ProcessPlan
+from streamrl.local_cache import cache_home
+from streamrl.transport.secret import Secret, given
+
+log = logging.getLogger(__name__)
+
+SCRIPT = "slurm.sh"
+"""In the run's folder."""
+SETTINGS = "slurm.toml"
+"""There, too: the configuration that every step reads."""
+BUSY = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT")
+HELD = ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+ALIVE = frozenset((*BUSY, *HELD))
+"""States of a job that may still do something. Every other one is its end, also one that this Slurm alone has."""
+FORGOTTEN = "unknown to Slurm"
+"""What a job is some minutes after its end."""
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.5, 10.0
+"""Between two looks at a job, at first and later: Slurm tells nobody of its end by itself."""
+ANSWER_SECONDS = 60.0
+"""How long a command of Slurm may take."""
+TIME_UP_SECONDS = 60
+"""So long before its time is up, a job has itself begun again."""
+GPU_OPTIONS = ("--gpus", "-G", "--gres", "--tres")
+
+
+class Nodes(msgspec.Struct, frozen=True):
+    """Nodes that are alike: those of one pool, or of pools that share theirs."""
+
+    pools: Sequence[PoolName]
+    count: int
+    options: Sequence[str]
+    """Of sbatch, for these nodes only."""
+    cores: int
+    """That what runs on one of them keeps busy."""
+    gpus: int
+    """Of each that something is computed on."""
+
+    @property
+    def kind(self) -> tuple[Sequence[str], int]:
+        """What makes them unlike others."""
+        return tuple(self.options), self.gpus
+
+
+# --- the script ---
+
+
+def script(config: Config, *, config_file: Path, folder: Path) -> str:
+    """Return the sbatch script of the run whose resolved configuration is in `config_file`.
+
+    `folder` is where relative paths of the configuration begin. Raises `ConfigError` when processes cannot be spread
+    evenly over the nodes that [launch.slurm] asks for.
+    """
+    found = pools(config)
+    layout = _layout(config, found)
+    unlike = len({nodes.kind for nodes in layout}) > 1
+    logs = config.run_dir.absolute() / "logs"
+
+    def step(name: PoolName, command: str, *, nodes: int) -> str:
+        index = next(index for index, nodes in enumerate(layout) if name in nodes.pools)
+        where = _where(layout, index, unlike=unlike)
+        return f'step {where} --nodes={nodes} --ntasks={nodes} --output="$logs/{name}-%N.log" \\\n    {command}'
+
+    def pool(name: PoolName) -> str:
+        if name in ("manager", "evaluator"):
+            nodes, options = 1, ' --host "$address" --port "$port"' if name == "manager" else ""
+        else:
+            nodes = next(nodes.count for nodes in layout if name in nodes.pools)
+            options = f" --count {len(found[name]) // nodes}"
+        manager = "" if name == "manager" else ' --manager "$manager"'
+        command = f'"${{streamrl[@]}}" {name} "$config"{manager}{options} --resume'
+        begun = step(name, command, nodes=nodes)
+        if name == "evaluator":
+            return f"until {begun}\ndo sleep 10; done &"
+        return f"{{ {begun} \\\n    || lost {name}; }} &"
+
+    trainer = '"${streamrl[@]}" trainer "$config" --manager "$manager" --resume'
+    if layout[0].count > 1:
+        trainer = f"bash -c '\"$@\" --nodes {layout[0].count} --node $SLURM_PROCID' _ {trainer}"
+    lines = [
+        "#!/bin/bash",
+        f"# The run {config.run.name!r}, written by `streamrl launch slurm`. It may be edited, and submitted again",
+        "# with sbatch: it goes on from the run's latest checkpoint.",
+        *_header(config, layout, unlike=unlike, folder=folder, output=logs / "slurm.log"),
+        "",
+        f"streamrl=({shlex.join([sys.executable, '-m', 'streamrl'])})",
+        f"config={shlex.quote(str(config_file.absolute()))}",
+        f"logs={shlex.quote(str(logs))}",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "address=$(scontrol show node \"$first\" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)",
+        f"port={config.manager.port or '$((20000 + SLURM_JOB_ID % 20000))'}",
+        "manager=http://$address:$port",
+        "",
+        "# A node that goes away takes its own processes with it, and nothing else.",
+        'step() { srun --overlap --no-kill --kill-on-bad-exit=0 --open-mode=append "$@"; }',
+        "",
+        "# A pool starts its processes again that die. Without one of the pools the run cannot go on.",
+        'lost() { echo "streamrl: nothing is left of the pool $1" >&2; kill "$trainer"; }',
+        "",
+        "begin_again() {",
+        '    echo "streamrl: $1; the job is begun again" >&2',
+        '    scontrol requeue "$SLURM_JOB_ID" && sleep 600  # until Slurm ends this script',
+        "}",
+        "trap 'begin_again \"its time is nearly up\"' USR1",
+        "",
+        step("trainer", trainer, nodes=layout[0].count) + " &",
+        "trainer=$!",
+        *(pool(name) for name in found if name != "trainer"),
+        "",
+        "# The trainer's end is the run's; the others leave by themselves then.",
+        'wait "$trainer"',
+        "code=$?",
+        'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)',
+        'if [ "$code" != 0 ] && [ "$state" = RUNNING ] && '
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.restarts} ]; then',
+        '    begin_again "the trainer ended with code $code"',
+        "fi",
+        "for _ in {1..30}; do",
+        '    [ -n "$(jobs -r)" ] || break',
+        "    sleep 1",
+        "done",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[Nodes]:
+    """Return the nodes of the job, those of the trainer first."""
+    settings = config.launch.slurm
+    trainer, gserver, rollout = settings.trainer, settings.gserver, settings.rollout
+    for key, nodes in (("trainer", trainer.nodes), ("gserver", gserver.nodes)):
+        if not nodes:
+            raise ConfigError(f"launch.slurm.{key}.nodes must be at least 1: only rollout workers go where others are")
+    if rollout.options and not rollout.nodes:
+        raise ConfigError("launch.slurm.rollout.options is of nodes of their own: set launch.slurm.rollout.nodes")
+
+    def nodes_of(names: Sequence[PoolName], asked: SlurmNodesConfig, *, key: str) -> Nodes:
+        processes: list[ProcessPlan] = []
+        for name in names:
+            if name in ("manager", "evaluator"):
+                processes += found.get(name, [])
+            else:
+                setting = f"launch.slurm.{key}.nodes"
+                processes += on_one_machine(name, found[name], asked.nodes, setting=setting)
+        needed = needs(processes, config)
+        here = [name for name in names if name in found]
+        return Nodes(here, asked.nodes, asked.options, needed.cores, needed.gpus)
+
+    layout = [nodes_of(["manager", "trainer", "evaluator"], trainer, key="trainer")]
+    if not rollout.nodes:
+        return [*layout, nodes_of(["gserver", "rollout"], gserver, key="gserver")]
+    return [*layout, nodes_of(["gserver"], gserver, key="gserver"), nodes_of(["rollout"], rollout, key="rollout")]
+
+
+def _where(layout: Sequence[Nodes], index: int, *, unlike: bool) -> str:
+    """Return the options of srun that choose the nodes `layout[index]`."""
+    if unlike:
+        return f"--het-group={index}"
+    return f"--relative={sum(nodes.count for nodes in layout[:index])}"
+
+
+def _header(config: Config, layout: Sequence[Nodes], *, unlike: bool, folder: Path, output: Path) -> list[str]:
+    """Return the #SBATCH lines."""
+    general = [
+        f"--job-name={config.run.name}",
+        f"--output={output}",
+        "--open-mode=append",
+        f"--chdir={folder.absolute()}",
+        f"--signal=B:USR1@{TIME_UP_SECONDS}",
+    ]
+    of_all = ["--requeue", "--no-kill", "--ntasks-per-node=1", *config.launch.slurm.options]
+    if unlike:
+        components = [
+            (f"# {', '.join(nodes.pools)}", nodes.count, nodes.cores, nodes.gpus, nodes.options) for nodes in layout
+        ]
+    else:
+        names = "; then ".join(f"{nodes.count} for {', '.join(nodes.pools)}" for nodes in layout)
+        total, busy = sum(nodes.count for nodes in layout), max(nodes.cores for nodes in layout)
+        components = [(f"# {names}", total, busy, layout[0].gpus, layout[0].options)]
+    lines = [f"#SBATCH {option}" for option in general]
+    for index, (comment, count, busy, gpus, own) in enumerate(components):
+        chosen = [*of_all, *own]
+        asked = [f"--nodes={count}"]
+        if not _says(chosen, "--cpus-per-task", "-c", "--exclusive"):
+            asked.append(f"--cpus-per-task={busy}")
+        if gpus and not _says(chosen, *GPU_OPTIONS):
+            asked.append(f"--gpus-per-node={gpus}")
+        lines += ["#SBATCH hetjob"] * (index > 0)
+        lines += [comment, *(f"#SBATCH {option}" for option in (*asked, *chosen))]
+    return lines
+
+
+def _says(options: Sequence[str], *names: str) -> bool:
+    return any(option.startswith(names) for option in options)
+
+
+def write(config: Config, *, folder: Path) -> Path:
+    """Write the script, and what it needs, into the run's folder, which exists; return the script.
+
+    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have.
+    """
+    if given(config) is None:
+        secret = (cache_home() / "secrets" / f"{config.run.name}-{token_hex(4)}").absolute()
+        Secret.make().write(secret)
+        security = msgspec.structs.replace(config.security, secret_file=str(secret))
+        config = msgspec.structs.replace(config, security=security)
+    settings, file = config.run_dir / SETTINGS, config.run_dir / SCRIPT
+    text = script(config, config_file=settings, folder=folder)
+    (config.run_dir / "logs").mkdir(exist_ok=True)
+    settings.write_text(to_toml(config))
+    file.write_text(text)
+    return file
+
+
+# --- the job ---
+
+
+async def submit(file: Path) -> str:
+    """Submit the script; return the job's id. Raises `StreamRLError` with what Slurm says against it."""
+    said = await _slurm("sbatch", "--parsable", str(file))
+    return said.partition(";")[0]
+
+
+async def state(job: str) -> str:
+    """Return the state of `job` in Slurm's word; of a heterogeneous one, that of its first component."""
+    try:
+        said = await _slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+    except StreamRLError as error:
+        if "Invalid job id" in str(error):
+            return FORGOTTEN
+        raise
+    return said.splitlines()[0].strip() if said else FORGOTTEN
+
+
+async def until_ended(job: str) -> None:
+    """Wait until `job` has ended; it is cancelled if the wait is. Raises `StreamRLError` unless it ended well.
+
+    Slurm may forget a job before it is looked at: then nothing is known of how it ended.
+    """
+    last, pause = "", FIRST_LOOK_SECONDS
+    try:
+        while (now := await state(job)) in ALIVE:
+            if now != last:
+                log.info("job %s is %s", job, now)
+                last, pause = now, FIRST_LOOK_SECONDS
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, LOOK_SECONDS)
+    except asyncio.CancelledError:
+        log.info("cancelling job %s", job)
+        await _slurm("scancel", job)
+        raise
+    if now != "COMPLETED":
+        raise StreamRLError(f"job {job} ended as {now}; see slurm.log in the run's logs, and `scontrol show job {job}`")
+
+
+async def _slurm(*words: str) -> str:
+    """Run a command of Slurm and return what it prints."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no {words[0]} on this machine: start this where jobs are submitted, or show the script with "
+            "--dry-run and submit it there"
+        ) from error
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            said, wrong = await process.communicate()
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"waited {ANSWER_SECONDS:.0f} s for an answer of Slurm to {words[0]} in vain") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise StreamRLError(f"{shlex.join(words)}: {wrong.decode().strip() or f'exit code {process.returncode}'}")
+    return said.decode().strip()

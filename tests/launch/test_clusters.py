@@ -1,0 +1,188 @@
+"""What a cluster is asked for: how pools are spread, what their processes need, and the manifests for Kubernetes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import Config, from_dict, load
+from streamrl.errors import ConfigError
+from streamrl.launch.clusters import needs, on_one_machine, pools
+from streamrl.launch.kubernetes import as_yaml, manifests, name_of
+from streamrl.launch.processes import plan
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = {"image": "registry.example/streamrl:1", "claim": "runs"}
+VERSIONS = ("1.28", "1.37")
+
+
+def config(**sections: Any) -> Config:
+    return from_dict(sections)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_pools_hold_every_process_once(gservers: int, model_workers: int, workers: int, evaluated: bool) -> None:
+    made = config(
+        gserver={"count": gservers, "threads": 3},
+        trainer={"data_parallel": model_workers, "batch_groups": 16, "threads": 2},
+        rollout={"workers": workers, "reward": {"processes": 2}},
+        evaluation={"at_end": evaluated},
+    )
+    found = pools(made)
+    names = [process.name for members in found.values() for process in members]
+    assert sorted(names) == sorted(process.name for process in plan(made))
+    assert needs(found["gserver"], made).cores == 3 * gservers
+    assert needs(found["trainer"], made).cores == 2 * model_workers + 1
+    assert needs(found["rollout"], made).cores == (1 + 2) * workers
+    assert all(needs(members, made).gpus == 0 for members in found.values())
+
+
+@given(st.integers(1, 12), st.integers(1, 6))
+def test_pools_are_spread_evenly_or_not_at_all(count: int, machines: int) -> None:
+    members = pools(config(gserver={"count": count}))["gserver"]
+    if count % machines:
+        with pytest.raises(
+            ConfigError, match=rf"nodes = {machines}: the {count} processes of gserver .* gserver\.count"
+        ):
+            on_one_machine("gserver", members, machines, setting="nodes")
+    else:
+        assert len(on_one_machine("gserver", members, machines, setting="nodes")) * machines == count
+
+
+def test_gpus_are_asked_for_where_models_are_computed() -> None:
+    made = config(
+        run={"device": "cuda"},
+        gserver={"engine": "sglang", "count": 2, "sglang": {"tensor_parallel": 4}},
+        trainer={"data_parallel": 2},
+    )
+    assert {name: needs(members, made).gpus for name, members in pools(made).items()} == {
+        "manager": 0,
+        "trainer": 2,
+        "gserver": 8,
+        "rollout": 0,
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_are_what_kubernetes_publishes(version: str) -> None:
+    made = config(
+        run={"name": "My_run.7", "device": "cuda"},
+        gserver={"count": 3},
+        trainer={"data_parallel": 4},
+        evaluation={"at_end": True},
+        launch={"kubernetes": {**KUBERNETES, "namespace": "rl", "trainer_pods": 2}},
+    )
+    text = as_yaml(manifests(made))
+    read = list(yaml.safe_load_all(text))
+    assert read == [*manifests_with(made, secret=read[0]["stringData"])]
+    for manifest in read:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    kinds = {f"{each['kind']}/{each['metadata']['name']}" for each in read}
+    assert kinds == {
+        "Secret/my-run-7-secret",
+        "ConfigMap/my-run-7-config",
+        "Service/my-run-7-manager",
+        *(f"Job/my-run-7-{name}" for name in ("manager", "trainer", "evaluator")),
+        *(f"Deployment/my-run-7-{name}" for name in ("gserver", "rollout")),
+    }
+    by_name = {f"{each['kind']} {each['metadata']['labels']['streamrl/pool']}": each for each in read}
+    trainer = by_name["Job trainer"]["spec"]
+    assert trainer["completions"] == trainer["parallelism"] == 2
+    assert trainer["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert by_name["Deployment gserver"]["spec"]["replicas"] == 3
+    service = by_name["Service manager"]["spec"]["selector"]
+    assert service.items() <= by_name["Job manager"]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def manifests_with(made: Config, *, secret: dict[str, str]) -> list[dict[str, Any]]:
+    """What was made, with another secret: each time there is a new one."""
+    whole = manifests(made)
+    assert whole[0]["stringData"] != secret
+    return [{**whole[0], "stringData": secret}, *whole[1:]]
+
+
+def test_the_commands_of_pods_are_commands_of_streamrl(tmp_path: Path) -> None:
+    """Every pod's command is parsed, up to the configuration, which is not in its place here."""
+    made = config(
+        trainer={"data_parallel": 2},
+        evaluation={"at_end": True},
+        launch={"kubernetes": {**KUBERNETES, "trainer_pods": 2}},
+    )
+    commands = [
+        each["spec"]["template"]["spec"]["containers"][0]["command"]
+        for each in manifests(made)
+        if each["kind"] in ("Job", "Deployment")
+    ]
+    assert [command[:2] for command in commands] == [
+        ["streamrl", name] for name in ("manager", "trainer", "gserver", "rollout", "evaluator")
+    ]
+    script = (
+        "import sys\nfrom streamrl import cli\nfrom streamrl.errors import ConfigError\n"
+        f"for command in {commands!r}:\n"
+        "    sys.argv = ['streamrl', *(word.replace('$(NODE)', '1') for word in command[1:])]\n"
+        "    try:\n        cli.app()\n        end = 0\n"
+        "    except ConfigError as error:\n        assert '/etc/streamrl/config.toml: cannot be read' in str(error)\n"
+        "    except SystemExit as end:\n        assert False, (command, end.code)\n"
+        "print('all were parsed')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "all were parsed\n", done.stderr
+
+
+@given(st.text(min_size=1, max_size=80))
+def test_names_are_what_kubernetes_allows(name: str) -> None:
+    found = name_of(config(run={"name": name}))
+    assert len(found) <= 45
+    assert found[0].isalpha()
+    assert found[-1].isalnum()
+    assert all(letter.isascii() and (letter.isdigit() or letter.islower() or letter == "-") for letter in found)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    for key in KUBERNETES:
+        lacking = {name: value for name, value in KUBERNETES.items() if name != key}
+        with pytest.raises(ConfigError, match=rf"launch\.kubernetes\.{key} is not set"):
+            manifests(config(launch={"kubernetes": lacking}))
+
+
+def test_manifests_go_to_kubectl(tmp_path: Path) -> None:
+    """A stand-in for kubectl, which keeps what it is given."""
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > {tmp_path}/applied && echo job.batch/x created\n')
+    kubectl.chmod(0o755)
+    words = ["examples/copy_scratch.toml", *(f"launch.kubernetes.{key}={value}" for key, value in KUBERNETES.items())]
+
+    def launch(*options: str, path: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "streamrl", "launch", "kubernetes", *words, *options],
+            cwd=ROOT,
+            env={**os.environ, "PATH": path, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    done = launch(path=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert "job.batch/x created" in done.stdout
+    applied = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
+    assert applied == manifests_with(load(ROOT / words[0], words[1:]), secret=applied[0]["stringData"])
+    assert applied[0]["stringData"]["STREAMRL_SECRET"] not in done.stdout + done.stderr
+    shown = launch("--dry-run", path=str(tmp_path))
+    assert [each["kind"] for each in yaml.safe_load_all(shown.stdout)] == [each["kind"] for each in applied]
+    kubectl.unlink()
+    nowhere = launch(path=str(tmp_path))
+    assert nowhere.returncode == 2
+    assert "there is no kubectl on this machine" in nowhere.stderr

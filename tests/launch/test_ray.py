@@ -1,0 +1,204 @@
+"""A run on a real Ray cluster of three nodes, which loses a node, actors and its trainer; a cluster without room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    Command,
+    assert_none_missing,
+    overrides,
+    processes_of,
+    start_command,
+    steps,
+    until,
+    wait_for_steps,
+    wait_until_gone,
+)
+from tests.processes import lives
+
+pytest.importorskip("ray", reason="no Ray: pip install 'streamrl[ray]'")
+from ray.cluster_utils import Cluster
+
+from streamrl.launch.ray import missing
+
+CORES = 8
+"""That each node claims to have."""
+SETTINGS = {
+    # Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver.
+    "gserver__engine": "simulated",
+    "gserver__count": 2,
+    "gserver__max_running": 32,
+    "gserver__restart_delay_seconds": 0.1,
+    "gserver__simulation__token_seconds": 0.4,
+    "gserver__simulation__mean_length": 6,
+    "gserver__simulation__sigma": 0,
+    "gserver__simulation__vocab_size": 8,
+    "rollout__workers": 2,
+    "rollout__group_size": 4,
+    "rollout__restart_delay_seconds": 0.1,
+    "manager__lease_seconds": 4,
+    "trainer__batch_groups": 4,
+    "trainer__save_every_steps": 2,
+    "trainer__save_at_end": "false",
+    "run__total_train_steps": 10000,
+    "staleness__over_age": "wait",
+    "run__stop_at_reward": 2.0,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    started = _started() or _started()
+    if started is None:
+        pytest.skip("this machine is too busy for Ray: its own deadlines for starting a node ran out twice")
+    try:
+        yield started
+    finally:
+        started.shutdown()
+
+
+def _started() -> Cluster | None:
+    """A cluster of three nodes; None if one did not come up within Ray's own deadlines."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update({"RAY_worker_niceness": "0"})  # else everything else on the machine goes before the run
+    node = {"num_cpus": CORES, "object_store_memory": 80 * 2**20}
+    begun = Cluster()
+    try:
+        begun.add_node(include_dashboard=False, **node)
+        for _ in range(2):
+            begun.add_node(**node)
+        begun.wait_for_nodes()
+    except Exception as error:  # Ray raises no other kind
+        begun.shutdown()
+        if "timed out" not in str(error):
+            raise
+        return None
+    return begun
+
+
+def launch(cluster: Cluster, folder: Path, **settings: Any) -> Command:
+    chosen = overrides(folder, "run", **{**SETTINGS, **settings})
+    return start_command(["launch", "ray", str(COPY_SCRATCH), *chosen, "--address", cluster.address], fresh=True)
+
+
+def elastic(run_dir: Path) -> dict[str, psutil.Process]:
+    """The gservers and rollout workers of the run, by name; not what Ray runs their actors in."""
+    found = {}
+    for process in processes_of(run_dir):
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            for role in {"gserver", "rollout"}.intersection(words):
+                found[f"{role}/{words[words.index('--index') + 1]}"] = process
+    return found
+
+
+def member(run_dir: Path, role: str) -> psutil.Process | None:
+    """A process of the run by its role, as on the command line."""
+    for process in processes_of(run_dir):
+        with contextlib.suppress(psutil.Error):
+            if role in process.cmdline():
+                return process
+    return None
+
+
+def node_of(cluster: Cluster, found: psutil.Process) -> Any:
+    """The node of the cluster on which a process runs."""
+    above = {parent.pid for parent in found.parents()}
+    return next(node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid in above)
+
+
+def test_a_run_goes_on_whatever_ray_takes_away(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = launch(cluster, tmp_path)
+    try:
+        until(lambda: len(elastic(run_dir)) == 4 or not command.running, "the pools", seconds=200)
+        wait_for_steps(run_dir, 2)
+
+        # Half of the pools at once, with what keeps them. They are given back.
+        taken = {name: process for name, process in elastic(run_dir).items() if name.endswith("/0")}
+        for process in taken.values():
+            process.parent().kill()
+        until_back(run_dir, taken)
+        wait_for_steps(run_dir, len(steps(run_dir)) + 1)
+
+        # A whole node. What was on it is given back elsewhere.
+        trainer, manager = member(run_dir, "model-worker"), member(run_dir, "manager")
+        assert trainer is not None
+        assert manager is not None
+        needed = {cluster.head_node, node_of(cluster, trainer), node_of(cluster, manager)}
+        on_nodes = {name: node_of(cluster, process) for name, process in elastic(run_dir).items()}
+        away = next(node for node in on_nodes.values() if node not in needed)
+        taken = {name: process for name, process in elastic(run_dir).items() if on_nodes[name] == away}
+        cluster.remove_node(away, allow_graceful=False)
+        until_back(run_dir, taken)
+        wait_for_steps(run_dir, len(steps(run_dir)) + 1)
+        assert trainer.is_running()
+        assert "begun again" not in command.said
+
+        # The trainer's processes live and die together, and the run goes on from its latest checkpoint.
+        trainer.kill()
+        until(lambda: "the run is begun again from" in command.said, "the run's second beginning", seconds=120)
+        assert not lives(manager.pid)
+        until(lambda: len(steps(run_dir)) and member(run_dir, "model-worker"), "the new trainer", seconds=120)
+        wait_for_steps(run_dir, len(steps(run_dir)) + 3)
+
+        command.signal(signal.SIGINT)
+        assert command.exit_code(seconds=60) == 130, command.output
+        wait_until_gone(run_dir, seconds=20)
+    finally:
+        command.end()
+        print(command.output[-8000:])  # noqa: T201
+    assert [step["step"] for step in steps(run_dir)] == list(range(1, len(steps(run_dir)) + 1))
+    assert_none_missing(run_dir)
+    assert "gserver/0 was lost, since Ray lost its actor" in command.said
+
+
+def until_back(run_dir: Path, taken: Mapping[str, psutil.Process]) -> None:
+    """Until every process that was taken away has gone, and another one is in its place."""
+
+    def back() -> bool:
+        now = elastic(run_dir)
+        return all(name in now and now[name].pid != old.pid and not lives(old.pid) for name, old in taken.items())
+
+    until(back, f"new processes for {sorted(taken)}", seconds=120)
+
+
+def test_a_cluster_without_room_is_told_by_what_is_missing(cluster: Cluster, tmp_path: Path) -> None:
+    command = launch(cluster, tmp_path, gserver__threads=20, manager__join_timeout_seconds=2)
+    assert command.exit_code() == 1, command.output
+    assert "find room for the placement groups of gserver in vain: CPU: the run needs 47, the cluster's" in command.said
+
+
+def test_without_a_cluster_the_command_says_so(tmp_path: Path) -> None:
+    words = ["launch", "ray", str(COPY_SCRATCH), *overrides(tmp_path, "run"), "--address", "127.0.0.1:1"]
+    command = start_command([*words], fresh=True)
+    assert command.exit_code() == 2, command.output
+    assert "there is no Ray cluster at '127.0.0.1:1'" in command.said
+
+
+amounts = st.dictionaries(st.sampled_from(["CPU", "GPU"]), st.integers(1, 8).map(float), min_size=1)
+
+
+@given(st.lists(amounts, min_size=1, max_size=5), st.lists(amounts, min_size=1, max_size=4))
+def test_what_is_missing(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
+    """On a cluster that nobody uses."""
+    free = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    found = missing(bundles, nodes=nodes, free=free)
+    for name in ("CPU", "GPU"):
+        whole, largest = (f(wanted.get(name, 0) for wanted in bundles) for f in (sum, max))
+        lacks = whole > free[name] or largest > max(node.get(name, 0) for node in nodes)
+        assert (f"{name}: " in found) == lacks
+    taken = missing([{"CPU": 2.0}], nodes=[{"CPU": 4.0}], free={"CPU": 1.0})
+    assert taken == "CPU: the run needs 2, of the cluster's 4 others have 3"

@@ -1,0 +1,263 @@
+"""Runs on a real Slurm of three nodes: a node that goes away, a job that is begun again, one that is cancelled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import from_dict
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.launch.slurm import ALIVE, FORGOTTEN, script, state, submit, until_ended
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    Command,
+    assert_exactly_once,
+    overrides,
+    processes_of,
+    start_command,
+    steps,
+    wait_for_steps,
+    wait_for_words,
+)
+from tests.launch.slurm_cluster import SlurmCluster, missing
+
+STEPS = 14
+SETTINGS = {
+    # Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver.
+    "gserver__engine": "simulated",
+    "gserver__count": 2,
+    "gserver__max_running": 32,
+    "gserver__simulation__token_seconds": 0.4,
+    "gserver__simulation__mean_length": 6,
+    "gserver__simulation__sigma": 0,
+    "gserver__simulation__vocab_size": 8,
+    "rollout__workers": 2,
+    "rollout__group_size": 4,
+    "manager__lease_seconds": 4,
+    "trainer__batch_groups": 4,
+    "trainer__save_every_steps": 2,
+    "trainer__save_at_end": "false",
+    "run__total_train_steps": STEPS,
+    "run__stop_at_reward": 2.0,
+}
+ENDS = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+)
+"""States of Slurm's documentation in which a job is over."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if why := missing():
+        pytest.skip(why)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+@pytest.fixture
+def with_slurm(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+    """The cluster that commands of Slurm reach from this process."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+@pytest.fixture
+def launched(with_slurm: SlurmCluster, tmp_path: Path) -> Iterator[Launched]:
+    started = Launched(with_slurm, tmp_path)
+    yield started
+    started.end()
+
+
+class Launched:
+    """A run on the cluster, by `streamrl launch slurm --wait`."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self._cluster = cluster
+        self._folder = folder
+        self._command: Command | None = None
+
+    def begin(self, *words: str, **settings: Any) -> Command:
+        chosen = overrides(self._folder, "run", **{**SETTINGS, **settings})
+        self._command = start_command(["launch", "slurm", str(COPY_SCRATCH), *chosen, "--wait", *words], fresh=True)
+        return self._command
+
+    def job(self) -> str:
+        assert self._command is not None
+        command = self._command
+        self._cluster.until(lambda: "was submitted" in command.said or not command.running, "the job's submission")
+        found = re.search(r"job (\d+) was submitted", command.said)
+        assert found, command.output
+        return found[1]
+
+    def said(self) -> str:
+        """The last of all its logs, for whoever has to find out what went wrong."""
+        logs = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
+
+    def end(self) -> None:
+        self._cluster.command("scancel", "--full", "--user", str(os.geteuid()))
+        self._cluster.until(lambda: not self._cluster.command("squeue", "-h"), "the end of all jobs")
+        if self._command is not None:
+            self._command.end()
+
+
+def test_a_run_outlives_a_node_and_goes_on_when_its_job_is_begun_again(
+    launched: Launched, with_slurm: SlurmCluster
+) -> None:
+    """Half of the gservers and rollout workers go with a node; later the job is told that its time is nearly up."""
+    command = launched.begin(launch__slurm__gserver__nodes=2)
+    job, cluster, run_dir = launched.job(), with_slurm, launched.run_dir
+    try:
+        wait_for_steps(run_dir, 3)
+        cluster.take_away("n3")
+        cluster.command("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=gone")
+        wait_for_steps(run_dir, len(steps(run_dir)) + 2)
+        assert cluster.state(job) == "RUNNING"
+        assert cluster.command("squeue", "-h", "-j", job, "-o", "%N") == "n[1-2]"
+        cluster.give_back("n3")
+        cluster.until(lambda: "down" not in cluster.command("sinfo", "-h", "-n", "n3", "-o", "%t"), "n3")
+
+        cluster.command("scancel", "--batch", "--signal=USR1", job)
+        cluster.until(lambda: cluster.state(job) == "PENDING", "the requeue")
+        assert not processes_of(run_dir / "logs")
+        reached = len(steps(run_dir))
+        cluster.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        command.ends_well()
+    except BaseException:
+        print(launched.said())  # noqa: T201
+        raise
+    assert "its time is nearly up; the job is begun again" in (run_dir / "logs" / "slurm.log").read_text()
+    assert 5 <= reached < STEPS
+    assert [step["step"] for step in steps(run_dir)] == list(range(1, STEPS + 1))
+    assert_exactly_once(run_dir)
+
+
+def test_a_job_of_unlike_nodes_is_cancelled_by_ctrl_c(launched: Launched, with_slurm: SlurmCluster) -> None:
+    command = launched.begin(launch__slurm__trainer__options='["--comment=trainer"]', launch__slurm__rollout__nodes=1)
+    job = launched.job()
+    wait_for_words(launched.run_dir / "slurm.sh", "#SBATCH hetjob")
+    with_slurm.until(lambda: _managed(launched.run_dir), "a process that joins the manager")
+    command.signal(signal.SIGINT)
+    assert command.exit_code() == 130, command.output
+    with_slurm.until(lambda: with_slurm.state(job) == "CANCELLED", "the cancelled job")
+    with_slurm.until(lambda: not processes_of(launched.run_dir), "the end of its processes")
+
+
+def _managed(run_dir: Path) -> bool:
+    return any(" joined at " in log.read_text() for log in (run_dir / "logs").glob("manager-*.log"))
+
+
+@pytest.mark.parametrize(
+    ("line", "end"), [("exit 0", ""), ("exit 3", "FAILED"), ("scancel $SLURM_JOB_ID; sleep 60", "CANCELLED")]
+)
+async def test_every_end_of_a_job_is_told(line: str, end: str, with_slurm: SlurmCluster, tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text(f"#!/bin/bash\n#SBATCH --output=/dev/null\n{line}\n")
+    job = await submit(file)
+    if end:
+        with pytest.raises(StreamRLError, match=f"job {job} ended as {end}"):
+            await until_ended(job)
+    else:
+        await until_ended(job)
+    assert await state("987654") == FORGOTTEN
+
+
+async def test_slurm_refuses_in_its_own_words(with_slurm: SlurmCluster, tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    file.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\n")
+    with pytest.raises(StreamRLError, match=r"sbatch .*invalid partition specified: nowhere"):
+        await submit(file)
+
+
+def test_no_end_counts_as_alive() -> None:
+    assert ALIVE.isdisjoint([*ENDS, "TIMEOUT", FORGOTTEN])
+
+
+# --- the script alone ---
+
+
+def written(**slurm: Any) -> str:
+    sections = {"gserver": {"count": 4}, "rollout": {"workers": 8}, "trainer": {"data_parallel": 2}}
+    config = from_dict({**sections, "launch": {"slurm": slurm}})
+    return script(config, config_file=Path("c.toml"), folder=Path("/some where"))
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_each_pool_has_a_step_on_its_own_nodes(trainer: int, gserver: int, rollout: int, unlike: bool) -> None:
+    options: Sequence[str] = ["--gres=gpu:8"] if unlike else []
+    chosen = {
+        "trainer": {"nodes": trainer, "options": options},
+        "gserver": {"nodes": gserver},
+        "rollout": {"nodes": rollout},
+    }
+    if 2 % trainer or 4 % gserver or 8 % (rollout or gserver):
+        with pytest.raises(ConfigError, match=r"launch\.slurm\.\w+\.nodes = \d: .* cannot be spread evenly"):
+            written(**chosen)
+        return
+    text = written(**chosen)
+    asked = [int(found) for found in re.findall(r"^#SBATCH --nodes=(\d+)$", text, flags=re.M)]
+    whole = [trainer, gserver] + [rollout] * (rollout > 0)
+    assert asked == (whole if unlike else [sum(whole)])
+    steps = re.findall(r"^(?:\{ )?step --(relative|het-group)=(\d+) --nodes=(\d+) --ntasks=\3 .*?/(\w+)-%N", text, re.M)
+    places = {name: (int(where), int(nodes)) for _, where, nodes, name in steps}
+    assert {kind for kind, *_ in steps} == {"het-group" if unlike else "relative"}
+    of_gservers, of_rollout = (1, 2 if rollout else 1) if unlike else (trainer, trainer + gserver * (rollout > 0))
+    assert places == {
+        "trainer": (0, trainer),
+        "manager": (0, 1),
+        "gserver": (of_gservers, gserver),
+        "rollout": (of_rollout, rollout or gserver),
+    }
+    assert ("--nodes 2 --node $SLURM_PROCID" in text) == (trainer == 2)
+    assert f"--count {4 // gserver} " in text
+
+
+def test_the_script_is_one_that_bash_reads() -> None:
+    config = from_dict(
+        {
+            "run": {"name": "it's", "device": "cuda"},
+            "trainer": {"data_parallel": 8},
+            "evaluation": {"at_end": True},
+            "launch": {"restarts": 5, "slurm": {"options": ["--time=1:00:00"], "trainer": {"nodes": 2}}},
+        }
+    )
+    text = script(config, config_file=Path("a folder/c.toml"), folder=Path("/some where"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert re.findall(r"#SBATCH --gpus-per-node=(\d)", text) == ["4", "1"]
+    assert "until step" in text
+    assert "-lt 5 ]" in text
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.gserver\.nodes must be at least 1"):
+        written(gserver={"nodes": 0})
+    with pytest.raises(ConfigError, match=r"set launch\.slurm\.rollout\.nodes"):
+        written(rollout={"nodes": 0, "options": ["--exclusive"]})
+
+
+def test_without_slurm_the_command_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")]
+    command = start_command(words, fresh=True)
+    assert command.exit_code() == 2, command.output
+    assert "there is no sbatch on this machine" in command.said
+    assert not (tmp_path / "run").exists()

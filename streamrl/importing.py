@@ -14,8 +14,8 @@ from streamrl.errors import ConfigError
 
 
 @contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Do not look for cyclic garbage meanwhile; what was made is not looked through later either.
+def without_garbage_collection(*, stays: bool = True) -> Iterator[None]:
+    """Do not look for cyclic garbage meanwhile. `stays`: what was made is not looked through later either.
 
     The modules of torch and transformers are millions of objects that stay. To look through them again and again
     as they come into being is a third of the time that their import takes.
@@ -25,7 +25,8 @@ def without_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        if stays:
+            gc.freeze()
         if was_on:
             gc.enable()
 

@@ -12,9 +12,8 @@ import shutil
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -22,9 +21,10 @@ from rich.text import Text
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.launch.dashboard import History, dashboard, duration, step_line
-from streamrl.launch.files import Tail, Warnings
+from streamrl.launch.files import Warnings
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
+from streamrl.records.files import Lines
 from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control import Status
@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
 
-Report = TypeVar("Report")
-
 
 class Display:
     """One line for each step, and one for each change of state."""
@@ -45,8 +43,8 @@ class Display:
         self._console = console
         self._config = config
         self._history = History(started=time.monotonic())
-        self._metrics = Tail(config.run_dir / METRICS_FILE)
-        self._evaluations = Tail(config.run_dir / EVALUATIONS_FILE)
+        self._metrics: Lines[StepReport] = Lines(config.run_dir / METRICS_FILE, StepReport)
+        self._evaluations: Lines[EvaluationReport] = Lines(config.run_dir / EVALUATIONS_FILE, EvaluationReport)
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
         self._health = HEALTHY.state
@@ -77,19 +75,19 @@ class Display:
                     log.debug("no state from the manager: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
-            self._show_steps(self._history.add_steps(_decode(self._metrics.new_lines(), StepReport)))
-            self._show_evaluations(_decode(self._evaluations.new_lines(), EvaluationReport))
+            self._show_steps(self._history.add_steps(self._metrics.new()[1]))
+            self._show_evaluations(self._evaluations.new()[1])
             await client.close()
 
     def _take(self, status: Status) -> None:
         # The file has every step; the status only the last, for a manager whose files are elsewhere.
-        new = self._history.add_steps(_decode(self._metrics.new_lines(), StepReport))
+        new = self._history.add_steps(self._metrics.new()[1])
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())
         if len(self._history.steps) > before:
             new.append(self._history.steps[-1])
         self._show_steps(new)
-        self._show_evaluations(_decode(self._evaluations.new_lines(), EvaluationReport))
+        self._show_evaluations(self._evaluations.new()[1])
         self._show_status(status)
 
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
@@ -185,13 +183,3 @@ async def picture_of(manager_url: str, *, secret: Secret | None) -> RenderableTy
 def make_display(console: Console, *, config: Config) -> Display:
     """The display that fits `console`."""
     return (LiveDisplay if console.is_terminal else Display)(console, config=config)
-
-
-def _decode(lines: Iterable[str], kind: type[Report]) -> list[Report]:
-    reports = []
-    for line in lines:
-        try:
-            reports.append(msgspec.json.decode(line, type=kind))
-        except msgspec.DecodeError as error:
-            log.debug("%s instead of a %s: %.100s", error, kind.__name__, line)
-    return reports

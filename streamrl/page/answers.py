@@ -21,10 +21,10 @@ from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
 from streamrl.page.lanes import ordered
 from streamrl.page.runs import Process, Run, RunState
-from streamrl.page.table import Column, thinned
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
 from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
+from streamrl.records.table import Column, thinned
 from streamrl.trainer.graph import graph_of
 from streamrl.types import NO_VERSION
 

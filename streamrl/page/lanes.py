@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from streamrl.page.runs import Process, Run
-from streamrl.page.table import Column
+from streamrl.records.table import Column
 from streamrl.records.timeline import PublicationEntry
 
 MOST_PIECES = 1500

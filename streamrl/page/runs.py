@@ -8,23 +8,23 @@ read anew, and never ends the page.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from streamrl.errors import UNDECODABLE, ConfigError
-from streamrl.page.table import Column, Table, growth
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.files import Lines
 from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.rollouts import Rollouts
+from streamrl.records.table import Column, Table, growth
 from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
 
 log = logging.getLogger(__name__)
@@ -32,15 +32,11 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
 """A run that has written nothing for so long, and has no last word, is not live."""
-MOST_BYTES = 64 * 2**20
-"""So much of a file is read at once; the rest at the next look."""
 
 LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")
 """Figures of the manager's heartbeats that are told of each step."""
 
 RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty", "gone"]
-
-Record = TypeVar("Record")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -54,47 +50,6 @@ class Step(msgspec.Struct, frozen=True):
     response_lengths: list[list[int]] = []
     spans: list[tuple[str, float, float]] = []
     health: Health = HEALTHY
-
-
-class Lines(Generic[Record]):
-    """Reads what was appended to a file of JSON lines since the last look."""
-
-    def __init__(self, file: Path, kind: Any) -> None:
-        self._file = file
-        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
-        self._offset = 0
-        self._inode = 0
-        self.unreadable = 0
-        """Lines that were left out."""
-
-    def new(self) -> tuple[bool, list[Record]]:
-        """Whether the file began anew, so that what was read before does not count, and its new records.
-
-        A last line without its end waits for the next look. Without a file there are none.
-        """
-        try:
-            with self._file.open("rb") as stream:
-                state = os.fstat(stream.fileno())
-                anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != self._inode)
-                if anew:
-                    self._offset = 0
-                self._inode = state.st_ino
-                if state.st_size == self._offset:
-                    return anew, []
-                stream.seek(self._offset)
-                data = stream.read(MOST_BYTES)
-        except OSError:
-            return False, []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return anew, list(self._decoded(complete))
-
-    def _decoded(self, data: bytes) -> Iterator[Record]:
-        for line in data.splitlines():
-            try:
-                yield self._decoder.decode(line)
-            except UNDECODABLE:
-                self.unreadable += 1
 
 
 class Process:

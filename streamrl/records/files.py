@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
 from streamrl.errors import UNDECODABLE, DataError
+from streamrl.importing import without_garbage_collection
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 16 * 2**20
 """Lines that wait for room on the disk beyond this are lost."""
+MOST_READ = 64 * 2**20
+"""Bytes of a file that are read at a time."""
 
 Record = TypeVar("Record")
 
@@ -69,6 +73,50 @@ class LineFile:
         return self._file
 
 
+class Lines(Generic[Record]):
+    """Reads what was appended to a file of JSON lines since the last look, and keeps its place."""
+
+    def __init__(self, file: Path, kind: Any) -> None:
+        """`kind`: of the records; what decodes to something else is left out."""
+        self._file = file
+        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
+        self._offset = 0
+        self._inode = 0
+        self.unreadable = 0
+        """Lines that were left out."""
+
+    def new(self) -> tuple[bool, list[Record]]:
+        """Return whether the file began anew, so that what was read before does not count, and its new records.
+
+        At most `MOST_READ` bytes are read at a time; the rest comes at the next look. A last line without its end waits
+        for that, too. Without a file, or where it cannot be read, there are none.
+        """
+        try:
+            with self._file.open("rb") as stream:
+                state = os.fstat(stream.fileno())
+                anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != self._inode)
+                if anew:
+                    self._offset = 0
+                self._inode = state.st_ino
+                if state.st_size == self._offset:
+                    return anew, []
+                stream.seek(self._offset)
+                data = stream.read(MOST_READ)
+        except OSError:
+            return False, []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        with without_garbage_collection(stays=False):
+            return anew, list(self._decoded(complete))
+
+    def _decoded(self, data: bytes) -> Iterator[Record]:
+        for line in data.splitlines():
+            try:
+                yield self._decoder.decode(line)
+            except UNDECODABLE:
+                self.unreadable += 1
+
+
 def decode_line(
     line: bytes, decoder: msgspec.json.Decoder[Record], *, what: str, file: Path | str, number: int
 ) -> Record:
@@ -80,7 +128,11 @@ def decode_line(
     try:
         return decoder.decode(line)
     except UNDECODABLE as error:
-        raise DataError(f"{file}, line {number}: not {what} ({error}); it begins {line[:60]!r}") from error
+        raise _unreadable(line, error, what=what, file=file, number=number) from error
+
+
+def _unreadable(line: bytes, error: Exception, *, what: str, file: Path | str, number: int) -> DataError:
+    return DataError(f"{file}, line {number}: not {what} ({error}); it begins {line[:60]!r}")
 
 
 def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
@@ -92,11 +144,12 @@ def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
     decoder = msgspec.json.Decoder(kind)
     found: list[tuple[bytes, Record]] = []
     errors: list[DataError] = []
-    for number, line in enumerate(_content(file).splitlines(), start=1):
-        try:
-            found.append((line, decode_line(line, decoder, what="a record of this file", file=file, number=number)))
-        except DataError as error:
-            errors.append(error)
+    with without_garbage_collection(stays=False):
+        for number, line in enumerate(_content(file).splitlines(), start=1):
+            try:
+                found.append((line, decoder.decode(line)))
+            except UNDECODABLE as error:
+                errors.append(_unreadable(line, error, what="a record of this file", file=file, number=number))
     if errors:
         log.warning("%s: %d lines cannot be read and are left out, the first: %s", file, len(errors), errors[0])
     return found

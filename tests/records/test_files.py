@@ -10,9 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streamrl.errors import DataError
-from streamrl.records.files import LineFile, decode_line, read_lines, read_records
+from streamrl.records import files
+from streamrl.records.files import LineFile, Lines, decode_line, read_lines, read_records
 
 
 @contextmanager
@@ -75,3 +78,82 @@ def test_an_error_names_file_line_and_what_is_wrong(line: bytes) -> None:
         decode_line(
             line, msgspec.json.Decoder(dict[str, object]), what="a JSON object", file=Path("rows.jsonl"), number=7
         )
+
+
+class Entry(msgspec.Struct):
+    n: int
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 10**6).map(lambda n: b'{"n":%d}\n' % n),
+            st.just(b'{"n": "no number"}\n'),
+            st.just(b'{"n":1'),
+            st.just(b"\xff\n"),
+            st.just(b"\n"),
+        ),
+        max_size=25,
+    ),
+    st.data(),
+)
+@settings(deadline=None)
+def test_lines_are_followed_as_they_come(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], data: st.DataObject
+) -> None:
+    """Whatever pieces a file grows by, all whole records are told once and in order, those of a torn end later."""
+    file = tmp_path_factory.mktemp("lines") / "entries.jsonl"
+    lines: Lines[Entry] = Lines(file, Entry)
+    assert lines.new() == (False, [])
+    content = b"".join(pieces)
+    found: list[int] = []
+    with file.open("ab", buffering=0) as growing:
+        while content:
+            size = data.draw(st.integers(1, len(content)))
+            growing.write(content[:size])
+            content = content[size:]
+            anew, entries = lines.new()
+            assert not anew
+            found += [entry.n for entry in entries]
+    whole = file.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    meant, unreadable = [], 0
+    for line in whole.splitlines():
+        try:
+            meant.append(msgspec.json.decode(line, type=Entry).n)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            unreadable += 1
+    assert found == meant
+    assert lines.unreadable == unreadable
+
+
+def test_a_file_that_begins_anew_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "entries.jsonl"
+    lines: Lines[Entry] = Lines(file, Entry)
+
+    def written(*numbers: int) -> bytes:
+        return b"".join(b'{"n":%d}\n' % n for n in numbers)
+
+    file.write_bytes(written(1, 2, 3))
+    assert lines.new() == (False, [Entry(1), Entry(2), Entry(3)])
+    assert lines.new() == (False, [])
+    file.write_bytes(written(1))  # taken back, in place
+    assert lines.new() == (True, [Entry(1)])
+    other = tmp_path / "other"
+    other.write_bytes(written(4, 5, 6, 7))  # another file in its place, longer than what was read
+    other.replace(file)
+    assert lines.new() == (True, [Entry(n) for n in (4, 5, 6, 7)])
+    file.unlink()
+    assert lines.new() == (False, [])
+
+
+def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_READ", 30)
+    file = tmp_path / "entries.jsonl"
+    file.write_bytes(b"".join(b'{"n":%d}\n' % n for n in range(100)))
+    lines: Lines[Entry] = Lines(file, Entry)
+    found: list[int] = []
+    while new := lines.new()[1]:
+        assert len(new) <= 5
+        found += [entry.n for entry in new]
+    assert found == list(range(100))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,14 +33,15 @@ class Table:
         if not rows:
             return
         end = self._rows + len(rows)
-        for name in {name: None for row in rows for name in row}:
+        names = list({name: None for row in rows for name in row})
+        for name, values in zip(names, _columns(rows, names), strict=True):
             column = self._columns.get(name)
             if column is None or len(column) < end:
                 grown = np.full(max(64, 2 * end), np.nan)
                 if column is not None:
                     grown[: len(column)] = column
                 self._columns[name] = column = grown
-            column[self._rows : end] = [row.get(name, np.nan) for row in rows]
+            column[self._rows : end] = values
         self._rows = end
 
     def column(self, name: str) -> Column:
@@ -51,6 +53,13 @@ class Table:
             found = np.concatenate([found, np.full(2 * self._rows - len(found), np.nan)])
             self._columns[name] = found
         return found[: self._rows]
+
+
+def _columns(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> Iterable[Sequence[float]]:
+    """The values of each of `names`, one for each of `rows`."""
+    if len(names) > 1 and all(len(row) == len(names) for row in rows):  # as a rule all have all names
+        return zip(*map(itemgetter(*names), rows), strict=True)
+    return ([row.get(name, np.nan) for row in rows] for name in names)
 
 
 def growth(counts: Column) -> Column:

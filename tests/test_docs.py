@@ -13,6 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACES = [ROOT, ROOT / "streamrl", ROOT / "docs"]
 """Where a path on a page may begin."""
 OF_A_RUN = {
+    ".slurm/",
     "benchmarks/results/latest/NAME.json",
     "checkpoints/",
     "config.toml",

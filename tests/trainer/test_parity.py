@@ -208,7 +208,10 @@ def test_a_stale_run_gives_the_weights_of_a_plain_loop_on_the_same_groups(tmp_pa
                 return computation.carry_out(call)
 
             run.workers.compute = compute
-            await run.master.run()
+            try:
+                await run.master.run()
+            finally:
+                computation.close()
             return run.manager.reports
 
     reports = virtually(train())

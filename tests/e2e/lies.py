@@ -32,15 +32,3 @@ def gserver_1_keeps_its_weights() -> None:
         return self.served
 
     DoubleBufferedWeights.swap = swap  # type: ignore[method-assign]
-
-
-def manager_has_nothing_loaded() -> None:
-    """SGLang is told the name of the new weights, and never to load them."""
-    if "manager" not in sys.orig_argv:
-        return
-    from streamrl.gserver.updates.calls import WeightCalls
-
-    async def load(self: WeightCalls, *_: Any, **__: Any) -> None:
-        pass
-
-    WeightCalls.load = load  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
-"""Whole runs learn from scratch: synchronously and asynchronously, on both backends, and with real SGLang in the place
-of the embedded engine. What the policies for over-age tokens do is in `test_over_age`."""
+"""Whole runs learn from scratch, synchronously and asynchronously. That other backends compute the same is in
+`tests/trainer/backends` and, in whole runs, `test_graphs`; that SGLang samples from the policy, in
+`tests/gserver/contract` and `test_sglang`; what the policies for over-age tokens do, in `test_over_age`."""
 
 from __future__ import annotations
 
@@ -9,33 +10,20 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, largest_difference, overrides, run, steps, summary
-from tests.gserver.installed import sglang_python
 
 SEEDS = (0, 1, 2)
 """A policy from scratch sometimes stops to explore before it has found out about every digit, however it is
 trained; so a run that ends below the target may be tried again with another seed."""
-PATIENCE = {"embedded": 400.0, "sglang": 900.0}
+PATIENCE = 400.0
 """Seconds for one run."""
 
 SOONER = {"trainer__batch_groups": 16, "algorithm__minibatches": 2, "algorithm__entropy_coef": 0.01}
 """Learned from half the responses; but from old ones policies of some seeds lose again what they have learned."""
 
-CASES = [
-    (0, "torch", "embedded"),
-    (4, "torch", "embedded"),
-    (4, "megatron", "embedded"),
-]
-ON_SGLANG = pytest.param(
-    *(0, "torch", "sglang"),
-    marks=pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
-)
-
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("max_staleness", "backend", "engine"), [*CASES, ON_SGLANG])
-def test_copy_is_learned(tmp_path: Path, max_staleness: int, backend: str, engine: str) -> None:
-    if backend == "megatron":
-        pytest.importorskip("megatron.core")
+@pytest.mark.parametrize("max_staleness", [0, 4])
+def test_copy_is_learned(tmp_path: Path, max_staleness: int) -> None:
     tuned: dict[str, Any] = SOONER if max_staleness == 0 else {}
     reached = []
     for seed in SEEDS:
@@ -44,18 +32,14 @@ def test_copy_is_learned(tmp_path: Path, max_staleness: int, backend: str, engin
             tmp_path,
             name,
             staleness__max_staleness=max_staleness,
-            trainer__backend=backend,
-            gserver__engine=engine,
-            gserver__sglang__python=sglang_python() or "",
-            weights__pause_mode="retract" if engine == "sglang" else "in_place",
-            weights__mode="shared_memory" if engine == "sglang" else "collective",
+            weights__mode="collective",
             run__seed=seed,
             run__total_train_steps=320,
             run__stop_at_reward=0.95,
             trainer__save_at_end="false",
             **tuned,
         )
-        run(COPY_SCRATCH, settings, seconds=PATIENCE[engine])
+        run(COPY_SCRATCH, settings, seconds=PATIENCE)
         check_bounds(tmp_path / name)
         recent = [step["metrics"]["reward_mean"] for step in steps(tmp_path / name)[-5:]]
         reached.append(sum(recent) / len(recent))

@@ -32,6 +32,8 @@ SIX_STEPS = SMALL | {"run__total_train_steps": 6}
 
 
 def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
+    """Every gserver is compared at every version, also with responses of any age, several optimizer steps in a step,
+    and another temperature than the one that gservers score at."""
     settings = overrides(
         tmp_path,
         "two",
@@ -41,6 +43,8 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
         rollout__workers=2,
         algorithm__kl_coef=0.01,
         algorithm__minibatches=2,
+        staleness__max_staleness=4,
+        rollout__sampling__temperature=0.8,
         weights__mode="collective",
         weights__pause_mode="abort",
         weights__bucket_mb=0.2,
@@ -57,6 +61,11 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     assert all("kl" in step["metrics"] for step in steps(run_dir))
     assert steps(run_dir)[0]["metrics"]["sampling_diff_max"] < 1e-4
     assert largest_difference(run_dir) < 1e-4
+    for metrics in (step["metrics"] for step in steps(run_dir)):
+        assert metrics["logprob_diff_max/gserver_0"] < 1e-4
+        assert metrics["logprob_diff_max/gserver_1"] < 1e-4
+        assert metrics["gservers_not_compared"] == 0
+        assert 0 < metrics["compare_tokens"] < 64
     saved = sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
     assert saved == ["final", "step-000003", "step-000006"]
 

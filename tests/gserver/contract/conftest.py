@@ -1,4 +1,8 @@
-"""The gservers that all tests of the package share: one at a time, for each engine and pause mode."""
+"""The gservers that all tests of the package share: one at a time, for each engine and pause mode.
+
+What a gserver is asked for does not depend on what a weight update does to running requests, so most tests are about
+one gserver of each engine (`ONE_OF_EACH`). A test that says more gets more: `@served(*WHATEVER_THE_PAUSE)`.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,29 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.gserver.contract.fixture import MODES, Contract, contract
+from tests.gserver.contract.fixture import ONE_OF_EACH, Contract, contract
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
 
 NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
-SERVED = [
-    *(pytest.param(("embedded", mode, 1), id=f"embedded-{mode}") for mode in MODES),
-    *(pytest.param(("sglang", mode, 1), id=f"sglang-{mode}", marks=NO_SGLANG) for mode in MODES),
-    pytest.param(("sglang", "retract", 2), id="sglang-two-ranks", marks=NO_SGLANG),
-]
-"""Engine, what a weight update does to running requests, and the ranks of a server."""
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session", params=SERVED)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "gserver" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("served")
+    metafunc.parametrize(
+        "gserver",
+        [
+            pytest.param(one, id="-".join(map(str, one)), marks=NO_SGLANG if one[0] == "sglang" else ())
+            for one in (marker.args if marker is not None else ONE_OF_EACH)
+        ],
+        indirect=True,
+        scope="package",
+    )
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def gserver(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, running_sglang: RunningSglang
 ) -> AsyncIterator[Contract]:

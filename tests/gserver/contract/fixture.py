@@ -14,6 +14,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 import psutil
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,19 @@ from tests.weights import FixedWeights
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
 Way = Literal["collective", "disk", "shared_memory"]
 WAYS: list[Way] = ["collective", "disk", "shared_memory"]
+Served = tuple[Literal["embedded", "sglang"], PauseMode, int]
+"""Engine, what a weight update does to running requests, and the ranks of a server."""
+ONE_OF_EACH: list[Served] = [("embedded", "in_place", 1), ("sglang", "in_place", 1)]
+JOINED: Served = ("sglang", "retract", 1)
+"""A server that ran before its gserver, and asks for a key."""
+TWO_RANKS: Served = ("sglang", "retract", 2)
+WHATEVER_THE_PAUSE: list[Served] = [
+    *ONE_OF_EACH,
+    *(("embedded", mode, 1) for mode in MODES[1:]),
+    *(("sglang", mode, 1) for mode in MODES[1:]),
+]
+served = pytest.mark.served
+"""Which gservers a test is about."""
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, in nats."""
 JSON = {"Content-Type": "application/json"}

@@ -10,7 +10,7 @@ from streamrl.config import from_dict
 from streamrl.errors import TrainingError
 from streamrl.trainer.master.comparison import MismatchWatch, compared_figures
 from streamrl.transport.control import Compare, Scores
-from tests.gserver.contract.fixture import TOLERANCE, Contract
+from tests.gserver.contract.fixture import ONE_OF_EACH, TOLERANCE, TWO_RANKS, Contract, served
 from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [
@@ -37,6 +37,7 @@ async def score(gserver: Contract) -> Scores:
     return scores[0]
 
 
+@served(*ONE_OF_EACH, TWO_RANKS)
 async def test_it_scores_what_the_trainer_computes(gserver: Contract) -> None:
     """At temperature 1, whatever tokens are sampled with."""
     for shift in SHIFTS:

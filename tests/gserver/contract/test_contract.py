@@ -1,6 +1,6 @@
 """What the rest of streamrl relies on, against a gserver with the embedded engine and one with real SGLang.
 
-One gserver for each engine and pause mode serves all tests of this package, which publish one version after another.
+One gserver for each engine and pause mode serves the tests of this package, which publish one version after another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.rollout.generation import check_reply, token_versions
 from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode
-from tests.gserver.contract.fixture import MODES, TOLERANCE, WAYS, Contract, Way, output_logprobs, request
+from tests.gserver.contract.fixture import (
+    JOINED,
+    MODES,
+    ONE_OF_EACH,
+    TOLERANCE,
+    TWO_RANKS,
+    WAYS,
+    WHATEVER_THE_PAUSE,
+    Contract,
+    Way,
+    output_logprobs,
+    request,
+    served,
+)
 from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS
 
 pytestmark = [
@@ -40,6 +53,7 @@ CHANGES = (
 """Calls that change it, or show its weights."""
 
 
+@served(*ONE_OF_EACH, JOINED, TWO_RANKS)
 async def test_answers_are_trained_on_as_they_are(gserver: Contract) -> None:
     prompts = [PROMPT, [7, 8, 9], [2] * 40]
     requests = [request(prompt, 20, rid=f"group/{i}") for i, prompt in enumerate(prompts)]
@@ -96,9 +110,9 @@ async def test_a_request_that_has_not_begun_can_be_aborted(gserver: Contract) ->
         assert check_reply(reply, budget=MOST_TOKENS, peer=gserver.url).type == "abort"
 
 
+@served(JOINED)
 async def test_callers_without_its_key_are_refused(gserver: Contract) -> None:
-    if not gserver.key:
-        pytest.skip("this one asks for none")
+    assert gserver.key
     for key in ("", gserver.key[:-1] + "x"):
         stranger = GenerationClient(timeout=20.0, key=key)
         try:
@@ -132,6 +146,7 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
     assert len((await late).output_ids) == 4
 
 
+@served(*WHATEVER_THE_PAUSE, TWO_RANKS)
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract, way: Way) -> None:
     await gserver.publish(1.0, way=way)

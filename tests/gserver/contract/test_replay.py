@@ -17,7 +17,16 @@ from streamrl.config import SamplingConfig
 from streamrl.errors import StreamRLError
 from streamrl.rollout.generation import Generation, Generator, token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
-from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, contract, request
+from tests.gserver.contract.fixture import (
+    TOLERANCE,
+    TWO_RANKS,
+    WHATEVER_THE_PAUSE,
+    Contract,
+    FixedRoute,
+    contract,
+    request,
+    served,
+)
 from tests.gserver.contract.replay import replay
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
@@ -132,6 +141,7 @@ class Responses:
         return list(responses)
 
 
+@served(*WHATEVER_THE_PAUSE, TWO_RANKS)
 async def test_across_updates_and_an_abort(gserver: Contract) -> None:
     before = gserver.version
     responses = Responses(gserver)

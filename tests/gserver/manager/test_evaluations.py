@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.config import Config
 from streamrl.errors import PeerError
 from streamrl.gserver.manager.evaluations import EvaluationQueue
+from streamrl.transport import manager_client
 from streamrl.transport.control import (
     Admit,
     Evaluate,
@@ -177,7 +178,10 @@ async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path
         assert (await asyncio.wait_for(admission, 5.0)).stop
 
 
-async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(tmp_path: Path) -> None:
+async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # they are asked again, since they may register yet
     async with managed(small_config(tmp_path)) as run:
         with pytest.raises(PeerError, match="evaluator/0 is not registered"):
             await run.client.next_evaluation(NEXT)

@@ -18,6 +18,7 @@ from streamrl.gserver.manager.process import serve
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
+from streamrl.transport import manager_client
 from streamrl.transport.control import Admit, AskPlace, GroupChanges, InFlight, Register, Reject, Role, Route
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
@@ -107,7 +108,8 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
 
 
-async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path) -> None:
+async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # it is asked again, since it may register yet
     async with managed(small_config(tmp_path)) as run:
         assert not (await run.beat("rollout", 3)).known
         with pytest.raises(PeerError, match="rollout/3 is not registered"):

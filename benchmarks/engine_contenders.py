@@ -51,11 +51,12 @@ class Contender(Protocol):
 class Served:
     """A gserver of `config` in a process of its own; its client is this process."""
 
-    def __init__(self, name: str, config: Config, folder: Path) -> None:
+    def __init__(self, name: str, config: Config, folder: Path, *, without: str = "") -> None:
+        """`without`: what the embedded engine computes in torch though there is C for it (`leave_out`)."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._server = context.Process(target=_serve, args=(config, folder, there))
+        self._server = context.Process(target=_serve, args=(config, folder, there, without))
         self._server.start()
         self.pid = self._server.pid or 0
         self._runner = asyncio.Runner()
@@ -165,8 +166,31 @@ def vllm_contender(python: str, folder: Path, dtype: str, threads: int) -> Conte
     return Scripted("vllm", Script(python, "engine_vllm.py", folder, dtype, threads))
 
 
-def _serve(config: Config, folder: Path, pipe: Connection) -> None:
+NATIVE_PARTS = ("layers", "products", "draws")
+"""What the embedded engine computes in C, where it can."""
+
+
+def leave_out(part: str) -> None:
+    """In this process, from now on, torch computes `part` of `NATIVE_PARTS`, or all of them ("all")."""
+    from streamrl.gserver.embedded import model
+    from streamrl.native import operations
+
+    if part == "all":
+        os.environ["STREAMRL_NATIVE"] = "0"
+    elif part == "layers":
+        model.operations_for = operations.TorchOperations  # type: ignore[assignment]
+    elif part == "products":
+        operations.has_native_products = lambda dtype: False
+    else:
+        operations._draw_with = lambda library, logits, scales, uniforms: operations.draw_in_torch(
+            logits, scales, uniforms
+        )
+
+
+def _serve(config: Config, folder: Path, pipe: Connection, without: str) -> None:
     """The gserver's process: tells its URL, lives until the pipe is closed."""
+    if without:
+        leave_out(without)
     from streamrl.gserver.server.process import running
 
     def wait() -> None:

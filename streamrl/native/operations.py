@@ -401,6 +401,11 @@ def draw(logits: Tensor, scales: Tensor, uniforms: Tensor) -> tuple[Tensor, Tens
     library = library_for(logits.dtype) if logits.device.type == "cpu" else None
     if library is not None:
         return _draw_with(library, logits, scales, uniforms)
+    return draw_in_torch(logits, scales, uniforms)
+
+
+def draw_in_torch(logits: Tensor, scales: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` in torch."""
     probabilities = (logits.float() * scales[:, None]).softmax(-1)
     tokens = invert(probabilities, uniforms)
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

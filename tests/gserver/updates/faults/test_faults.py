@@ -207,7 +207,7 @@ async def publisher_faults(fleet: FaultyFleet) -> None:
 
 async def disappears(fleet: FaultyFleet, *, sends: bool) -> None:
     """It begins, maybe sends everything, and is never heard of again."""
-    carrier = fleet.publisher._carrier
+    carrier = fleet.publisher._carriers.choose()
     version = fleet.version + 1
     await asyncio.to_thread(carrier.prepare, version, FixedWeights(fleet.weights(version)))
     begin = await fleet.control.publish_begin(
@@ -219,7 +219,7 @@ async def disappears(fleet: FaultyFleet, *, sends: bool) -> None:
 
 async def fails_in_the_middle(fleet: FaultyFleet) -> None:
     """It sends a part, says that it failed, and nobody has to wait for a deadline."""
-    carrier = fleet.publisher._carrier
+    carrier = fleet.publisher._carriers.choose()
     version = fleet.version + 1
     await asyncio.to_thread(carrier.prepare, version, FixedWeights(fleet.weights(version)))
     begin = await fleet.control.publish_begin(
@@ -342,7 +342,7 @@ async def test_files_that_differ_from_what_was_trained_are_never_served(
     """They are damaged after their checksums were taken."""
     async with faulty_fleet(tmp_path, "disk", engine=engine, running=running_sglang) as fleet:
         await fleet.publish()
-        carrier = fleet.publisher._carrier
+        carrier = fleet.publisher._carriers.choose()
         prepare = carrier.prepare
 
         def damage(version: int, source: object) -> None:
@@ -362,7 +362,7 @@ async def test_a_broadcast_that_differs_from_what_was_trained_is_never_served(
 ) -> None:
     async with faulty_fleet(tmp_path, "collective", engine=engine, running=running_sglang) as fleet:
         await fleet.publish()
-        carrier = fleet.publisher._carrier
+        carrier = fleet.publisher._carriers.choose()
         send = carrier.send
 
         def pretend(begin: PublishBeginReply) -> dict[str, str]:

@@ -3,7 +3,8 @@
 A small HTTP/1.1 server for short calls with JSON bodies, for a process that answers thousands of them each second.
 
 It knows what such calls need and nothing else: keep-alive connections, one call at a time on each, bodies with a
-`Content-Length`. A general web server spends several times as much on a call. Owns its connections. Invariants: a
+`Content-Length`. httptools (llhttp, the parser of Node.js) parses; a general web server around it spends several times
+as much on a call (`benchmarks/bench_http.py`). Owns its connections. Invariants: a
 caller that hangs up cancels its call; nothing is read into memory beyond the limits; after `close` no call runs.
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import aiohttp
+import httptools
 import msgspec
 
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
@@ -259,12 +262,21 @@ class HttpServer:
 
 
 class _Connection(asyncio.Protocol):
+    """One connection; `on_...` are called by the parser, from within `_feed`."""
+
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self.running: asyncio.Task[None] | None = None
         self._server = server
         self._loop = loop
-        self._received = bytearray()
-        self._awaited = 0  # bytes that are needed before it is worth to look again
+        self._parser = httptools.HttpRequestParser(self)
+        self._received = bytearray()  # while a call runs, and not looked at yet
+        self._waiting: deque[tuple[Call, bool]] = deque()  # calls that came in one piece, and whether others may follow
+        self._refusal: tuple[int, str] | None = None  # of what comes after them
+        self._target = ""
+        self._headers: dict[str, str] = {}
+        self._body = bytearray()
+        self._head_bytes = 0  # of a head that is not complete yet
+        self._in_body = False
         self._closing = False
         self._since = 0.0
         self._idle: asyncio.TimerHandle | None = None
@@ -283,11 +295,12 @@ class _Connection(asyncio.Protocol):
             self.running.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self.running is None and len(self._received) >= self._awaited:
-            self._next()
-        elif len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
-            self.abort()
+        if self.running is None:
+            self._feed(data)
+        else:
+            self._received += data
+            if len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
+                self.abort()
 
     def finish(self) -> None:
         """Close once the call that runs is answered."""
@@ -298,47 +311,68 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    def _next(self) -> None:
-        """Start the next call if all of it is there."""
-        end = self._received.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._received) > MOST_HEAD_BYTES:
-                self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES} bytes")
+    def on_message_begin(self) -> None:
+        self._target, self._headers, self._body = "", {}, bytearray()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._in_body, self._head_bytes = True, 0
+        length, most = int(self._headers.get("content-length", "0")), self._server.most_body_bytes
+        if not self._target.startswith("/"):
+            self._refuse(400, f"this is no HTTP/1.1 request to a path: {self._target[:100]}")
+        elif "transfer-encoding" in self._headers:
+            self._refuse(411, "send the body with a Content-Length")
+        elif length > most:
+            self._refuse(413, f"the body has {length} bytes, more than the {most} allowed")
+
+    def on_body(self, body: bytes) -> None:
+        if self._refusal is None:
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if self._refusal is None:
+            method = self._parser.get_method().decode("latin-1")
+            call = Call(method, self._target, self._headers, bytes(self._body))
+            self._waiting.append((call, self._parser.should_keep_alive()))
+
+    def _feed(self, data: bytes | bytearray) -> None:
+        if self._closing:
             return
         try:
-            line, *lines = self._received[:end].decode("latin-1").split("\r\n")
-            method, target, version = line.split(" ")
-            headers = {}
-            for text in lines:
-                name, colon, value = text.partition(":")
-                if not colon or name != name.strip() or (name.lower() in headers and name.lower() == "content-length"):
-                    raise ValueError(text)
-                headers[name.lower()] = value.strip()
-            length_text = headers.get("content-length", "0")
-            if not length_text.isdecimal() or not version.startswith("HTTP/1.") or not target.startswith("/"):
-                raise ValueError(line)
-            length = int(length_text)
-        except ValueError as error:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # which may be ignored, but nothing is parsed after it
+            self._waiting = deque((call, False) for call, _ in self._waiting)
+            self._refuse(400, "this server speaks HTTP/1.1 only")
+        except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP/1.1 request: {error}")
-            return
-        if "transfer-encoding" in headers:
-            self._refuse(411, "send the body with a Content-Length")
-            return
-        if length > self._server.most_body_bytes:
-            self._refuse(413, f"the body has {length} bytes, more than the {self._server.most_body_bytes} allowed")
-            return
-        begin = end + 4
-        if len(self._received) < begin + length:
-            self._awaited = begin + length
-            if headers.get("expect", "").lower() == "100-continue":
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            return
-        call = Call(method, target, headers, bytes(self._received[begin : begin + length]))
-        del self._received[: begin + length]
-        self._awaited = 0
-        asked = headers.get("connection", "").lower()
-        keep_alive = asked != "close" if version == "HTTP/1.1" else asked == "keep-alive"
-        self.running = self._loop.create_task(self._answer(call, keep_alive=keep_alive))
+        if not self._in_body:
+            self._head_bytes += len(data) if not self._waiting else 0
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES} bytes")
+        elif self._refusal is None and self._headers.get("expect", "").lower() == "100-continue":
+            del self._headers["expect"]  # said once
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._next()
+
+    def _next(self) -> None:
+        """Begin the next call, or refuse what is none."""
+        if self._waiting:
+            self._head_bytes = 0
+            call, keep_alive = self._waiting.popleft()
+            self.running = self._loop.create_task(self._answer(call, keep_alive=keep_alive))
+        elif self._refusal is not None:
+            self._closing = True
+            self._transport.write(self._server.refuse(*self._refusal).encode(keep_alive=False))
+            self._transport.close()
+        elif self._received:
+            received, self._received = self._received, bytearray()
+            self._feed(received)
 
     async def _answer(self, call: Call, *, keep_alive: bool) -> None:
         answer = await self._server.handle(call)
@@ -346,15 +380,15 @@ class _Connection(asyncio.Protocol):
         self._since = self._loop.time()
         keep_alive = keep_alive and not self._closing
         self._transport.write(answer.encode(keep_alive=keep_alive))
-        if not keep_alive:
-            self._transport.close()
-        elif self._received:
+        if keep_alive:
             self._next()
+        else:
+            self._closing = True
+            self._transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        self._closing = True
-        self._transport.write(self._server.refuse(status, message).encode(keep_alive=False))
-        self._transport.close()
+        if self._refusal is None:
+            self._refusal = status, message
 
     def _look_whether_idle(self) -> None:
         left = self._since + IDLE_SECONDS - self._loop.time()

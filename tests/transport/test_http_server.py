@@ -73,6 +73,14 @@ async def test_calls_of_every_shape() -> None:
         assert [body for _, _, body in await ask(port, post, post, answers=2)] == [said] * 2, "one after another"
         (_, head, body) = (await ask(port, b"GET / HTTP/1.0\r\n\r\n"))[0]
         assert (body, "Connection: close" in head) == (b"GET / [] b''", True)
+        upgrade = b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        assert (await ask(port, upgrade))[0][0] == 200, "it may be ignored"
+
+
+async def test_what_follows_a_call_and_is_none_is_refused_after_its_answer() -> None:
+    async with serving() as (_, _, port):
+        found = await ask(port, b"GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\nnonsense\r\n\r\n", answers=3)
+        assert [status for status, _, _ in found] == [200, 200, 400]
 
 
 async def test_a_body_that_is_announced_is_asked_for() -> None:

@@ -28,7 +28,7 @@ OF_A_RUN = {
     "tensorboard/",
     "weights/",
 }
-"""What a run leaves, or a user writes; not in the repository."""
+"""What a run leaves, or a user writes or makes; not in the repository."""
 PATH = re.compile(
     r"`([\w./-]+\.(?:py|md|toml|c|h)|[\w./-]+/)`"
     r"|\]\(([\w./-]+\.\w+)\)"

@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -31,7 +30,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.page import answers, logs
 from streamrl.page.lanes import lanes
 from streamrl.page.runs import Run
-from streamrl.transport.keys import is_loopback
+from streamrl.transport.http import Hosts
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Page:
     def __init__(self, folders: Sequence[Path], *, host: str, token: str = "") -> None:
         """`host`: the address that is listened at; `token`: empty: a random one."""
         self.token = token or secrets.token_urlsafe(24)
-        self._host = host
+        self._hosts = Hosts([host])
         self._runs = [Run(folder) for folder in folders]
         self._locks = [asyncio.Lock() for _ in folders]
         self._watchers = 0
@@ -131,12 +130,8 @@ class Page:
 
     def _admit(self, request: web.Request) -> None:
         """Raises `HTTPException` for a caller who may not look."""
-        host = urlsplit(f"//{request.host}").hostname or ""
-        if not self._is_ours(host):
-            raise web.HTTPForbidden(text=f"this server is not called {host!r}; use the address that streamrl page told")
-        origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
-            raise web.HTTPForbidden(text="another site may not look at this page")
+        if self._hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
+            raise web.HTTPForbidden(text="not from another site, nor by another name: use the address that was told")
         site, mode = request.headers.get("Sec-Fetch-Site"), request.headers.get("Sec-Fetch-Mode")
         if site in ("cross-site", "same-site") and mode != "navigate":
             raise web.HTTPForbidden(text="another site may not look at this page")
@@ -145,12 +140,6 @@ class Page:
             raise web.HTTPForbidden(text="the address lacks the page's token: use the one that streamrl page told")
         if self.connections() > MOST_CONNECTIONS:
             raise web.HTTPServiceUnavailable(text="too many connections; try again in a moment")
-
-    def _is_ours(self, host: str) -> bool:
-        """Whether a caller may call this server `host`: no name that somebody else could point at it."""
-        if is_loopback(host) or host == self._host:
-            return True
-        return self._host in ("0.0.0.0", "::") and (host.replace(".", "").isdigit() or ":" in host)
 
     # --- files ---
 

@@ -164,6 +164,8 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     rates: dict[str, float]
     """Growth per second of its counters, lately."""
     gauges: dict[str, float]
+    version: int | None
+    """gservers: the policy version that it served; None: none, or the run does not tell."""
     busy: list[float]
     """gservers: the share of time in which it generated, over the run in up to 60 stretches."""
 
@@ -226,6 +228,7 @@ def _process_facts(process: Process, run: Run, *, standing: str) -> ProcessFacts
         waiting_for=process.waits[-1],
         rates=rates,
         gauges=gauges,
+        version=int(gauges["policy_version"]) if process.role == "gserver" and "policy_version" in gauges else None,
         busy=busy,
     )
 

@@ -29,8 +29,9 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 def processes_with_logs(folder: Path) -> list[str]:
-    """Names of the processes that have a log in `folder`, for example `gserver-0`."""
-    return sorted(file.stem for file in folder.glob("*.log"))
+    """Names of the processes that have a log in `folder`, for example `gserver-0`. A link, which may lead elsewhere, is
+    none."""
+    return sorted(file.stem for file in folder.glob("*.log") if not file.is_symlink())
 
 
 def tail(

@@ -156,6 +156,8 @@ async def test_the_page_itself(run: Path) -> None:
 )
 async def test_hostile_paths(run: Path, path: str, status: int) -> None:
     (run / "secret").write_text("a secret")
+    (run / "logs").mkdir()
+    (run / "logs" / "manager-0.log").symlink_to(run / "secret")
     async with serving(run) as page:
         found, body, _ = await page.get(path)
         assert found == status, body

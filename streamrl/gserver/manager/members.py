@@ -129,6 +129,11 @@ class Members:
             member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
         )
 
+    def _recorded(self, member: Member) -> dict[str, float]:
+        """What the timeline keeps of its figures: of a gserver that serves, also which policy version."""
+        serves = isinstance(member, Gserver) and member.serving
+        return {**member.stats, "policy_version": float(self._policy_version())} if serves else member.stats
+
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """Take in a sign of life with its figures. One with an error ends the run, unless others can do without its
         sender, which then counts as silent."""
@@ -151,7 +156,7 @@ class Members:
                     time=time.time(),
                     role=member.role,
                     index=member.index,
-                    stats=member.stats,
+                    stats=self._recorded(member),
                     waiting_for=member.waiting_for,
                 )
             )

@@ -527,8 +527,10 @@ async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
         await run.beat("rollout", stats={"groups": 2.0}, waiting_for="room")
         await run.beat("master")
         await publish(run, 1)
+        await run.beat("gserver", stats={"running": 3.0})
     lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
-    beat, publication = lines
+    beat, publication, of_gserver = lines
+    assert of_gserver["stats"] == {"running": 3.0, "policy_version": 1.0}  # and which weights it serves
     assert (beat["kind"], beat["role"], beat["stats"], beat["waiting_for"]) == (
         "heartbeat",
         "rollout",

@@ -238,7 +238,7 @@ export function mount(root) {
         h("tbody", {}, standing.processes.map((one) => h("tr", {},
           h("th", { text: one.name }),
           h("td", { class: `state ${one.standing === "live" ? "" : "silent"}`, text: STANDING[one.standing] ?? one.standing }),
-          h("td", { class: "n", text: one.version === null ? "–" : String(one.version) }),
+          h("td", { class: "n", text: String(one.version ?? "–") }),
           h("td", { text: load(one) }),
           h("td", { text: speed(one) }),
           h("td", {}, one.busy.length ? sparkline(one.busy) : null),

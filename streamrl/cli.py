@@ -284,13 +284,18 @@ def model_worker(
 
 @app.command(hidden=True)
 def checkpoint(
-    config: ConfigFile, overrides: Overrides = None, component: Component = None, answer_fd: AnswerFd = None
+    config: ConfigFile,
+    overrides: Overrides = None,
+    manager: Annotated[str, typer.Option("--manager", metavar="URL")] = "",
+    component: Component = None,
+    answer_fd: AnswerFd = None,
 ) -> None:
     """Make the folder with the run's initial weights and tokenizer, and tell where it is."""
     from streamrl.launch.role import run_checkpoint
 
     tell = _teller(answer_fd, lambda folder: _console().print(folder, soft_wrap=True, markup=False))
-    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=tell, component=component))
+    code = run_checkpoint(config, overrides or (), on_ready=tell, component=component, manager_url=manager)
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -59,17 +59,25 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     """
     home = cache or cache_home()
     if config.model.path == SMOLLM2:
-        return _made(home / f"{SMOLLM2}-{CACHE_FORMAT}", _convert_smollm2)
+        return made(home / f"{SMOLLM2}-{CACHE_FORMAT}", _convert_smollm2)
     if config.model.path == SCRATCH:
         if config.model.scratch is None:
             raise ModelError('model.path = "scratch" needs the section [model.scratch]')
         settings = config.model.scratch
         seed = config.run.seed
         digest = hashlib.sha256(msgspec.json.encode((CACHE_FORMAT, seed, settings))).hexdigest()[:16]
-        return _made(home / f"{SCRATCH}-{digest}", lambda folder: _make_scratch(settings, seed, folder))
+        return made(home / f"{SCRATCH}-{digest}", lambda folder: _make_scratch(settings, seed, folder))
     folder = Path(config.model.path).expanduser()
     check_checkpoint(folder)
     return folder
+
+
+def named_folder(config: Config) -> Path | None:
+    """Return the folder that `model.path` names; None where the model is made here, or the run goes on from a
+    checkpoint."""
+    if config.run.resume_from is not None or config.model.path in (SMOLLM2, SCRATCH):
+        return None
+    return Path(config.model.path).expanduser()
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def _tokenizer_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def _made(folder: Path, make: Callable[[Path], None]) -> Path:
+def made(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return `folder`, which `make` fills unless it is there already; safe against concurrent callers."""
     if folder.is_dir():
         return folder

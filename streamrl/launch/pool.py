@@ -77,7 +77,12 @@ class Pool:
         self._children = children = Children(logs=None, secret=self._secret)
         client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
         try:
-            words = checkpoint_command(self._config_file, overrides=self._overrides, components=self._components)
+            words = checkpoint_command(
+                self._config_file,
+                overrides=self._overrides,
+                manager_url=self._manager_url,
+                components=self._components,
+            )
             threads = thread_environment(threads_of(self._role, self._config))
             folder = await children.ask(words, name="checkpoint", environment=threads, timeout=CHECKPOINT_SECONDS)
             self._model_dir = Path(folder)

@@ -281,10 +281,16 @@ def command(
 
 
 def checkpoint_command(
-    config_file: Path, *, overrides: Sequence[str] = (), components: Mapping[str, str] = COMPONENTS
+    config_file: Path,
+    *,
+    overrides: Sequence[str] = (),
+    manager_url: str | None = None,
+    components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
     """The command line that makes the run's model folder and tells where it is."""
     words = [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
+    if manager_url is not None:
+        words += ["--manager", manager_url]
     return words + _component_option("checkpoint", components)
 
 

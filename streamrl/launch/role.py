@@ -19,6 +19,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
+from streamrl.launch.model import fetched_model, is_elsewhere
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
@@ -132,7 +133,7 @@ def run_member(
         patience = config.manager.join_timeout_seconds
         reach = reach_towards(manager_url, advertise=advertise, patience=patience)
         use_interface_of(reach.local)  # before the component makes a process group
-        folder = _make_checkpoint(config) if model_dir is None else model_dir
+        folder = _make_checkpoint(config, manager_url=manager_url) if model_dir is None else model_dir
         return {"manager_url": manager_url, "index": number, "model_dir": folder, "advertise": advertise}
 
     def leave(config: Config) -> Component:
@@ -151,15 +152,21 @@ def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, m
 
 
 def run_checkpoint(
-    config_file: Path, overrides: Sequence[str], *, on_ready: Callable[[str], None], component: str | None
+    config_file: Path,
+    overrides: Sequence[str],
+    *,
+    on_ready: Callable[[str], None],
+    component: str | None,
+    manager_url: str = "",
 ) -> int:
-    """Make the run's model folder and tell where it is; answers the exit code."""
+    """Make the run's model folder and tell where it is; answers the exit code. `manager_url`: where to get what this
+    host does not have."""
     set_up_logging("checkpoint")
     lifeline = Lifeline.from_environment()
 
     def prepare() -> Component:
         avoid_broken_instructions()
-        folder = _make_checkpoint(configuration.load(config_file, overrides), component)
+        folder = _make_checkpoint(configuration.load(config_file, overrides), component, manager_url=manager_url)
 
         async def tell() -> None:
             on_ready(str(folder))
@@ -213,8 +220,10 @@ def _run_role(
     return run_component(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
 
 
-def _make_checkpoint(config: Config, component: str | None = None) -> Path:
-    """The folder with the run's initial weights and tokenizer; made if it is not there."""
+def _make_checkpoint(config: Config, component: str | None = None, *, manager_url: str = "") -> Path:
+    """The folder with the run's initial weights and tokenizer; made or fetched if it is not there."""
+    if manager_url and is_elsewhere(config):
+        return fetched_model(config, manager_url=manager_url)
     folder: Path = _load(component or COMPONENTS["checkpoint"])(config)
     return folder
 

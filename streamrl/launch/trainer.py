@@ -54,7 +54,9 @@ async def run_trainer(
         if model_dir is None:
             model_dir = Path(
                 await children.ask(
-                    checkpoint_command(config_file, overrides=overrides, components=components),
+                    checkpoint_command(
+                        config_file, overrides=overrides, manager_url=manager_url, components=components
+                    ),
                     name="checkpoint",
                     environment=thread_environment(config.trainer.threads),
                     timeout=CHECKPOINT_SECONDS,

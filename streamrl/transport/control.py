@@ -23,6 +23,8 @@ call, and joins with it; each role has a token for its own.
 | POST /leave | gserver, rollout | it has left |
 | POST /heartbeat | all | it lives, and how it does; answers whether to stop |
 | GET /silent | owner | waits until others are silent than before the n-th change; who is |
+| GET /model | all | the files of the model, for a host that does not have it |
+| GET /model/part | all | some bytes of one of them |
 | GET /topology | rollout, master, model worker | waits until the named processes are registered; their addresses |
 | POST /member | master, model worker | whether a CURVE key is that of a member who may speak to the caller |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
@@ -209,6 +211,32 @@ class FailRun(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True):
     """The call was carried out."""
+
+
+# --- model ---
+
+
+class ModelFile(msgspec.Struct, frozen=True):
+    name: str
+    size: int
+    """In bytes."""
+
+
+class ModelListing(msgspec.Struct, frozen=True):
+    """The run's model as the manager's host has it."""
+
+    files: list[ModelFile]
+    fingerprint: str
+    """`weights_fingerprint` of its folder."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class ModelPart(msgspec.Struct, frozen=True):
+    content: bytes
+    """From where it was asked for; empty: the file ends there."""
 
 
 # --- groups ---

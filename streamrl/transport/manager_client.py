@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -45,6 +46,8 @@ from streamrl.transport.control import (
     InFlightReply,
     IsMember,
     Leave,
+    ModelListing,
+    ModelPart,
     NextEvaluation,
     NextEvaluationReply,
     Peer,
@@ -158,6 +161,15 @@ class ControlClient:
             lambda: self._join("/place", message, Place), what=what, patience=patience, refusals=False
         )
         return place.index
+
+    async def model(self, *, patience: float) -> ModelListing:
+        """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""
+        what = f"asking the manager at {self.url} for the model (is it running there?)"
+        return await patiently(lambda: self._get("/model", ModelListing), what=what, patience=patience, refusals=False)
+
+    async def model_part(self, name: str, begin: int) -> ModelPart:
+        """Return bytes of a file of the model from `begin` on."""
+        return await self._get_patiently(f"/model/part?name={quote(name)}&begin={begin}", ModelPart)
 
     async def drain(self, message: Drain) -> None:
         """Have a gserver or a rollout worker finish what it has and leave."""

@@ -42,6 +42,8 @@ ALLOWED: Mapping[str, Allowed] = {
     "POST /leave": Allowed(frozenset({"gserver", "rollout"}), "role"),
     "POST /heartbeat": Allowed(_EVERYONE, "role"),
     "GET /silent": Allowed(_NOBODY),
+    "GET /model": Allowed(_EVERYONE),
+    "GET /model/part": Allowed(_EVERYONE),
     "GET /topology": Allowed(frozenset({"rollout", "master", "model_worker"})),
     "POST /member": Allowed(frozenset({"master", "model_worker"})),
     "POST /admit": Allowed(frozenset({"rollout"}), "worker"),

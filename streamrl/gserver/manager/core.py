@@ -21,6 +21,7 @@ from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver, GserverState
 from streamrl.gserver.manager.members import Members
+from streamrl.gserver.manager.model_files import ModelFiles
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals
@@ -98,6 +99,7 @@ class Manager:
             version=self._ledger.policy_version,
         )
         self.comparisons = Comparisons(fleet=self._fleet, client=client, version=lambda: self._ledger.policy_version)
+        self.model = ModelFiles(config)
         self.members = Members(
             config=config,
             registry=self._registry,

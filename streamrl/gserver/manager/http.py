@@ -162,6 +162,8 @@ def _calls(manager: Manager) -> dict[str, _Route]:
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
         "/compared": _get(lambda call: manager.comparisons.compared(_count(call, "version"))),
+        "/model": _get(lambda call: manager.model.listing()),
+        "/model/part": _get(lambda call: manager.model.part(call.query.get("name", ""), _count(call, "begin"))),
         "/topology": _get(
             lambda call: members.topology(
                 _role(call), _count(call, "count", 1), wait=_number(call, "wait", LONG_POLL_SECONDS)

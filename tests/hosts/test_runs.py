@@ -1,0 +1,216 @@
+"""Whole runs over four hosts, started as docs/clusters.md says, each process by its own command.
+
+They learn a little: a digit is to be copied, and what tells is that responses end where they should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.report.summary import write_report
+from streamrl.transport.control import FinishRun
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import VARIABLE, Secret
+from tests.e2e.harness import (
+    COPY_SCRATCH,
+    SUPPORTED,
+    Command,
+    assert_exactly_once,
+    assert_none_missing,
+    largest_difference,
+    overrides,
+    start_command,
+    steps,
+    until,
+    wait_for_steps,
+)
+from tests.forked import forking
+from tests.gserver.installed import sglang_python
+from tests.hosts.network import Hosts, enter
+
+PORT = 7000
+SECRET = "known-to-every-host"
+LEASE_SECONDS = 5.0
+LEARNED = 0.45
+"""Mean reward of the last steps. A policy from scratch begins at 0.07, and has 0.5 when every response ends after one
+character."""
+SMALL: dict[str, Any] = {
+    "model__scratch__hidden_size": 64,
+    "model__scratch__heads": 2,
+    "model__scratch__kv_heads": 1,
+    "data__args__digits": 1,
+    "rollout__sampling__max_new_tokens": 4,
+    "rollout__group_size": 8,
+    "rollout__max_concurrent_groups": 16,
+    "rollout__request_timeout_seconds": 10,
+    "trainer__data_parallel": 2,
+    "trainer__batch_groups": 8,
+    "trainer__lr": 3e-3,
+    "trainer__save_at_end": "false",
+    "staleness__over_age": "wait",
+    "manager__lease_seconds": LEASE_SECONDS,
+    "manager__heartbeat_seconds": 0.5,
+    "stream__resend_seconds": 2,
+    "weights__timeout_seconds": 10,
+    "weights__attempts": 10,
+}
+
+
+class Cluster:
+    """The commands of one run, on the hosts where they were started."""
+
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        self.commands: list[Command] = []
+        self.settings: dict[str, Any] = SMALL
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def start(self, host: int, role: str, *options: str, variables: Mapping[str, str] | None = None) -> Command:
+        """Start `streamrl ROLE` on `host`."""
+        joins = ["--manager", f"http://{self.hosts.address(0)}:{PORT}"] if role != "manager" else ["--port", str(PORT)]
+        words = [role, str(COPY_SCRATCH), *overrides(self.folder, "run", **self.settings), *joins, *options]
+        command = start_command(
+            words,
+            within=() if SUPPORTED else self.hosts.entering(host),
+            holder=self.hosts.holder(host),
+            variables={VARIABLE: SECRET, **(variables or {})},
+        )
+        self.commands.append(command)
+        return command
+
+    def rewards(self) -> list[float]:
+        return [step["metrics"]["reward_mean"] for step in steps(self.run_dir)]
+
+
+@pytest.fixture
+def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(hosts, tmp_path)
+    yield made
+    for command in made.commands:
+        command.end()
+
+
+def until_said(command: Command, pattern: str, *, seconds: float = 120.0) -> None:
+    until(lambda: re.search(pattern, command.output), f"{pattern!r}", seconds=seconds)
+
+
+def finish(holder: int, url: str) -> None:
+    """End the run, from the host that `holder` holds."""
+    enter(holder)
+
+    async def tell() -> None:
+        client = ControlClient(url, secret=Secret(SECRET, origin="the test"))
+        await client.finish_run(FinishRun(reason="the test has seen enough"))
+        await client.close()
+
+    asyncio.run(tell())
+
+
+def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(cluster: Cluster) -> None:
+    """With weights by broadcast: the last host has one of two gservers and one of two rollout workers."""
+    cluster.settings = SMALL | {"run__total_train_steps": 100000, "run__stop_at_reward": 2.0}
+    hosts, run_dir = cluster.hosts, cluster.run_dir
+    # in no particular order: who comes first waits
+    near_gserver = cluster.start(2, "gserver")
+    cluster.start(3, "rollout")
+    second = cluster.start(2, "trainer", "--node", "1", "--nodes", "2")
+    first = cluster.start(1, "trainer", "--node", "0", "--nodes", "2", "--no-master")
+    manager = cluster.start(0, "manager", "--host", "0.0.0.0")
+    master = cluster.start(0, "master")
+    cluster.start(3, "gserver")
+    near_worker = cluster.start(1, "rollout")
+    until_said(manager, r"the manager of run 'run' listens at http://10\.77\.0\.1:7000")
+    for address in (hosts.address(2), hosts.address(3)):
+        until_said(manager, rf"gserver/\d+ joined at http://{re.escape(address)}:")
+    wait_for_steps(run_dir, 5)
+    until_said(first, r"weights\.mode: collective \(gservers are on other hosts\)")
+
+    def goes_on(count: int) -> None:
+        wait_for_steps(run_dir, len(steps(run_dir)) + count)
+
+    hosts.cut(3)
+    time.sleep(0.4 * LEASE_SECONDS)
+    hosts.mend(3)
+    goes_on(10)
+
+    hosts.cut(3)
+    for role in ("gserver", "rollout"):
+        until_said(manager, rf"{role}/\d+ has been silent for")
+    goes_on(10)
+    hosts.mend(3)
+    for role in ("gserver", "rollout"):
+        until_said(manager, rf"{role}/\d+ is heard of again")
+    until(lambda: steps(run_dir)[-1]["metrics"]["gservers_compared"] == 2, "the work of both gservers", seconds=60)
+    heard = len(manager.output)
+
+    hosts.cut(3)
+    until(lambda: manager.output.count("has been silent for", heard) == 2, "the end of the last host", seconds=60)
+    goes_on(40)
+    until(lambda: sum(cluster.rewards()[-5:]) / 5 > LEARNED, f"a reward of {LEARNED}", seconds=120)
+
+    ending = forking().Process(target=finish, args=(hosts.holder(0), f"http://{hosts.address(0)}:{PORT}"))
+    ending.start()
+    for command in (manager, near_gserver, near_worker):
+        command.ends_well(seconds=60)
+    for trainer in (first, second):
+        trainer.ends_well(seconds=60)
+    master.exit_code(seconds=60)
+    ending.join()
+    write_report(run_dir)
+    assert_exactly_once(run_dir)
+    assert_none_missing(run_dir)
+    assert largest_difference(run_dir) < 1e-3
+
+
+def test_weights_through_a_disk_that_all_have(cluster: Cluster) -> None:
+    """The trainer under torchrun's variables, two gservers and two rollout workers by one command each."""
+    cluster.settings = SMALL | {
+        "weights__mode": "disk",
+        "run__total_train_steps": 400,
+        "run__stop_at_reward": LEARNED,
+    }
+    manager = cluster.start(0, "manager", "--host", "0.0.0.0", "--advertise", "10.77.0.1")
+    said = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host1", "MASTER_PORT": "1"}
+    parts = [cluster.start(1 + rank, "trainer", variables={"RANK": str(rank), **said}) for rank in range(2)]
+    pools = [cluster.start(3, "gserver", "--count", "2"), cluster.start(2, "rollout", "--count", "2")]
+    for command in (*parts, *pools, manager):
+        command.ends_well()
+    assert cluster.rewards()[0] < 0.2
+    assert "gserver/1 joined at http://10.77.0.4:" in manager.output
+    assert "gserver/2 joined at http://10.77.0.4:" in manager.output
+    assert_exactly_once(cluster.run_dir)
+    assert_none_missing(cluster.run_dir)
+    assert largest_difference(cluster.run_dir) < 1e-3
+
+
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
+    cluster.settings = SMALL | {
+        "trainer__data_parallel": 1,
+        "gserver__engine": "sglang",
+        "gserver__sglang__python": sglang_python(),
+        "weights__pause_mode": "retract",
+        "weights__timeout_seconds": 60,
+        "manager__lease_seconds": 30,
+        "run__total_train_steps": 8,
+    }
+    manager = cluster.start(0, "manager", "--host", "10.77.0.1")
+    servers = [cluster.start(host, "gserver") for host in (1, 2)]
+    trainer = cluster.start(0, "trainer")
+    rollout = cluster.start(3, "rollout")
+    for command in (trainer, rollout, *servers, manager):
+        command.ends_well(seconds=400)
+    assert_exactly_once(cluster.run_dir)
+    assert largest_difference(cluster.run_dir) < 1e-3
+    assert {step["metrics"]["gservers_compared"] for step in steps(cluster.run_dir)[-2:]} == {2}

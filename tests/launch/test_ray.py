@@ -119,6 +119,7 @@ def node_of(cluster: Cluster, found: psutil.Process) -> Any:
     return next(node for node in cluster.list_all_nodes() if node.all_processes["raylet"][0].process.pid in above)
 
 
+@pytest.mark.timeout(700)
 def test_a_run_goes_on_whatever_ray_takes_away(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = launch(cluster, tmp_path)

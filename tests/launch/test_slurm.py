@@ -120,6 +120,7 @@ class Launched:
             self._command.end()
 
 
+@pytest.mark.timeout(700)
 def test_a_run_outlives_a_node_and_goes_on_when_its_job_is_begun_again(
     launched: Launched, with_slurm: SlurmCluster
 ) -> None:
@@ -155,7 +156,7 @@ def test_a_job_of_unlike_nodes_is_cancelled_by_ctrl_c(launched: Launched, with_s
     command = launched.begin(launch__slurm__trainer__options='["--comment=trainer"]', launch__slurm__rollout__nodes=1)
     job = launched.job()
     wait_for_words(launched.run_dir / "slurm.sh", "#SBATCH hetjob")
-    with_slurm.until(lambda: _managed(launched.run_dir), "a process that joins the manager")
+    with_slurm.until(lambda: _managed(launched.run_dir), "the manager")
     command.signal(signal.SIGINT)
     assert command.exit_code() == 130, command.output
     with_slurm.until(lambda: with_slurm.state(job) == "CANCELLED", "the cancelled job")
@@ -163,7 +164,7 @@ def test_a_job_of_unlike_nodes_is_cancelled_by_ctrl_c(launched: Launched, with_s
 
 
 def _managed(run_dir: Path) -> bool:
-    return any(" joined at " in log.read_text() for log in (run_dir / "logs").glob("manager-*.log"))
+    return any(" listens at " in log.read_text() for log in (run_dir / "logs").glob("manager-*.log"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.report.summary import write_report
 from streamrl.transport.control import FinishRun
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import VARIABLE, Secret
@@ -38,6 +37,7 @@ from tests.hosts.network import Hosts, enter
 PORT = 7000
 SECRET = "known-to-every-host"
 LEASE_SECONDS = 5.0
+MAX_STALENESS = 4
 LEARNED = 0.45
 """Mean reward of the last steps. A policy from scratch begins at 0.07, and has 0.5 when every response ends after one
 character."""
@@ -54,6 +54,7 @@ SMALL: dict[str, Any] = {
     "trainer__batch_groups": 8,
     "trainer__lr": 3e-3,
     "trainer__save_at_end": "false",
+    "staleness__max_staleness": MAX_STALENESS,
     "staleness__over_age": "wait",
     "manager__lease_seconds": LEASE_SECONDS,
     "manager__heartbeat_seconds": 0.5,
@@ -167,9 +168,8 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(cluster: Cluster
         trainer.ends_well(seconds=60)
     master.exit_code(seconds=60)
     ending.join()
-    write_report(run_dir)
-    assert_exactly_once(run_dir)
-    assert_none_missing(run_dir)
+    assert_none_missing(run_dir)  # nor twice; the step that was under way at the end is not recorded
+    assert all(int(age) <= MAX_STALENESS for step in steps(run_dir) for age in step["token_ages"])
     assert largest_difference(run_dir) < 1e-3
 
 

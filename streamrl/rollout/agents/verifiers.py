@@ -86,8 +86,10 @@ async def play(
     finally:
         await stage.forget(client)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors or not episode.traces:
-        raise RuntimeError(f"verifiers: {errors[-1]}" if errors else "verifiers: the episode has no trace")
+    if errors:
+        raise RuntimeError(f"verifiers: {errors[-1].type}: {errors[-1].message}")
+    if not episode.traces:
+        raise RuntimeError("verifiers: the episode has no trace")
     if untrained := [trace.agent.name for trace in episode.traces if not trace.agent.trainable]:
         raise RuntimeError(
             f"verifiers: {', '.join(untrained)} of the environment is not to be trained, but may have asked the policy"

@@ -148,7 +148,8 @@ class Episode:
         bare = found.group(1) if (found := _ID.fullmatch(name)) else name
         for call in self._tree.calls:
             if bare == call.name:
-                return call
+                self._undelivered = [answer for answer in self._undelivered if answer[1] is not call]
+                return call  # who knows its id has it
         undelivered = {id(call) for _, call in self._undelivered}
         had = [call for call in self._tree.calls if id(call) not in undelivered]
         if name.isdecimal() and int(name) < len(had):

@@ -100,6 +100,7 @@ class Contract:
         self.client = GenerationClient(timeout=60.0, key=self.key)
         self._may_control(*range(len(urls)))
         self.version = 0
+        self.model_dir = model_dir
         self.text = Text(model_dir)
         self._model = model
         self._publisher = publisher

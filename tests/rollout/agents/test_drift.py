@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import SamplingConfig
+from streamrl.errors import AgentError
 from streamrl.rollout.agents.messages import ChatRequest, Message
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.workflow import Earned, Episode, Score
@@ -51,6 +52,18 @@ async def played(name: str, *said: list[int]) -> Episode:
 
 DRIFTED = [*CHAT.encode("ad"), *CHAT.encode("d"), *CHAT.encode("<|im_end|>")]
 """Not how the tokenizer writes it."""
+
+
+async def test_who_names_an_answer_has_it_though_its_delivery_was_not_seen() -> None:
+    session: Any = Scripted(CHAT.encode("4<|im_end|>"), CHAT.encode("so 4<|im_end|>"))
+    episode = Episode(session, renderer_of(CHAT, name="template"), max_calls=10)
+    for call in ("known", "unknown"):
+        await episode.complete(ChatRequest(messages=(ASKED,)), call=call)
+    with pytest.raises(AgentError, match="'0' names none of the 0 answers"):
+        episode.earned(Score(1.0, {"0": 0.5}))
+    earned = episode.earned(Score(1.0, {"chatcmpl-known": 0.5}))
+    (found,) = episode.trajectories(earned, discount=1.0)
+    assert (found.reward, found.input_ids[found.loss_mask].tolist()) == (1.5, CHAT.encode("4<|im_end|>"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "template"])

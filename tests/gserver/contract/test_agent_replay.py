@@ -1,0 +1,143 @@
+"""An agent's episode across weight updates, token by token against a replay.
+
+A real client asks the gateway, turn after turn; weights change in the middle of each answer. transformers then computes
+the log-probability of every token that is under the loss, by the weights of the version that it is said to be of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from streamrl.config import RewardConfig, SamplingConfig
+from streamrl.rollout.activity import Activity
+from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.pipe import Score
+from streamrl.rollout.agents.rendering import TemplateRenderer
+from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable
+from streamrl.rollout.chat import ChatTokenizer
+from streamrl.rollout.generation import Generator
+from streamrl.rollout.workflows.base import Session
+from streamrl.transport.generation import AbortRequest
+from streamrl.types import Prompt
+from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, request
+from tests.gserver.contract.replay import replay
+from tests.gserver.contract.test_replay import FACTORS, MOST_TOKENS, Recorder
+from tests.gserver.running_sglang import MAX_CONTEXT, START_SECONDS
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(START_SECONDS + 120),
+]
+
+PROMPT = Prompt(seq=7, index=0, epoch=0, messages=[], input_ids=[1], answer=None, metadata={})
+
+
+class Route(FixedRoute):
+    """A `GroupRoute` as far as a session needs it."""
+
+    name = "gserver/0"
+
+    def request(self, tokens: int) -> Any:
+        return contextlib.nullcontext()
+
+
+class Agent:
+    """A client of the gateway, and what its gserver answered."""
+
+    def __init__(self, served: Contract) -> None:
+        self._served = served
+        self.chat = ChatTokenizer.load(served.model_dir)
+        self.recorder = Recorder(key=served.key)
+        sampling = SamplingConfig(max_new_tokens=MOST_TOKENS)
+        session = Session(
+            prompt=PROMPT,
+            sibling=0,
+            generator=Generator(
+                self.recorder,
+                sampling=sampling,
+                seed=1,
+                patience=60.0,
+                tokens_per_request=MOST_TOKENS,
+                decode=self.chat.decode,
+                eos_token_ids=(),
+                policy_version=lambda: served.version,
+            ),
+            route=Route([*served.urls], first=0),  # type: ignore[arg-type]
+            rewards=None,
+            reward=RewardConfig(),
+            chat=self.chat,
+            sampling=sampling,
+            max_context=MAX_CONTEXT,
+            activity=Activity(idle="nothing"),
+        )
+        self.episode = Episode(session, TemplateRenderer(self.chat), max_calls=10)
+        self.messages: list[Any] = []
+
+    async def turn(self, client: AsyncOpenAI, question: str, *, factor: float) -> None:
+        """Ask; while the policy answers, publish other weights; then cut the answer short."""
+        self.messages.append({"role": "user", "content": question})
+        asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=self.messages))
+        await self._have(40)
+        await self._served.publish(factor)
+        await self._have(40)
+        assert not asking.done()
+        self.recorder.ending = True
+        assert (
+            await self._served.client.update(self._served.url, "/abort_request", AbortRequest(abort_all=True))
+        ).success
+        answer = await asking
+        self.recorder.ending = False
+        self.messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+    async def _have(self, tokens: int) -> None:
+        """Until about so many more were sampled: another request, which runs beside the agent's, has as many."""
+        await self._served.client.generate(self._served.url, request([7], tokens))
+
+
+async def test_an_episode_across_updates_is_exact_in_each_token_of_each_branch(gserver: Contract) -> None:
+    if gserver.engine != "embedded":
+        pytest.skip("what an engine does in an update is test_replay.py's")
+    before = gserver.version
+    agent = Agent(gserver)
+    table = EpisodeTable()
+    table.add(agent.episode)
+    gateway = Gateway(table, model="policy")
+    base_url = f"{await gateway.start()}/episodes/{agent.episode.name}/v1"
+    async with AsyncOpenAI(base_url=base_url, api_key=agent.episode.key, max_retries=0, timeout=120) as client:
+        for question, factor in zip(("31", "4", "15"), FACTORS, strict=True):
+            await agent.turn(client, question, factor=factor)
+        agent.messages = agent.messages[:2]  # another conversation goes on from the first answer
+        await agent.turn(client, "92", factor=1.0)
+    await gateway.close()
+    await agent.recorder.close()
+
+    long, branch = agent.episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    assert (long.turns, branch.turns) == (3, 1)
+    answers = [agent.recorder.segments[f"7.0.{number}"] for number in range(4)]
+    for trajectory, of_turns in ((long, answers[:3]), (branch, answers[3:])):
+        tokens = trajectory.input_ids.tolist()
+        at = 0
+        for segments in of_turns:
+            said = [token for part, _ in segments for token in part]
+            at += int(trajectory.loss_mask[at:].argmax())  # what the policy is given before it
+            here = slice(at, at + len(said))
+            assert trajectory.loss_mask[here].all()
+            assert tokens[here] == said
+            assert trajectory.policy_versions[here].tolist() == [v for _, versions in segments for v in versions]
+            expected = replay(tokens[:at], segments, mode=gserver.pause_mode, model_of=gserver.model_of)
+            assert trajectory.behavior_logprobs[here].tolist() == pytest.approx(expected, abs=TOLERANCE)
+            at += len(said)
+        assert at == len(tokens)
+    assert [sorted({version for _, versions in segments for version in versions}) for segments in answers] == [
+        [before + turn, before + turn + 1] for turn in range(4)
+    ]
+    shared = int(branch.loss_mask.argmax())
+    first = sum(len(part) for part, _ in answers[0])
+    assert branch.input_ids[:shared].tolist()[: shared - 2] == long.input_ids[: shared - 2].tolist()
+    assert not branch.loss_mask[:shared].any()
+    assert shared > first

@@ -66,6 +66,8 @@ def found_in(config: Config) -> list[str]:
         problems.append("stream.capacity_groups must be at least trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
+    if bool(config.security.certificate) != bool(config.security.private_key):
+        problems.append("security.certificate and security.private_key need each other")
     if config.weights.dir and config.weights.mode != "disk":
         problems.append('weights.dir is of weights.mode = "disk"')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):

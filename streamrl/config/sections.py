@@ -338,6 +338,13 @@ class SecurityConfig(Section, frozen=True):
     encryption: Literal["auto", "on", "off"] = "auto"
     """`auto`: whatever leaves the loopback address is encrypted; `off`: nothing is, and whoever reads the network reads
     the run's tokens, too; `on`: everything, on one machine as well. What torch's process groups send is never."""
+    certificate: str = ""
+    """PEM file with the certificate of this machine's HTTP servers; empty: encrypted ones make themselves certificates
+    that only processes of the run believe."""
+    private_key: str = ""
+    """PEM file with the key of `certificate`."""
+    authority: str = ""
+    """PEM file with the authority that has signed the certificates; empty: those that the machine knows."""
     host_names: list[str] = []
     """Names by which the run's HTTP servers are asked, besides their addresses and the machine's own name: a request
     under another name may come from a web page, and is refused."""

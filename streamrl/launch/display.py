@@ -29,7 +29,7 @@ from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import Secret, of_run_at
+from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Display:
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""
-        client = ControlClient(manager_url, secret=of_run_at(manager_url, self._config), timeout=10.0)
+        client = ControlClient.of(self._config, manager_url, timeout=10.0)
         try:
             while True:
                 try:

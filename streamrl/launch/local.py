@@ -238,7 +238,7 @@ class Launcher:
         finally:
             for task in starting:
                 task.cancel()
-        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
+        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         upkeep = essential.begin(
             keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"
         )

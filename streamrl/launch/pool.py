@@ -75,7 +75,7 @@ class Pool:
         Raises `ProcessDied` when none is left and the last one failed, or the run did.
         """
         self._children = children = Children(logs=None, secret=self._secret)
-        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
+        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
             words = checkpoint_command(
                 self._config_file,
@@ -111,7 +111,7 @@ class Pool:
         running = self._children.running if self._children is not None else []
         if not running:
             raise StreamRLError(f"no {self._role} is running here")
-        client = ControlClient(self._manager_url, secret=self._secret, timeout=STATUS_SECONDS)
+        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
             for child in running:
                 if child.process is not None:

@@ -27,7 +27,7 @@ from streamrl.records.metrics import METRICS_FILE
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import Secret, given, of_run_at
+from streamrl.transport.secret import Secret, given
 
 # --- elastic ---
 
@@ -39,7 +39,7 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
     """A number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
 
     async def ask() -> int:
-        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
+        client = ControlClient.of(config, manager_url)
         try:
             message = AskPlace(role=role, config_digest=config.digest(), settings=config.shared_changes())
             return await client.place(message, patience=config.manager.join_timeout_seconds)
@@ -51,7 +51,8 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
 
 async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: int) -> None:
     """Have this process drained. Raises `StreamRLError` when the manager does not know of it, or is not there."""
-    await _drain(manager_url, of_run_at(manager_url, config), role, index)
+    client = ControlClient.of(config, manager_url, timeout=ANSWER_SECONDS)
+    await _drain(client, role, index)
 
 
 def drain_by_name(manager_url: str, process: str, *, secret: Secret | None) -> None:
@@ -59,11 +60,15 @@ def drain_by_name(manager_url: str, process: str, *, secret: Secret | None) -> N
     role, slash, number = process.partition("/")
     if role not in get_args(Role) or not slash or not number.isdecimal():
         raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
-    asyncio.run(_drain(manager_url, secret, cast(Role, role), int(number)))
+
+    async def drain() -> None:
+        client = ControlClient(manager_url, secret=secret, timeout=ANSWER_SECONDS)
+        await _drain(client, cast(Role, role), int(number))
+
+    asyncio.run(drain())
 
 
-async def _drain(manager_url: str, secret: Secret | None, role: Role, index: int) -> None:
-    client = ControlClient(manager_url, secret=secret, timeout=ANSWER_SECONDS)
+async def _drain(client: ControlClient, role: Role, index: int) -> None:
     try:
         await client.drain(Drain(role=role, index=index))
     finally:

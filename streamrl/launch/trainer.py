@@ -62,7 +62,7 @@ async def run_trainer(
                     timeout=CHECKPOINT_SECONDS,
                 )
             )
-        client = ControlClient(manager_url, secret=secret, timeout=STATUS_SECONDS)
+        client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
         try:
             for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
                 words = command(

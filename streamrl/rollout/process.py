@@ -35,6 +35,7 @@ from streamrl.transport.keys import is_loopback, read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.secret import of_run_at
+from streamrl.transport.tls import client_context
 
 PATIENCE_REQUESTS = 2
 """A response is given up when no token has come for so many times `rollout.request_timeout_seconds`."""
@@ -71,7 +72,7 @@ async def serve_until_over(
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as at_exit:
-        control = ControlClient(manager_url, secret=of_run_at(manager_url, config))
+        control = ControlClient.of(config, manager_url)
         at_exit.push_async_callback(control.close)
         membership = Membership(control, role=role, index=index, address="", config=config, stats=activity.stats)
         await membership.join(patience=config.manager.join_timeout_seconds)
@@ -111,7 +112,11 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
     workflow = await _open_workflow(config, joined=joined, chat=chat)
-    client = GenerationClient(timeout=config.rollout.request_timeout_seconds, key=joined.membership.granted.gserver_key)
+    client = GenerationClient(
+        timeout=config.rollout.request_timeout_seconds,
+        key=joined.membership.granted.gserver_key,
+        tls=client_context(of_run_at(joined.control.url, config), config.security),
+    )
     joined.at_exit.push_async_callback(client.close)
     joined.membership.on_unanswering = client.give_up
     generator = Generator(

@@ -7,6 +7,7 @@ SGLang's (https://docs.sglang.ai, native API).
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
@@ -293,13 +294,15 @@ class Empty(msgspec.Struct, frozen=True):
 class GenerationClient:
     """Calls gservers over SGLang's API; a process has one client for any number of gservers."""
 
-    def __init__(self, *, timeout: float, key: str = "") -> None:
-        """`timeout` limits one call, in seconds. `key`: what gservers ask for before they generate; empty: nothing."""
+    def __init__(self, *, timeout: float, key: str = "", tls: ssl.SSLContext | None = None) -> None:
+        """`timeout` limits one call, in seconds. `key`: what gservers ask for before they generate; empty: nothing.
+        `tls`: what it knows them by where they are encrypted."""
         self.control_keys: dict[str, str] = {}
         """URL of a gserver → what it asks for before it lets itself be changed;
         of those that are this process's to change."""
         self._timeout = timeout
         self._headers = bearer(key)
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._given_up: Collection[str] = ()
         self._calls: dict[str, set[asyncio.Timeout]] = {}
@@ -469,7 +472,7 @@ class GenerationClient:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
             )

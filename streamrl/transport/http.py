@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -240,10 +241,10 @@ class HttpServer:
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Answers where it listens. Raises `OSError`."""
+    async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
+        """Answers where it listens. `tls`: what it shows its clients; None: it speaks plain text. Raises `OSError`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096)
+        self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096, ssl=tls)
         address = self._server.sockets[0].getsockname()
         return address[0], address[1]
 

@@ -11,11 +11,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
 import msgspec
 
+from streamrl.config import Config, SecurityConfig
 from streamrl.errors import DeadlineExceeded, PeerError
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
@@ -68,7 +69,8 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.keys import bearer
-from streamrl.transport.secret import Secret
+from streamrl.transport.secret import Secret, is_loopback, of_run_at
+from streamrl.transport.tls import client_context
 
 Reply = TypeVar("Reply")
 
@@ -110,14 +112,32 @@ async def patiently(
 class ControlClient:
     """Calls the manager. One for each process; `close` it at the end."""
 
-    def __init__(self, url: str, *, secret: Secret | None = None, timeout: float = 60.0) -> None:
-        """`secret`: the run's. With it the client joins, and makes all calls until it has another `token`."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        secret: Secret | None = None,
+        timeout: float = 60.0,
+        security: SecurityConfig = SecurityConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        """`secret`: the run's. With it the client joins, and makes all calls until it has another `token`. `security`:
+        of the run; unless it says that nothing is encrypted, http:// stands for https:// where `url` is no loopback
+        address."""
+        parts = urlsplit(url)
+        if parts.scheme == "http" and security.encryption != "off" and not is_loopback(parts.hostname or ""):
+            url = urlunsplit(parts._replace(scheme="https"))
         self.url = url.rstrip("/")
+        self._tls = client_context(secret, security) if self.url.startswith("https:") else None
         self.token = ""
         """What the process was given when it joined; empty: it has not joined."""
         self._shown = secret.shown if secret is not None else ""
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+
+    @classmethod
+    def of(cls, config: Config, url: str, *, timeout: float = 60.0) -> ControlClient:
+        """Return a client of the manager at `url` for a process with this configuration."""
+        return cls(url, secret=of_run_at(url, config), timeout=timeout, security=config.security)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -316,7 +336,7 @@ class ControlClient:
     ) -> Reply:
         """`key`: what is shown, instead of the token or what is derived from the secret."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return await http.call(
             self._session,

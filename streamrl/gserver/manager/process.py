@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -21,7 +22,8 @@ from streamrl.transport.addresses import Reach, is_wildcard, reach_of_manager, u
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts, HttpServer
 from streamrl.transport.keys import generation_key, is_loopback
-from streamrl.transport.secret import left_for, of_new_run
+from streamrl.transport.secret import encrypts, left_for, of_new_run
+from streamrl.transport.tls import client_context, server_context
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,11 @@ async def serve(
     secret = of_new_run(config)
     reach = reach_of_manager(host, advertise=advertise)
     async with AsyncExitStack() as stack:
-        client = GenerationClient(timeout=config.weights.timeout_seconds, key=generation_key(config, secret))
+        client = GenerationClient(
+            timeout=config.weights.timeout_seconds,
+            key=generation_key(config, secret),
+            tls=client_context(secret, config.security),
+        )
         stack.push_async_callback(client.close)
         timeline = Timeline(config.run_dir)
         stack.callback(timeline.close)
@@ -59,7 +65,8 @@ async def serve(
         listener = server(manager, hosts=hosts, on_loopback=is_loopback(host))
         stack.push_async_callback(listener.close, patience=SHUTDOWN_SECONDS)
         stack.push_async_callback(manager.close)
-        url = await _listen(listener, host, port, reach)
+        tls = server_context(secret, config.security) if encrypts(config, host) else None
+        url = await _listen(listener, host, port, reach, tls=tls)
         left = stack.enter_context(left_for(url, secret))
         if left is None:
             log.warning("the run's secret cannot be left in %s: processes that join by hand need it", cache_home())
@@ -73,10 +80,10 @@ async def serve(
             watching.cancel()
 
 
-async def _listen(server: HttpServer, host: str, port: int, reach: Reach) -> str:
+async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls: ssl.SSLContext | None) -> str:
     """Listen, and return the URL."""
     try:
-        address, bound = await server.listen(host, port)
+        address, bound = await server.listen(host, port, tls=tls)
     except OSError as error:
         raise StreamRLError(
             f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
@@ -86,4 +93,5 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach) -> str
         log.warning(
             "manager.host = %r stands for %s here, which no other machine reaches: give an address", host, address
         )
-    return url_of(reach.announced if reach.told or is_wildcard(host) else address, bound)
+    told = reach.announced if reach.told or is_wildcard(host) else address
+    return url_of(told, bound, scheme="http" if tls is None else "https")

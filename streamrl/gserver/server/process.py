@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,8 @@ from streamrl.transport.http import Hosts
 from streamrl.transport.keys import GserverKeys, read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
-from streamrl.transport.secret import of_run_at
+from streamrl.transport.secret import Secret, encrypts, of_run_at
+from streamrl.transport.tls import server_context
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +53,13 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             f"gserver/{index} does not know the secret of the run at {manager_url}: set STREAMRL_SECRET or "
             "security.secret_file to what the manager has"
         )
-    client = ControlClient(manager_url, secret=secret)
+    client = ControlClient.of(config, manager_url)
     try:
         keys = GserverKeys.of(config, secret, index)
-        async with running(config, index=index, model_dir=model_dir, listening=listening, keys=keys) as (engine, url):
+        async with running(config, index=index, model_dir=model_dir, listening=listening, keys=keys, secret=secret) as (
+            engine,
+            url,
+        ):
             membership = Membership(
                 client,
                 role="gserver",
@@ -97,9 +102,16 @@ async def _until_over(membership: Membership, engine: Served) -> None:
 
 @asynccontextmanager
 async def running(
-    config: Config, *, index: int, model_dir: Path, listening: Listening = LOOPBACK, keys: GserverKeys = NO_KEYS
+    config: Config,
+    *,
+    index: int,
+    model_dir: Path,
+    listening: Listening = LOOPBACK,
+    keys: GserverKeys = NO_KEYS,
+    secret: Secret | None = None,
 ) -> AsyncIterator[tuple[Served, str]]:
-    """What answers requests, and the URL at which it does. `keys`: what it asks callers for."""
+    """What answers requests, and the URL at which it does. `keys`: what it asks callers for;
+    `secret`: the run's, for the certificate of an encrypted server."""
     # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
     prompt_cache = config.weights.pause_mode != "in_place"
     if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
@@ -117,9 +129,11 @@ async def running(
             yield joined, joined.url
     elif config.gserver.engine == "sglang":
         device = resolve_device(config.run.device, index=index, each=config.gserver.sglang.tensor_parallel)
+        encrypted = secret is not None and encrypts(config, listening.at)
         async with sglang_server(
             config.gserver,
             listening=listening,
+            encryption=(secret, config.security) if secret is not None and encrypted else None,
             index=index,
             model_dir=model_dir,
             device=str(device),
@@ -132,13 +146,16 @@ async def running(
         ) as server:
             yield server, server.url
     else:
-        async with _embedded(config, index=index, model_dir=model_dir, listening=listening, keys=keys) as served:
+        tls = server_context(secret, config.security) if secret and encrypts(config, listening.at) else None
+        async with _embedded(
+            config, index=index, model_dir=model_dir, listening=listening, keys=keys, tls=tls
+        ) as served:
             yield served
 
 
 @asynccontextmanager
 async def _embedded(
-    config: Config, *, index: int, model_dir: Path, listening: Listening, keys: GserverKeys
+    config: Config, *, index: int, model_dir: Path, listening: Listening, keys: GserverKeys, tls: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[Engine, str]]:
     """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
@@ -155,9 +172,10 @@ async def _embedded(
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listening.at, 0)
+            site = web.TCPSite(runner, listening.at, 0, ssl_context=tls)
             await site.start()
-            yield engine, url_of(listening.announced, runner.addresses[0][1])
+            scheme = "http" if tls is None else "https"
+            yield engine, url_of(listening.announced, runner.addresses[0][1], scheme=scheme)
         finally:
             await asyncio.shield(runner.cleanup())
     finally:

@@ -17,6 +17,7 @@ from streamrl.config import GserverConfig
 from streamrl.gserver.sglang import entry
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.keys import GserverKeys
+from streamrl.transport.tls import CertificateFiles
 
 LEAST_CACHE_TOKENS = 32768
 """Least size of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
@@ -45,6 +46,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     prompt_cache: bool
     """Whether prompts are kept for later requests, which needs weight updates to flush them."""
+    certificate: CertificateFiles | None = None
+    """With which it speaks TLS; None: plain text."""
 
 
 def command(settings: GserverConfig, launch: Launch) -> list[str]:
@@ -67,6 +70,8 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         "--enable-metrics",
         "--log-level-http=warning",
     ]
+    if launch.certificate is not None:
+        flags += [f"--ssl-certfile={launch.certificate.certificate}", f"--ssl-keyfile={launch.certificate.key}"]
     if not launch.prompt_cache:
         flags.append("--disable-radix-cache")
     if kind == "cpu":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -44,15 +45,19 @@ NAMES: Mapping[str, str] = {
 
 
 @asynccontextmanager
-async def monitoring(url: str, *, key: str, stuck_seconds: float, update_seconds: float) -> AsyncIterator[Monitor]:
-    """Open a monitor of the server at `url`, which asks callers for `key`.
+async def monitoring(
+    url: str, *, key: str, stuck_seconds: float, update_seconds: float, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Monitor]:
+    """Open a monitor of the server at `url`, which asks callers for `key`; `tls`: what it is known
+    by, if it speaks TLS.
 
     The server is lost when it has answered nothing for `stuck_seconds`; its scheduler may also be silent for the
     `update_seconds` that it may wait in a weight update.
     """
     # Without a timeout of aiohttp's: a task that is cancelled in the moment when that runs out is not cancelled.
     unlimited = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=unlimited, headers=bearer(key)) as session:
+    connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
+    async with aiohttp.ClientSession(timeout=unlimited, headers=bearer(key), connector=connector) as session:
         yield Monitor(session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
 
 

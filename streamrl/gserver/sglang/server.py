@@ -20,19 +20,21 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import psutil
 
 from streamrl.children import describe_exit, kill_group, reading
-from streamrl.config import GserverConfig
+from streamrl.config import GserverConfig, SecurityConfig
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.sglang.monitor import Monitor, monitoring
 from streamrl.transport.addresses import LOOPBACK, Listening, is_wildcard, url_of
 from streamrl.transport.keys import GserverKeys
+from streamrl.transport.secret import Secret
+from streamrl.transport.tls import certificate_files, client_context
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,21 @@ async def sglang_server(
     prompt_cache: bool,
     group_seconds: float,
     keys: GserverKeys,
+    encryption: tuple[Secret, SecurityConfig] | None = None,
 ) -> AsyncIterator[SglangServer]:
     """Start a server, wait until it answers, and end it afterwards.
 
     Arguments as in `Launch`; `listening`: where, and what others are told; `index`: the gserver's; `group_seconds`: the
-    longest wait for the others of a weight group; `keys`: what callers must show. Raises as `until_ready` does, and
+    longest wait for the others of a weight group; `keys`: what callers must show; `encryption`: if it
+    is to speak TLS, what its certificate is made with. Raises as `until_ready` does, and
     `ModelError` if SGLang cannot be started.
     """
+    stack = ExitStack()
+    certificate = tls = None
+    if encryption is not None:
+        certificate, tls = stack.enter_context(certificate_files(*encryption)), client_context(*encryption)
     launch = Launch(
+        certificate=certificate,
         model_dir=model_dir,
         host=listening.at,
         port=free_port(listening.at),
@@ -88,16 +97,22 @@ async def sglang_server(
         group_seconds=group_seconds,
         keys=keys,
     )
-    process = await SglangProcess.start(words, variables)
+    scheme = "http" if tls is None else "https"
+    try:
+        process = await SglangProcess.start(words, variables)
+    except BaseException:
+        stack.close()
+        raise
     try:
         near = "127.0.0.1" if is_wildcard(listening.at) else listening.at
         async with monitoring(
-            url_of(near, launch.port),
+            url_of(near, launch.port, scheme=scheme),
             key=keys.generation,
+            tls=tls,
             stuck_seconds=settings.stuck_seconds,
             update_seconds=group_seconds,
         ) as monitor:
-            server = SglangServer(process, monitor, url=url_of(listening.announced, launch.port))
+            server = SglangServer(process, monitor, url=url_of(listening.announced, launch.port, scheme=scheme))
             began = time.monotonic()
             await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
@@ -105,6 +120,7 @@ async def sglang_server(
                 yield server
     finally:
         await asyncio.shield(process.stop())
+        stack.close()
 
 
 def free_port(host: str) -> int:

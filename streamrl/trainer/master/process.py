@@ -49,7 +49,7 @@ from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel, Requests
-from streamrl.transport.secret import encrypts, of_run_at
+from streamrl.transport.secret import encrypts
 from streamrl.transport.synchronous import name_on_channel, number_on_channel
 from streamrl.types import SampleMeta
 
@@ -65,7 +65,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     keys = CurveKeys.make()
     encrypted = encrypts(config, listening.at)
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
+        client = ControlClient.of(config, manager_url)
         stack.push_async_callback(client.close)
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         channel = RequestChannel(

@@ -70,7 +70,7 @@ from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
-from streamrl.transport.secret import encrypts, of_run_at
+from streamrl.transport.secret import encrypts
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as stack:
-        client = ControlClient(manager_url, secret=of_run_at(manager_url, config))
+        client = ControlClient.of(config, manager_url)
         stack.push_async_callback(client.close)
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(

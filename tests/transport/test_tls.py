@@ -1,0 +1,141 @@
+"""TLS between a run's processes: certificates that its secret makes, and ones that were given."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+
+from streamrl.config import SecurityConfig, from_dict
+from streamrl.errors import ConfigError, PeerLost
+from streamrl.gserver.manager import process
+from streamrl.transport.generation import GenerateRequest, GenerationClient
+from streamrl.transport.keys import GserverKeys
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import Secret, of_run_at
+from streamrl.transport.tls import certificate_files, client_context, server_context
+from tests.gserver.harness import small_config
+from tests.gserver.serving import running
+from tests.gserver.tiny import make_model, save
+
+OURS = SecurityConfig()
+"""Nothing is given."""
+
+
+@asynccontextmanager
+async def listening(context: ssl.SSLContext) -> AsyncIterator[int]:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def connects(port: int, context: ssl.SSLContext, *, name: str = "127.0.0.1") -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    except ssl.SSLError:
+        return False
+    writer.close()
+    return True
+
+
+async def test_a_server_of_the_run_is_believed_by_those_who_know_its_secret_alone() -> None:
+    secret = Secret.make()
+    async with listening(server_context(secret, OURS)) as port:
+        assert await connects(port, client_context(secret, OURS))
+        assert not await connects(port, client_context(Secret.make(), OURS)), "another run"
+        assert not await connects(port, client_context(None, OURS))
+        assert not await connects(port, ssl.create_default_context())
+    async with listening(server_context(Secret.make(), OURS)) as port:
+        assert not await connects(port, client_context(secret, OURS)), "somebody in between"
+
+
+async def test_given_certificates_are_checked_by_their_authority_and_names(tmp_path: Path) -> None:
+    secret = Secret.make()
+    with certificate_files(secret, OURS) as files:
+        for name, file in (("a.pem", files.certificate), ("a.key", files.key)):
+            (tmp_path / name).write_text(Path(file).read_text())
+    assert not Path(files.key).exists()
+    given = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
+    async with listening(server_context(Secret.make(), given)) as port:
+        assert await connects(port, client_context(secret, OURS))
+        assert not await connects(port, client_context(secret, given)), "no authority that the machine knows"
+    broken = SecurityConfig(certificate=str(tmp_path / "a.key"), private_key=str(tmp_path / "a.pem"))
+    with pytest.raises(ConfigError, match="no certificate with its key"):
+        server_context(secret, broken)
+    with pytest.raises(ConfigError, match=r"security\.authority"):
+        client_context(secret, SecurityConfig(certificate="x", private_key="x", authority=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="need each other"):
+        from_dict({"security": {"certificate": "x"}})
+
+
+def test_the_authority_is_the_same_everywhere_and_no_certificate_has_the_secret(tmp_path: Path) -> None:
+    secret = Secret("a-secret-that-tests-know", origin="here")
+    with certificate_files(secret, OURS) as first, certificate_files(secret, OURS) as second:
+        one, two = (x509.load_pem_x509_certificate(Path(f.certificate).read_bytes()) for f in (first, second))
+        assert Path(first.key).parent.stat().st_mode & 0o077 == 0
+        assert Path(first.key).read_text() != Path(second.key).read_text()
+    assert one.issuer == two.issuer
+    assert one.public_key() != two.public_key()
+
+
+async def test_a_manager_and_a_gserver_beyond_the_loopback_address_speak_tls_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    for encryption, host, scheme in (
+        ("auto", "127.0.0.1", "http"),
+        ("on", "127.0.0.1", "https"),
+        ("off", "0.0.0.0", "http"),
+    ):
+        async with manager_at(host, small_config(tmp_path, security={"encryption": encryption})) as url:
+            assert url.startswith(f"{scheme}://")
+    async with manager_at("0.0.0.0", small_config(tmp_path)) as url:
+        assert url.startswith("https://")
+        port = url.rpartition(":")[2]
+        secret = of_run_at(url)
+        for known, fails in ((secret, False), (Secret.make(), True)):
+            client = ControlClient(f"https://127.0.0.1:{port}", secret=known, timeout=5.0)
+            try:
+                if fails:
+                    with pytest.raises(PeerLost, match="certificate"):
+                        await client.status()
+                else:
+                    assert (await client.status()).state == "joining"
+            finally:
+                await client.close()
+
+
+@asynccontextmanager
+async def manager_at(host: str, config: Any) -> AsyncIterator[str]:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(process.serve(config, host=host, port=0, on_ready=ready.set_result))
+    try:
+        yield await asyncio.wait_for(ready, 20)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_a_gserver_speaks_tls_to_those_who_know_it(tmp_path: Path) -> None:
+    secret = Secret.make()
+    config = from_dict({"gserver": {"engine": "simulated"}, "security": {"encryption": "on"}})
+    keys = GserverKeys.of(config, secret, 0)
+    folder = save(make_model(), tmp_path / "model")
+    async with running(config, index=0, model_dir=folder, keys=keys, secret=secret) as (_, url):
+        assert url.startswith("https://")
+        for tls, fails in ((client_context(secret, OURS), False), (client_context(Secret.make(), OURS), True)):
+            client = GenerationClient(timeout=10, key=keys.generation, tls=tls)
+            try:
+                if fails:
+                    with pytest.raises(PeerLost, match="certificate"):
+                        await client.generate(url, GenerateRequest(input_ids=[1, 2]))
+                else:
+                    assert (await client.generate(url, GenerateRequest(input_ids=[1, 2]))).output_ids
+            finally:
+                await client.close()

@@ -31,11 +31,12 @@ from streamrl.rollout.workflows.base import Workflow, load_workflow
 from streamrl.transport.addresses import LOCAL, Reach, reach_towards
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
+from streamrl.transport.http import Hosts
 from streamrl.transport.keys import is_loopback, read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.secret import of_run_at
-from streamrl.transport.tls import client_context
+from streamrl.transport.tls import client_context, server_context
 
 PATIENCE_REQUESTS = 2
 """A response is given up when no token has come for so many times `rollout.request_timeout_seconds`."""
@@ -176,6 +177,8 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
         port=agent.port + joined.membership.index if agent.port else 0,
+        hosts=Hosts([agent.host, *config.security.host_names]),
+        tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
     joined.at_exit.push_async_callback(gateway.close)
     joined.activity.agent_retries = lambda: gateway.retries_answered

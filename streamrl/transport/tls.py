@@ -55,12 +55,13 @@ def client_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
 
 
 @contextmanager
-def certificate_files(secret: Secret, security: SecurityConfig) -> Iterator[CertificateFiles]:
+def certificate_files(secret: Secret | None, security: SecurityConfig) -> Iterator[CertificateFiles]:
     """The files with the certificate of a server of the run: those that were given, or new ones that only this user
     can read, which are there meanwhile."""
     if security.certificate:
         yield CertificateFiles(security.certificate, security.private_key)
         return
+    assert secret is not None, "a certificate of the run is made with its secret"
     authority, issuer = _authority(secret)
     key = ec.generate_private_key(ec.SECP256R1())
     made = _certificate(key.public_key(), issuer=issuer.subject, signed_by=authority, is_authority=False)
@@ -75,7 +76,7 @@ def certificate_files(secret: Secret, security: SecurityConfig) -> Iterator[Cert
         yield files
 
 
-def server_context(secret: Secret, security: SecurityConfig) -> ssl.SSLContext:
+def server_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLContext:
     """Return what a server of the run shows its clients. Raises `ConfigError` for files that are no certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with certificate_files(secret, security) as files:

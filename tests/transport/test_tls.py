@@ -60,7 +60,6 @@ async def test_given_certificates_are_checked_by_their_authority_and_names(tmp_p
     with certificate_files(secret, OURS) as files:
         for name, file in (("a.pem", files.certificate), ("a.key", files.key)):
             (tmp_path / name).write_text(Path(file).read_text())
-    assert not Path(files.key).exists()
     given = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
     async with listening(server_context(Secret.make(), given)) as port:
         assert await connects(port, client_context(secret, OURS))
@@ -80,6 +79,7 @@ def test_the_authority_is_the_same_everywhere_and_no_certificate_has_the_secret(
         one, two = (x509.load_pem_x509_certificate(Path(f.certificate).read_bytes()) for f in (first, second))
         assert Path(first.key).parent.stat().st_mode & 0o077 == 0
         assert Path(first.key).read_text() != Path(second.key).read_text()
+    assert not Path(first.key).exists()
     assert one.issuer == two.issuer
     assert one.public_key() != two.public_key()
 

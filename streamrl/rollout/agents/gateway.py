@@ -21,18 +21,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
 from streamrl.rollout.agents.pipe import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, Call
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of
+from streamrl.transport.http import Hosts
 from streamrl.transport.keys import HEADER, admits
 
 logger = logging.getLogger(__name__)
@@ -200,9 +203,12 @@ class Gateway:
         lease_key: str = "",
         listening: Listening = LOOPBACK,
         port: int = 0,
+        hosts: Hosts | None = None,
+        tls: ssl.SSLContext | None = None,
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
+        """`hosts` knows requests that a web page may have forged; `tls`: what the server shows; None: plain text."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
@@ -210,13 +216,14 @@ class Gateway:
         self._leases = leases
         self._lease_key = lease_key
         self._listening = listening
+        self._tls = tls
         self._port = port
         self._concurrent_requests = concurrent_requests
         self._asked: dict[str, dict[str, _Asked]] = {}
         """By the episode's key and id."""
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
-        app = web.Application(client_max_size=body_limit, middlewares=[_refuse])
+        app = web.Application(client_max_size=body_limit, middlewares=[_refuse, _check_page(hosts or Hosts())])
         app.router.add_post("/episodes", self._lease)
         for prefix in ("", "/episodes/{episode}"):
             app.router.add_get(prefix + "/v1/models", self._models)
@@ -228,9 +235,9 @@ class Gateway:
     async def start(self) -> str:
         """Start to listen, and return the URL, without an episode's id."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._listening.at, self._port).start()
+        await web.TCPSite(self._runner, self._listening.at, self._port, ssl_context=self._tls).start()
         self._port = self._runner.addresses[0][1]
-        return url_of(self._listening.announced, self._port)
+        return url_of(self._listening.announced, self._port, scheme="http" if self._tls is None else "https")
 
     async def close(self) -> None:
         """Stop listening and cancel what still runs."""
@@ -402,6 +409,18 @@ def _protocol(request: web.Request) -> Api:
         if request.path.endswith(path):
             return protocol
     return anthropic if "anthropic-version" in request.headers else chat
+
+
+def _check_page(hosts: Hosts) -> Middleware:
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if why := hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
+            raise RequestRefused(why, status=403, kind="permission_error")
+        return await handler(request)
+
+    return check
 
 
 @web.middleware

@@ -4,6 +4,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import msgspec
 import openai
 import pytest
 
@@ -156,3 +157,10 @@ async def test_a_score_is_a_number(send, body):
     status, refused = await send("/episodes/e1/score", body)
     assert status == 400
     assert '{"score": NUMBER}' in refused["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
+async def test_a_web_page_cannot_ask(send, headers):
+    status, body = await send("/v1/chat/completions", msgspec.json.encode(CHAT), **headers)
+    assert status == 403
+    assert "evil.example" in body["error"]["message"]

@@ -1,0 +1,83 @@
+"""A run whose secret is known to the test: it is nowhere to be found, and the sockets are those that the docs list."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.transport.keys import GserverKeys
+from streamrl.transport.secret import VARIABLE, Secret
+from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, overrides, processes_of, start
+
+SECRET = "fd1c0ffee-what-nobody-may-see-4711"
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+
+
+def documented_sockets() -> dict[str, int]:
+    """Role → how many sockets of streamrl's own it listens at, and those of torch's, as the page has it."""
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+|some) \|", PAGE.read_text(), re.MULTILINE)
+    assert rows
+    return {role: int(own) for role, own, _ in rows}
+
+
+def with_torch() -> set[str]:
+    """Roles that listen for torch's process groups, too."""
+    rows = re.findall(r"^\| `(\S+)` \| \d+ \| some \|", PAGE.read_text(), re.MULTILINE)
+    return set(rows)
+
+
+def test_the_secret_is_nowhere_and_the_sockets_are_the_documented_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv("STREAMRL_LOG", "DEBUG")
+    secret, config = Secret(SECRET, origin="here"), from_dict({})
+    keys = GserverKeys.of(config, secret, 0)
+    derived = [secret.key(f"credentials for {receiver}").hex() for receiver in ("master", "model_worker")]
+    known = {SECRET, secret.shown, *keys, *derived}
+    settings = overrides(
+        tmp_path, "run", **SMALL, run__total_train_steps=3, weights__mode="collective", security__encryption="on"
+    )
+    run_dir = tmp_path / "run"
+    seen: set[str] = set()
+    sockets: dict[str, set[int]] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.3):
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    seen.update(process.cmdline())
+            for process in processes_of(run_dir):
+                with contextlib.suppress(psutil.Error, ValueError):
+                    words = process.cmdline()
+                    role = words[words.index("streamrl") + 1]
+                    listening = (c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN)
+                    sockets.setdefault(role, set()).update(c.laddr.port for c in listening)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    process = start(COPY_SCRATCH, settings)
+    try:
+        said = process.ends_well(seconds=400)
+    finally:
+        process.end()
+        over.set()
+        watcher.join()
+    assert_exactly_once(run_dir)
+    tokens = re.compile(r"(rollout|gserver|master|model_worker)/\d+\.[0-9a-f]{64}")
+    for where, text in [("output", said), ("command lines", "\n".join(seen))] + [
+        (str(file), file.read_bytes().decode("latin-1")) for file in run_dir.rglob("*") if file.is_file()
+    ]:
+        assert not [key for key in known if key in text], where
+        assert not tokens.search(text), where
+    for role, own in documented_sockets().items():
+        found = len(sockets.get(role, ()))
+        assert found >= own if role in with_torch() else found == own, (role, sockets)
+    assert sockets.keys() <= documented_sockets().keys() | {"run", "checkpoint"}, sockets

@@ -55,11 +55,15 @@ async def test_a_server_of_the_run_is_believed_by_those_who_know_its_secret_alon
         assert not await connects(port, client_context(secret, OURS)), "somebody in between"
 
 
-async def test_given_certificates_are_checked_by_their_authority_and_names(tmp_path: Path) -> None:
-    secret = Secret.make()
+def copy_certificate(secret: Secret, folder: Path) -> None:
     with certificate_files(secret, OURS) as files:
         for name, file in (("a.pem", files.certificate), ("a.key", files.key)):
-            (tmp_path / name).write_text(Path(file).read_text())
+            (folder / name).write_text(Path(file).read_text())
+
+
+async def test_given_certificates_are_checked_by_their_authority_and_names(tmp_path: Path) -> None:
+    secret = Secret.make()
+    copy_certificate(secret, tmp_path)
     given = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
     async with listening(server_context(Secret.make(), given)) as port:
         assert await connects(port, client_context(secret, OURS))

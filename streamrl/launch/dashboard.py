@@ -193,8 +193,8 @@ def dashboard(
     status = history.status
     if status is None:
         return Panel(Text("waiting for the manager's first word", style="dim"), title="streamrl", border_style="blue")
-    evaluations = status.evaluation is not None
-    rows = max(3, height - LINES_BESIDE_PROCESSES - evaluations - max(0, min(len(warnings), 2) - 1))
+    more = (status.evaluation is not None) + (_agents(status) is not None)
+    rows = max(3, height - LINES_BESIDE_PROCESSES - more - max(0, min(len(warnings), 2) - 1))
     return Group(
         _header(history, status, config, now),
         _side_by_side(_reward(history), _throughput(history)),
@@ -420,6 +420,8 @@ def _groups(history: History, status: Status) -> Panel:
     lines = [Text.from_markup("  ".join(figures)), weights, _health(history)]
     if status.evaluation is not None:
         lines.append(_evaluation(status.evaluation))
+    if (agents := _agents(status)) is not None:
+        lines.append(agents)
     return Panel(Group(*lines), title="groups and weights")
 
 
@@ -438,6 +440,29 @@ def _health(history: History) -> Text:
             ("grad_norm_ratio", "gradient / usual", ".1f"),
         )
     text.append(f"since step {last.health.since}: {', '.join(last.health.signs)}", style="yellow")
+    return text
+
+
+def _agents(status: Status) -> Text | None:
+    """What the agents of all rollout workers do and did; None where there are none."""
+    found: Counter[str] = Counter()
+    for process in status.processes:
+        if process.role == "rollout":
+            found.update({name: value for name, value in process.stats.items() if name.startswith("agent_")})
+    if not found:
+        return None
+    episodes, seconds = found["agent_episodes_total"], found["agent_seconds_total"]
+    text = Text(overflow="ellipsis", no_wrap=True)
+    text.append("agents ", style="dim").append(
+        f"at work {found['agent_episodes_running']:.0f}  episodes {episodes:,.0f}"
+    )
+    if episodes and seconds:
+        text.append(f"  calls {found['agent_calls_total'] / episodes:.1f}")
+        text.append(f"  conversations {found['agent_trajectories_total'] / episodes:.2f}")
+        text.append(f"  policy {found['agent_generation_seconds_total'] / seconds:.0%}")
+    for name in ("rewritten", "drifted", "retries"):
+        if count := found[f"agent_{name}_total"]:
+            text.append(f"  {name} {count:.0f}", style="yellow")
     return text
 
 

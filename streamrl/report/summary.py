@@ -118,6 +118,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Figures of the agents' own: their means over the episodes that gave them."""
     agent_generation_share: float | None = None
     """Share of the episodes' time in which they waited for the policy; the rest is the agents' own, tools included."""
+    agent_trained_share: float | None = None
+    """Share of the tokens sampled for episodes that are under the loss; the rest never reached an agent."""
     agent_retries: int = 0
     """Requests of agents that were answered with an earlier one's answer."""
     health: list[HealthChange] = []
@@ -197,6 +199,10 @@ def summarize(records: Records, *, name: str) -> Summary:
         agent_drifted=int(_counted(records, "rollout", "agent_drifted_total")),
         agent_metrics=_agent_metrics(records),
         agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
+        agent_trained_share=ratio(
+            _counted(records, "rollout", "agent_tokens_trained_total"),
+            _counted(records, "rollout", "agent_tokens_total"),
+        ),
         agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
         findings=findings(figures(records)),
@@ -272,7 +278,8 @@ def summary_table(summary: Summary) -> Table:
             "agents' episodes",
             f"{s.episodes:,}",
             f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
-            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy; "
+            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy, "
+            f"the rest was theirs, tools included; {_text(s.agent_trained_share, '.0%')} of the tokens trained; "
             f"{s.agent_rewritten} calls with a rewritten history, {s.agent_rerendered} written anew by the template, "
             f"{s.agent_drifted} answers of other tokens when tokenized anew, {s.agent_retries} retries answered",
             last=not s.agent_metrics,

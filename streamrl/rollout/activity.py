@@ -17,8 +17,10 @@ MOST_METRICS = 64
 REASONS_PER_INTERVAL = 5
 REASON_INTERVAL_SECONDS = 10.0
 
-GENERATION, BEFORE_SCORING, SCORING, PUSHING = STAGES = (
+GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, PUSHING = STAGES = (
     "generation",
+    "agents at work, tools included",
+    "agents to take their episodes",
     "the master to ask for scores",
     "rewards",
     "credit of the trainer",
@@ -52,6 +54,8 @@ class Activity:
         self._metrics: dict[str, tuple[float, int]] = {}
         """Of agents: name → sum and count."""
         self._agent_generation_seconds = 0.0
+        self._agent_tokens = 0
+        self._agent_tokens_trained = 0
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
@@ -78,12 +82,16 @@ class Activity:
             "reward_busy_seconds_total": self.reward_busy_seconds(),
             "reward_errors_total": self.reward_errors,
         }
+        if playing := self._under_way[PLAYING]:
+            stats["agent_episodes_running"] = playing
         if self.episodes:
             stats |= self.episodes
             stats |= {
                 "agent_retries_total": self.agent_retries(),
                 "agent_seconds_total": self._agent_seconds,
                 "agent_generation_seconds_total": self._agent_generation_seconds,
+                "agent_tokens_total": self._agent_tokens,
+                "agent_tokens_trained_total": self._agent_tokens_trained,
             }
             for name, (total, count) in self._metrics.items():
                 stats |= {f"agent_metric_total/{name}": total, f"agent_metric_count/{name}": count}
@@ -105,6 +113,14 @@ class Activity:
     def generating(self) -> AbstractContextManager[None]:
         """A generation request is in flight while inside."""
         return self._in(GENERATION)
+
+    def waiting_for_agent(self) -> AbstractContextManager[None]:
+        """An episode waits for an agent that takes it while inside."""
+        return self._in(BEFORE_PLAYING)
+
+    def playing(self) -> AbstractContextManager[None]:
+        """An agent is at work on an episode while inside."""
+        return self._in(PLAYING)
 
     def waiting_to_be_scored(self) -> AbstractContextManager[None]:
         """A response waits until it may be scored while inside."""
@@ -157,9 +173,13 @@ class Activity:
         drifted: int,
         seconds: float,
         generation_seconds: float,
+        tokens: int,
+        tokens_trained: int,
         metrics: Mapping[str, float],
     ) -> None:
         """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers.
+
+        `tokens`: all that were sampled for it; `tokens_trained`: those of answers that the agent received.
 
         `rewritten`: calls whose history has answers that the policy never gave. `rerendered`: calls whose history the
         model's template wrote in another way than before. `drifted`: answers whose text is other
@@ -173,6 +193,8 @@ class Activity:
         self.episodes["agent_drifted_total"] += drifted
         self._agent_seconds += seconds
         self._agent_generation_seconds += generation_seconds
+        self._agent_tokens += tokens
+        self._agent_tokens_trained += tokens_trained
         for name, value in metrics.items():
             if name in self._metrics or len(self._metrics) < MOST_METRICS:
                 total, count = self._metrics.get(name, (0.0, 0))

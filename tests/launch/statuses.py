@@ -59,6 +59,7 @@ def status(
     gservers: int = 1,
     message: str = "",
     evaluation: EvaluationStatus | None = None,
+    agents: dict[str, float] | None = None,
 ) -> Status:
     """The run `second` seconds after its start."""
     counters = {
@@ -75,7 +76,7 @@ def status(
     processes += [
         ProcessStatus("master", 0, "tcp://127.0.0.1:6000", 201, "here", 0.1, {}, "3 of 8 groups", "live"),
         ProcessStatus("model_worker", 0, "tcp://127.0.0.1:6001", 202, "here", 0.3, {}, "", "live"),
-        ProcessStatus("rollout", 0, "", 203, "here", 12.0, {}, "", "silent"),
+        ProcessStatus("rollout", 0, "", 203, "here", 12.0, agents or {}, "", "silent"),
     ]
     return Status(
         run="addition",

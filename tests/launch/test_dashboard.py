@@ -39,6 +39,25 @@ def test_fits_100_by_30(gservers: int, warnings: list[str]) -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("gservers", [1, 20])
+def test_agents_have_a_line(gservers: int) -> None:
+    agents = {
+        "agent_episodes_running": 12.0,
+        "agent_episodes_total": 200.0,
+        "agent_calls_total": 460.0,
+        "agent_trajectories_total": 220.0,
+        "agent_seconds_total": 100.0,
+        "agent_generation_seconds_total": 25.0,
+        "agent_rewritten_total": 3.0,
+        "agent_retries_total": 0.0,
+    }
+    lines = drawn(dashboard(history(gservers=gservers, agents=agents), now=12.0, config=CONFIG))
+    said = "agents at work 12  episodes 200  calls 2.3  conversations 1.10  policy 25%  rewritten 3"
+    assert any(said in line for line in lines)
+    assert not any("retries" in line for line in lines)
+    assert len(lines) <= 30
+
+
 def test_says_what_goes_on() -> None:
     text = "\n".join(drawn(dashboard(history(), now=12.0, config=CONFIG, warnings=["gserver/0 slow"])))
     for part in (

@@ -33,6 +33,7 @@ async def session(
     max_context: int = 400,
     activity: Activity | None = None,
     before_scoring: Any = None,
+    tokens: int = 50,
     **more: Any,
 ) -> AsyncIterator[tuple[Session, Engine]]:
     """A session whose engine says `texts` one after another, at versions 0, 1, …"""
@@ -42,7 +43,7 @@ async def session(
     ]
     client = GenerationClient(timeout=10)
     async with serving(lambda request, number: replies[number]) as engine:
-        sampling = SamplingConfig(max_new_tokens=50)
+        sampling = SamplingConfig(max_new_tokens=tokens)
         yield (
             Session(
                 prompt=PROMPT,

@@ -323,7 +323,7 @@ class Gateway:
             generation.waiting -= 1
             if generation.abandoned and not generation.task.done():
                 asyncio.get_running_loop().call_later(ABANDONED_SECONDS, generation.cancel_if_abandoned)
-        if not generation.delivered:
+        if generation.succeeded and not generation.delivered:
             generation.delivered = True
             delivered = getattr(episode, "delivered", None)
             if delivered is not None:
@@ -487,8 +487,7 @@ async def _stream(protocol: Api, generation: _Generation, request: web.Request) 
     except RequestRefused as refused:
         if not answer.prepared:
             raise
-        await answer.write(common.event(protocol.error(refused.status, refused.kind, str(refused)), "error"))
-        raise ConnectionResetError("the answer broke off") from refused
+        last = common.event(protocol.error(refused.status, refused.kind, str(refused)), "error")
     if not answer.prepared:
         await answer.prepare(request)
     await answer.write(last)

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -61,6 +62,8 @@ class Episode:
         """Answers whose text is other tokens than those that were sampled."""
         self.generation_seconds = 0.0
         """How long the agent has waited for them."""
+        self.tokens = 0
+        """Tokens that were sampled for it, also for answers that it did not receive."""
         self.last: Completion | None = None
         """What the policy said last."""
         self.failure: StreamRLError | None = None
@@ -258,6 +261,7 @@ class Episode:
             stop_token_ids=request.stop_token_ids,
             on_tokens=on_tokens,
         )
+        self.tokens += len(generation.output_ids)
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""
         message = self._renderer.parse(prompt_ids, generation.output_ids, matched_stop=matched, tools=request.tools)
@@ -359,6 +363,8 @@ class AgentWorkflow:
             drifted=episode.drifted,
             seconds=time.monotonic() - began,
             generation_seconds=episode.generation_seconds,
+            tokens=episode.tokens,
+            tokens_trained=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
             metrics=earned.said.metrics,
         )
         return trajectories
@@ -368,10 +374,14 @@ class AgentWorkflow:
         seconds = self._config.timeout_seconds
         try:
             try:
-                async with asyncio.timeout(None) as deadline:
+                async with asyncio.timeout(None) as deadline, AsyncExitStack() as stages:
+                    waiting = stages.enter_context(ExitStack())
+                    waiting.enter_context(session.activity.waiting_for_agent())
 
                     def begun() -> None:
                         deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+                        stages.enter_context(session.activity.playing())
+                        waiting.close()
 
                     earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
                     if not earned.said.said and (self._config.scored_by == "agent" or episode.notified is not None):

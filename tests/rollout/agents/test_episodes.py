@@ -88,6 +88,18 @@ async def test_branches_train_each_sampled_token_once() -> None:
     assert stats["agent_rewritten_total"] == 0
 
 
+async def test_what_is_waited_for_is_named() -> None:
+    activity = Activity(idle="nothing")
+    told: list[str] = []
+    activity.on_wait(told.append)
+    await play(SOLVE, "once", "Two<|im_end|>", activity=activity)
+    at_work = "agents at work, tools included"
+    assert told == ["nothing", "agents to take their episodes", at_work, "generation", at_work, "nothing"]
+    stats = activity.stats()
+    assert (stats["agent_tokens_total"], stats["agent_tokens_trained_total"]) == (4, 4)
+    assert "agent_episodes_running" not in stats
+
+
 async def test_a_rewritten_history_is_a_conversation_of_its_own() -> None:
     activity = Activity(idle="nothing")
     found = await play(SOLVE, "rewrite", "Two<|im_end|>", "Yes<|im_end|>", activity=activity)

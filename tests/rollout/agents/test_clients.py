@@ -1,0 +1,29 @@
+"""A framework and Anthropic's client as agents that use a tool, from their first call to the trajectory."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config import AgentConfig
+from streamrl.rollout.activity import Activity
+from tests.rollout.agents.test_episodes import play
+from tests.rollout.sessions import parts
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("question", ["whole", "stream"])
+@pytest.mark.parametrize("name", ["with_pydantic_ai", "with_anthropic"])
+async def test_an_agent_with_a_tool_is_one_conversation(name: str, question: str) -> None:
+    activity = Activity(idle="nothing")
+    config = AgentConfig(function=f"tests.rollout.agents.client_agents:{name}", timeout_seconds=120, memory_mb=0)
+    (found,) = await play(
+        config, question, f"Let me see. {CALL}<|im_end|>", "2.<|im_end|>", activity=activity, tokens=200
+    )
+    opening, call, result, answer = parts(found)
+    assert opening == (False, "{system\nUse the tool.}\n{user\n1+1?}\n{assistant\n")
+    assert call == (True, f"Let me see. {CALL}}}")
+    assert result == (False, "\n{tool\n2}\n{assistant\n")
+    assert answer == (True, "2.}")
+    assert (found.reward, found.turns) == (1.0, 2)
+    assert activity.stats()["agent_rewritten_total"] == 0

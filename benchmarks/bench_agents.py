@@ -5,8 +5,9 @@
 64 episodes of several turns at the same time, on an embedded engine with a model from scratch. "direct" keeps its own
 token ids and asks the gserver; "gateway" speaks `/v1/chat/completions` over plain HTTP, as a client that costs nothing
 would, to the gateway in a process of its own, as a rollout worker has it. Answers end where the model ends them, and
-after 32 tokens; rounds alternate. What the gateway renders in a turn is counted: it must not grow with the
-conversation.
+after 32 tokens, so what is compared is tokens a second; rounds alternate. The processor time of the gateway's process
+is told for each call, and so is what it renders in a turn, which must not grow with the conversation; beside it stands
+what the conversation of the last turn has, which a server without memory of it renders in each turn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from common import write_results
@@ -68,26 +69,34 @@ def main() -> None:
     worker = context.Process(target=_serve_gateway, args=(served.url, folder, there))
     worker.start()
     rates: dict[str, list[float]] = {"direct": [], "gateway": []}
-    first = conversations = later = 0
+    tokens: dict[str, list[float]] = {"direct": [], "gateway": []}
+    processor: list[float] = []
+    first = conversations = later = whole = 0
     try:
         for number in range(rounds + 1):  # the first warms up
             direct = asyncio.run(_directly(served.url, folder))
             here.send("begin")
             through = asyncio.run(_through_gateway(here.recv()))
             here.send("end")
-            first, conversations, later = here.recv()
+            first, conversations, later, whole, seconds = here.recv()
             if number:
-                rates["direct"].append(EPISODES * TURNS / direct)
-                rates["gateway"].append(EPISODES * TURNS / through)
+                for name, found in (("direct", direct), ("gateway", through)):
+                    rates[name].append(EPISODES * TURNS / found.seconds)
+                    tokens[name].append(found.tokens / found.seconds)
+                processor.append(1000 * seconds / (EPISODES * TURNS))
     finally:
         here.close()
         worker.join(30)
         served.close()
-    ratio = median(g / d for g, d in zip(rates["gateway"], rates["direct"], strict=True))
+    ratio = median(g / d for g, d in zip(tokens["gateway"], tokens["direct"], strict=True))
     row = {
         "direct_calls_per_second": median(rates["direct"]),
         "gateway_calls_per_second": median(rates["gateway"]),
+        "direct_tokens_per_second": median(tokens["direct"]),
+        "gateway_tokens_per_second": median(tokens["gateway"]),
         "ratio": ratio,
+        "gateway_processor_ms_per_call": median(processor),
+        "tokens_of_whole_conversation": whole,
         "tokens_rendered_first": first,
         "tokens_rendered_later": later,
         "conversations_rendered": conversations,
@@ -98,15 +107,17 @@ def main() -> None:
     for heading in (
         "direct, calls/s",
         "gateway, calls/s",
-        "ratio",
-        "tokens rendered in the first turn, in a later one",
+        "tokens/s, of direct",
+        "processor of the gateway, ms a call",
+        "tokens rendered in the first turn, in a later one (whole conversation)",
     ):
         table.add_column(heading, justify="right")
     table.add_row(
         f"{row['direct_calls_per_second']:.1f}",
         f"{row['gateway_calls_per_second']:.1f}",
         f"{ratio:.2f}",
-        f"{first}, {later}",
+        f"{row['gateway_processor_ms_per_call']:.2f}",
+        f"{first}, {later} ({whole})",
     )
     Console().print(table)
     Console().print(f"written to {path}")
@@ -115,13 +126,23 @@ def main() -> None:
 # --- contenders ---
 
 
-async def _directly(url: str, folder: Path) -> float:
-    """Seconds that all episodes take without a gateway."""
+class Round(NamedTuple):
+    """All episodes, played once."""
+
+    seconds: float
+    tokens: int
+    """That were sampled."""
+
+
+async def _directly(url: str, folder: Path) -> Round:
+    """Play all episodes without a gateway."""
     chat = ChatTokenizer.load(folder)
     client = GenerationClient(timeout=600)
     feedback = chat.encode(FEEDBACK)
+    tokens = 0
 
     async def episode(number: int) -> None:
+        nonlocal tokens
         ids = chat.encode(QUESTION)
         for turn in range(TURNS):
             sampling = SamplingParams(max_new_tokens=TOKENS)
@@ -131,31 +152,37 @@ async def _directly(url: str, folder: Path) -> float:
                 rid=f"direct/{number}/{turn}/{time.time()}",
                 return_logprob=True,
             )
-            ids = [*ids, *(await client.generate(url, request)).output_ids, *feedback]
+            said = (await client.generate(url, request)).output_ids
+            tokens += len(said)
+            ids = [*ids, *said, *feedback]
 
     began = time.perf_counter()
     await asyncio.gather(*map(episode, range(EPISODES)))
     seconds = time.perf_counter() - began
     await client.close()
-    return seconds
+    return Round(seconds, tokens)
 
 
-async def _through_gateway(access: list[tuple[str, str]]) -> float:
-    """Seconds that all episodes take; `access`: URL and key of each."""
+async def _through_gateway(access: list[tuple[str, str]]) -> Round:
+    """Play all episodes; `access`: URL and key of each."""
+    tokens = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
 
         async def episode(url: str, key: str) -> None:
+            nonlocal tokens
             messages = [{"role": "user", "content": QUESTION}]
             for _ in range(TURNS):
                 body = {"model": "policy", "messages": messages, "max_tokens": TOKENS}
                 async with client.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
                     answer.raise_for_status()
-                    said = (await answer.json())["choices"][0]["message"]["content"]
+                    reply = await answer.json()
+                said = reply["choices"][0]["message"]["content"]
+                tokens += reply["usage"]["completion_tokens"]
                 messages += [{"role": "assistant", "content": said}, {"role": "user", "content": FEEDBACK}]
 
         began = time.perf_counter()
         await asyncio.gather(*(episode(url, key) for url, key in access))
-        return time.perf_counter() - began
+        return Round(time.perf_counter() - began, tokens)
 
 
 # --- the gateway, in a process of its own ---
@@ -168,6 +195,8 @@ class _Counting(TemplateRenderer):
         super().__init__(chat)
         self.whole: list[int] = []
         self.later: list[int] = []
+        self.longest = 0
+        """Tokens of the longest conversation that was continued."""
 
     def render(self, messages: Any, tools: Any) -> list[int]:
         ids = super().render(messages, tools)
@@ -178,6 +207,7 @@ class _Counting(TemplateRenderer):
         ids = super().extend(prompt_ids, output_ids, messages, tools)
         if ids is not None:
             self.later.append(len(ids))
+            self.longest = max(self.longest, len(prompt_ids) + len(output_ids) + len(ids))
         return ids
 
 
@@ -210,12 +240,14 @@ async def _gateway(gserver: str, folder: Path, pipe: Connection) -> None:
         ]
         for episode in episodes:
             table.add(episode)
+        began = time.process_time()
         pipe.send([(f"{url}/episodes/{episode.name}/v1/chat/completions", episode.key) for episode in episodes])
         await _received(pipe)
+        seconds = time.process_time() - began
         for episode in episodes:
             table.remove(episode)
             gateway.forget(episode.key)
-        pipe.send((max(renderer.whole), len(renderer.whole), max(renderer.later)))
+        pipe.send((max(renderer.whole), len(renderer.whole), max(renderer.later), renderer.longest, seconds))
     await gateway.close()
     await client.close()
 

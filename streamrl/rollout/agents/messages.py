@@ -54,6 +54,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end an answer, which does not include them."""
     stop_token_ids: tuple[int, ...] = ()
+    token_texts: bool = False
+    """Whether the text of each sampled token is wanted."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     """Of each sampled token, in nats."""
     token_texts: tuple[str, ...]
-    """Each sampled token as text."""
+    """Each sampled token as text, where that is wanted."""
     matched_stop: str = ""
     """The stop string that ended it, if one did."""
 

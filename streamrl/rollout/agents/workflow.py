@@ -276,7 +276,7 @@ class Episode:
             prompt_ids=call.prompt_ids,
             output_ids=tuple(generation.output_ids),
             logprobs=tuple(generation.logprobs),
-            token_texts=tuple(chat.decode([token]) for token in generation.output_ids),
+            token_texts=tuple(chat.decode([token]) for token in generation.output_ids) if request.token_texts else (),
             matched_stop=matched,
         )
         self._undelivered.append((completion, call))

@@ -95,6 +95,7 @@ def parse(raw: bytes) -> Call:
             n=n,
             max_tokens=limit,
             stop=common.stops(body.stop),
+            token_texts=bool(body.logprobs),
         ),
         model=body.model,
         stream=bool(body.stream),

@@ -51,6 +51,7 @@ def parse(raw: bytes) -> Call:
             n=n,
             max_tokens=body.max_tokens,
             stop=common.stops(body.stop),
+            token_texts=body.logprobs is not None,
         ),
         model=body.model,
         stream=bool(body.stream),

@@ -85,6 +85,7 @@ def parse(raw: bytes) -> Call:
             messages=(*instructions, *messages),
             tools=() if body.tool_choice == "none" else tuple(_tool(tool) for tool in body.tools or ()),
             max_tokens=body.max_output_tokens,
+            token_texts=_LOGPROBS in (body.include or ()),
         ),
         model=body.model,
         stream=bool(body.stream),

@@ -175,6 +175,32 @@ def routing(results: Results) -> str:
     )
 
 
+def agents(results: Results) -> str:
+    return markdown(
+        [
+            "calls/s of `/generate` directly",
+            "calls/s through the gateway",
+            "tokens/s, of direct",
+            "processor time of the gateway",
+            "tokens rendered in the first turn",
+            "in a later one",
+            "whole conversation",
+        ],
+        [
+            [
+                f"{row['direct_calls_per_second']:.0f}",
+                f"{row['gateway_calls_per_second']:.0f}",
+                f"{row['ratio']:.2f}",
+                f"{row['gateway_processor_ms_per_call']:.2f} ms a call",
+                f"{row['tokens_rendered_first']}",
+                f"{row['tokens_rendered_later']}",
+                f"{row['tokens_of_whole_conversation']}",
+            ]
+            for row in results["rows"]
+        ],
+    )
+
+
 def weights(results: Results) -> str:
     def line(row: dict[str, Any]) -> str:
         mebibytes = row["megabytes"]
@@ -444,6 +470,7 @@ TABLES = (
     Table("docs/staleness.md", "delay", delay),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
+    Table("docs/agents.md", "bench_agents", agents),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),

@@ -68,7 +68,7 @@ def test_help_loads_nothing_heavy() -> None:
     said = several(["--help"], then=f"[name for name in {HEAVY!r} if name in sys.modules]")
     *text, loaded = said.splitlines()
     assert loaded == "[]"
-    shown = ("run", "manager", "gserver", "rollout", "trainer", "check", "plan", "status", "report", "replay")
+    shown = ("run", "manager", "gserver", "rollout", "trainer", "check", "plan", "status", "page", "report", "replay")
     for command in shown:
         assert any(command in line for line in text)
     assert not any("model-worker" in line or "replay-rank" in line for line in text)
@@ -138,6 +138,8 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["check", "CONFIG", "trainer.lr=-1"], 2, "trainer.lr"),
         (["run", "CONFIG", "trainer"], 2, "section.key=value"),
         (["report", "nowhere"], 2, "nowhere: no such folder"),
+        (["page", "nowhere"], 2, "nowhere: no such folder"),
+        (["page", "docs"], 2, "docs is no run, and has none in it"),
         (["replay", "nowhere"], 1, "nowhere: this run has kept no record"),
         (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
         (["checkpoint", "CONFIG", "--component", "streamrl.config:load"], 1, "TypeError"),
@@ -179,6 +181,7 @@ def test_report_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "run trial: finished" in done.stdout
     assert (folder / "plots" / "timeline.png").stat().st_size > 5000
+    assert (folder / "overview.html").stat().st_size > 50_000
 
 
 def test_report_with_a_trace(tmp_path: Path) -> None:

@@ -167,9 +167,14 @@ function pressed(event) {
   } else if (view?.key?.(event)) event.preventDefault();
 }
 
+/** Take in the facts of all runs; whether the view shows anything that changed. */
 function told(runs) {
+  const before = new Map(state.runs.map((run) => [run.id, run]));
+  const { news } = VIEWS[shownView] ?? overview;
+  const changed = runs.some((run) => news.some((name) => before.get(run.id)?.[name] !== run[name]));
   state.runs.splice(0, state.runs.length, ...runs);
   if (notice.dataset.of === "connection") say("");
+  return changed;
 }
 
 async function begin() {
@@ -195,8 +200,8 @@ async function begin() {
   }
   await update("data");
   data.follow((runs) => {
-    told(runs);
-    update("data");
+    if (told(runs)) update("data");
+    else drawRuns();
   }, () => {
     notice.dataset.of = "connection";
     say("No news from the page's server; what was shown before stays. It is tried again by itself.");

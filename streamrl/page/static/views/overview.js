@@ -8,6 +8,8 @@ import { ofRun, ofSeries, ofAge } from "../colours.js";
 
 export const title = "Overview";
 export const plots = true;
+/** Facts of a run whose change makes the view ask anew. */
+export const news = ["steps", "evaluations", "state"];
 
 const PLOTS = [
   { title: "Reward", unit: "mean of the batch", lines: [["reward_mean", "training"], ["@reward_mean", "held-out"]] },

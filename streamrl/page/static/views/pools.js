@@ -6,6 +6,7 @@ import * as state from "../state.js";
 import { ofKind, variable } from "../colours.js";
 
 export const title = "Pools";
+export const news = ["beats", "steps", "state"];
 
 const ROW = 26;
 const GAP = 5;

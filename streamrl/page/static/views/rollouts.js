@@ -6,6 +6,7 @@ import * as state from "../state.js";
 import { ofAge, diverging, sequential } from "../colours.js";
 
 export const title = "Rollouts";
+export const news = ["rollouts", "steps"];
 
 const PAGE = 50;
 const MOST_TOKENS = 1500;

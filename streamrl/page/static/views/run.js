@@ -6,6 +6,7 @@ import * as state from "../state.js";
 import { ofRun } from "../colours.js";
 
 export const title = "Configuration & logs";
+export const news = ["beats", "state"];
 
 const PARTS = { config: "Configuration", logs: "Logs", graph: "Graph" };
 const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR"];

@@ -9,6 +9,7 @@ import { ageLines, xOf } from "./overview.js";
 
 export const title = "Staleness";
 export const plots = true;
+export const news = ["steps", "state"];
 
 const PLOTS = [
   { title: "Age of tokens", unit: "versions", zero: true, lines: [["token_age_max", "oldest in a loss"], ["token_age_mean", "mean"]] },

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from streamrl.errors import DataError
 from streamrl.records.rollouts import (
     DTYPES,
+    FOLDER,
     FRAMES,
     ROW,
     ROWS,
@@ -105,7 +106,7 @@ class RolloutWriter:
         self._folder = folder
         self._most_bytes = most_bytes
         self._encoder = GroupEncoder()
-        self._rewind(policy_version)
+        _rewind(folder, policy_version=policy_version)
         self._closed = [_Closed(name, self._bytes_of(name)) for name in segments_in(folder)]
         self._number = max((segment.name.last for segment in self._closed), default=0)
         self._files: tuple[BinaryIO, BinaryIO] | None = None
@@ -160,20 +161,6 @@ class RolloutWriter:
         self._number += 1
         self._files, self._sizes = (rows, frames), (len(line), 0)
 
-    def _rewind(self, policy_version: int) -> None:
-        for name in segments_in(self._folder):
-            file = name.file(self._folder, ROWS)
-            try:
-                rows, start, dtype = read_rows(file)
-            except DataError as error:
-                log.warning("left as it is: %s", error)
-                continue
-            keep = int((rows["step"] <= policy_version).sum())  # steps ascend
-            if not keep:
-                _remove(self._folder, name)
-            elif keep < len(rows):
-                os.truncate(file, start + keep * dtype.itemsize)
-
     def _thin_out(self) -> None:
         while self.bytes > self._most_bytes and len(self._closed) > 2:
             old = self._closed[:-1] if self._files is not None else self._closed[:-2]
@@ -220,6 +207,30 @@ class RolloutWriter:
 
     def _bytes_of(self, name: SegmentName) -> int:
         return sum(name.file(self._folder, ending).stat().st_size for ending in (ROWS, FRAMES))
+
+
+def rewind(run_dir: Path, *, policy_version: int) -> None:
+    """Take the rollouts of the run in `run_dir` back to `policy_version`: later steps are about to be made again.
+
+    Those of all ranks, since the run may go on with fewer. Raises `OSError`.
+    """
+    for folder in (run_dir / FOLDER).glob("rank-*"):
+        _rewind(folder, policy_version=policy_version)
+
+
+def _rewind(folder: Path, *, policy_version: int) -> None:
+    for name in segments_in(folder):
+        file = name.file(folder, ROWS)
+        try:
+            rows, start, dtype = read_rows(file)
+        except DataError as error:
+            log.warning("left as it is: %s", error)
+            continue
+        keep = int((rows["step"] <= policy_version).sum())  # steps ascend
+        if not keep:
+            _remove(folder, name)
+        elif keep < len(rows):
+            os.truncate(file, start + keep * dtype.itemsize)
 
 
 def _by_place(rows: NDArray[np.void]) -> Iterator[NDArray[np.void]]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
+from streamrl.records.rollouts import Rollouts
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
+from streamrl.types import NO_VERSION
 from tests.e2e.preloaded import COMMAND, ROOT, SUPPORTED, PreloadedProcess
 
 COPY_SCRATCH = ROOT / "examples" / "copy_scratch.toml"
@@ -231,6 +234,21 @@ def largest_difference(run_dir: Path) -> float:
     found = [metrics["logprob_diff_max"] for metrics in made if "logprob_diff_max" in metrics]
     assert len(found) >= 0.75 * len(made) - 1, f"compared at {len(found)} of {len(made)} versions"
     return float(max(found))
+
+
+def assert_rollouts(run_dir: Path, *, groups: int) -> None:
+    """Of each step so many `groups` were kept, which it was trained on, and all of them can be read."""
+    kept = Rollouts(run_dir)
+    of_steps = {step["step"]: step for step in steps(run_dir)}
+    found = {(int(row["step"]), int(row["seq"])) for row in kept.rows}
+    assert Counter(step for step, _ in found) == dict.fromkeys(of_steps, groups)
+    for step, seq in found:
+        assert seq in of_steps[step]["seqs"]
+        group = kept.group(step, seq)
+        assert all("".join(group.pieces(index)) == group.texts[index] for index in range(group.size))
+        assert int((group.policy_versions != NO_VERSION).sum()) == sum(
+            row.length for row in kept.table(filter=f"step={step} seq={seq}", texts=False).rows
+        )
 
 
 def assert_exactly_once(run_dir: Path) -> None:

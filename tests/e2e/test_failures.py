@@ -21,6 +21,7 @@ from tests.e2e.harness import (
     SMALL,
     assert_exactly_once,
     assert_none_missing,
+    assert_rollouts,
     overrides,
     process_of,
     run,
@@ -97,6 +98,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     assert down > 0
     assert summary(run_dir)["train_seconds"] < after[-1]["time"] - began - down
 
+    assert_rollouts(run_dir, groups=4)
     recorded = read_recording(run_dir)
     assert [(part.begins_at, part.last, len(part.folders)) for part in recorded.parts] == [
         (0, saved, 1),

@@ -18,6 +18,7 @@ from tests.e2e.harness import (
     SMALL,
     Command,
     assert_exactly_once,
+    assert_rollouts,
     largest_difference,
     overrides,
     processes_of,
@@ -56,6 +57,7 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     assert {role for role, _ in listened} >= {"manager", "gserver", "model-worker", "master"}
     assert all(ipaddress.ip_address(address).is_loopback for _, address in listened), listened
     assert_exactly_once(run_dir)
+    assert_rollouts(run_dir, groups=4)
     names = {name for step in steps(run_dir) for name, _, _ in step["spans"]}
     assert names >= {"wait", "ref_inf", "actor_inf", "actor_train", "publish"}
     assert all("kl" in step["metrics"] for step in steps(run_dir))

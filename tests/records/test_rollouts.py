@@ -270,7 +270,12 @@ def test_a_resumed_run_takes_steps_back(tmp_path):
     assert same(found.group(6, 16), again[-1])
     with pytest.raises(DataError, match="group 5 of step 5 is not among the rollouts"):
         found.group(5, 5)
+    keep(tmp_path, [made(4, 44), made(5, 45)], rank=1)
+    rollouts_writer.rewind(tmp_path, policy_version=4)  # by the master: rank 1 may not be there any more
+    assert found.refresh()
+    assert sorted(r.seq for r in found.table(filter="index=0").rows) == [1, 2, 3, 14, 44]
     keep(tmp_path, [], version=0)
+    rollouts_writer.rewind(tmp_path, policy_version=0)
     assert found.refresh()
     assert len(found) == 0
 

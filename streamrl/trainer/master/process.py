@@ -19,7 +19,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import StreamRLError, TrainingError
 from streamrl.ledger import ReadyGroups, Selection
-from streamrl.records import progress
+from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.final import FINAL_FILE, Final
@@ -162,6 +162,7 @@ class Master:
         )
         if begun is not None:
             progress.rewind(config.run_dir, policy_version=begun.policy_version)
+            rollouts_writer.rewind(config.run_dir, policy_version=begun.policy_version)
             recording.cut(config.run_dir, policy_version=begun.policy_version)
         self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
         self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)

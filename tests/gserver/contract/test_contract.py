@@ -97,7 +97,7 @@ async def test_an_aborted_request_answers_with_what_it_has(gserver: Contract) ->
     assert len((await other).output_ids) == 30
 
 
-@served(*WHATEVER_THE_PAUSE)
+@served(*(("embedded", mode, 1) for mode in MODES))
 async def test_a_stream_goes_on_through_a_weight_update(gserver: Contract) -> None:
     told: list[int] = []
     begun = asyncio.Event()

@@ -195,5 +195,5 @@ class Tally:
             reward_mean=fmean(self._rewards) if self._rewards else None,
             pass_at=mean_pass_at(self._passed, samples=self._samples),
             response_length_mean=fmean(self._lengths) if self._lengths else None,
-            cut_share=self._cut / len(self._rewards) if self._rewards else None,
+            cut_share=self._cut / len(self._lengths) if self._lengths else None,
         )

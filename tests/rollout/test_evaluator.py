@@ -275,3 +275,14 @@ def test_an_evaluation_that_failed_altogether() -> None:
     report = tally.report(TASK, time=9.0, seconds=2.0)
     assert (report.prompts, report.rejected, report.reward_mean, report.pass_at) == (0, 1, None, {})
     assert report.oldest_version is report.newest_version is report.cut_share is report.response_length_mean is None
+
+
+def test_of_an_agents_episode_each_trajectory_may_be_cut() -> None:
+    tally = Tally(samples=2, pass_reward=1.0)
+    group = make_group(seqlens=(5, 6, 7))
+    group.episodes = np.array([0, 0, 1], np.int32)
+    group.scores = [1.0, 0.5]
+    group.finish_reasons = ["length", "length", "stop"]
+    tally.add(group)
+    report = tally.report(TASK, time=0.0, seconds=1.0)
+    assert (report.cut_share, report.reward_mean, report.pass_at[1]) == (pytest.approx(2 / 3), 0.75, 0.5)

@@ -164,7 +164,7 @@ class Hosts:
 
     def forged(self, host: str | None, origin: str | None) -> str:
         """Return why a request with these headers is refused; empty if it is not."""
-        if origin is not None and urlsplit(origin).netloc.lower() != (host or "").lower():
+        if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
             return f"a page of {origin[:100]!r} may not ask this server"
         if host is None or host in self._good:
             return ""

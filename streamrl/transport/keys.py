@@ -79,4 +79,4 @@ def bearer(key: str) -> dict[str, str]:
 def admits(key: str, shown: str | None) -> bool:
     """Whether the value of the header, `shown`, has `key`. How long the comparison takes does not tell where they
     differ."""
-    return not key or hmac.compare_digest((shown or "").encode(), f"Bearer {key}".encode())
+    return not key or hmac.compare_digest((shown or "").encode(errors="replace"), f"Bearer {key}".encode())

@@ -30,7 +30,7 @@ def test_a_key_that_is_not_set_is_asked_for_by_name(monkeypatch: pytest.MonkeyPa
 def test_only_the_whole_key_admits() -> None:
     assert admits("", None)
     assert admits(KEY, f"Bearer {KEY}")
-    for shown in (None, "", KEY, f"Bearer {KEY}x", f"bearer {KEY}", f"Bearer {KEY[:-1]}", "Bearer ü"):
+    for shown in (None, "", KEY, f"Bearer {KEY}x", f"bearer {KEY}", f"Bearer {KEY[:-1]}", "Bearer ü", "Bearer \udcff"):
         assert not admits(KEY, shown)
 
 

@@ -622,7 +622,7 @@ def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if why := hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
-            return _json(_error(f"{request.path}: {why}"), status=403)
+            return _json(_error(f"{request.path[:100]!r}: {why}"), status=403)
         shown = request.headers.get(HEADER)
         if request.path == "/health" or (keys.control and admits(keys.control, shown)):
             return await handler(request)
@@ -632,7 +632,7 @@ def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
             return _json(_error("this call needs the key that members of the run are given"), status=401)
         if keys.control and request.path not in GENERATION_CALLS:
             seldom.warning("refused %s of somebody who may only generate", request.path[:100])
-            return _json(_error(f"{request.path[:100]}: only the manager may change a gserver"), status=403)
+            return _json(_error(f"{request.path[:100]!r}: only the manager may change a gserver"), status=403)
         return await handler(request)
 
     return check

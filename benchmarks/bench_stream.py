@@ -94,7 +94,7 @@ def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
     limits = codec.Limits(max_group_bytes=MAX_GROUP_BYTES)
     ingress = StreamIngress(dataset, host="127.0.0.1", limits=limits, keys=keys)
-    ingress.start(Verifier("model_worker", key=KEY, encrypted=keys is not None))
+    ingress.start(Verifier("model_worker", key=KEY))  # without a doorkeeper, which would ask a manager whose key it is
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:
         contender, count = order

@@ -1,5 +1,7 @@
-"""What everybody needs who starts child processes: reading their pipes, ending their process groups, saying how they
-ended.
+"""What everybody needs who starts child processes: talking to them in frames over pipes, reading what they print,
+ending their process groups, saying how they ended.
+
+A frame is the length of its body (4 bytes, little endian) and the body.
 
 A parent that may be killed itself gives each child the reading end of a pipe, the lifeline, whose only writing end is
 its own: at end-of-file the child ends itself and its process group.
@@ -17,9 +19,15 @@ import select
 import signal
 import sys
 import traceback
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import BinaryIO
+
+from streamrl.errors import WireError
+
+LENGTH_BYTES = 4
+MOST_FRAME_BYTES = 1 << 28
 
 _PR_SET_PDEATHSIG = 1
 _TRACEBACK_LINES = 12
@@ -46,6 +54,34 @@ def kill_group(leader: int) -> bool:
         os.killpg(leader, signal.SIGKILL)
         return True
     return False
+
+
+async def end_group(process: Process, *, grace: float = 0.0) -> int:
+    """End by force the process group that `process` leads, with all that it has started; return its exit code.
+
+    One that is ending by itself gets `grace` seconds to leave its own code.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace):
+            await process.wait()
+    kill_group(process.pid)
+    if process.stdin is not None:
+        process.stdin.close()
+    return await process.wait()
+
+
+def framed(body: bytes) -> bytes:
+    """Return `body` as a frame."""
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the body of the next frame; raises `IncompleteReadError` at the end of the pipe, `WireError` for one of
+    more than `MOST_FRAME_BYTES`."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+    if length > MOST_FRAME_BYTES:
+        raise WireError(f"a frame of {length} bytes")
+    return await reader.readexactly(length)
 
 
 def describe_exit(code: int | None) -> str:

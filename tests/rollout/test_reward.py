@@ -87,7 +87,7 @@ async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
         assert await rewards.score(response("pid"), prompt()) == pid
 
 
-@pytest.mark.parametrize(("text", "status"), [("exit 7", "exit status 7"), ("abort", "SIGABRT"), ("sysexit", "3")])
+@pytest.mark.parametrize(("text", "status"), [("exit 7", "exit code 7"), ("abort", "SIGABRT"), ("sysexit", "3")])
 async def test_a_crash_is_reported_and_the_process_replaced(text: str, status: str) -> None:
     async with pool() as rewards:
         pid = await rewards.score(response("pid"), prompt())

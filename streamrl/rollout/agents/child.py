@@ -21,6 +21,7 @@ import msgspec
 from streamrl.children import (
     die_with_parent,
     end_the_rest_after_death,
+    read_frame,
     reading,
     take_standard_streams,
     traceback_tail,
@@ -37,7 +38,6 @@ from streamrl.rollout.agents.pipe import (
     Setup,
     ToAgents,
     frame,
-    read_body,
 )
 from streamrl.rollout.agents.policy import Policy
 
@@ -66,7 +66,7 @@ async def _serve(calls_in: int, replies_out: BinaryIO) -> None:
         function: Callable[..., Any] | None = None
         while True:
             try:
-                call = decoder.decode(await read_body(reader))
+                call = decoder.decode(await read_frame(reader))
             except asyncio.IncompleteReadError:
                 os._exit(0)  # the parent is gone, and threads may hang in the user's function
             if isinstance(call, Setup):

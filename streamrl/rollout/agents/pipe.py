@@ -1,18 +1,17 @@
 """What a rollout worker and the processes in which agents' functions run say to each other over a pipe.
 
-A frame is the length of its body (4 bytes, little endian) and the body in msgpack. The worker sends one `Setup`, then
-any number of `Begin`s and `Cancel`s; the process replies `Ready`, and for each `Begin` one `Ended` or `Failed`, in any
+In frames (`streamrl/children.py`) with a body in msgpack. The worker sends one `Setup`, then any number of `Begin`s
+and `Cancel`s; the process replies `Ready`, and for each `Begin` one `Ended` or `Failed`, in any
 order.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 
-LENGTH_BYTES = 4
+from streamrl.children import framed
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -115,11 +114,4 @@ FromAgents = Ready | Ended | Failed
 
 def frame(message: ToAgents | FromAgents) -> bytes:
     """Return `message` as it goes through the pipe; raises `TypeError` for values that msgpack has no type for."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-async def read_body(reader: asyncio.StreamReader) -> bytes:
-    """Return the body of the next frame; raises `IncompleteReadError` at the end of the pipe."""
-    header = await reader.readexactly(LENGTH_BYTES)
-    return await reader.readexactly(int.from_bytes(header, "little"))
+    return framed(msgspec.msgpack.encode(message))

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.children import describe_exit, kill_group, without_secrets
+from streamrl.children import describe_exit, end_group, kill_group, read_frame, without_secrets
 from streamrl.config import Config
-from streamrl.errors import AgentError
+from streamrl.errors import AgentError, WireError
 from streamrl.rollout.agents import interpreter
 from streamrl.rollout.agents.pipe import (
     Access,
@@ -41,7 +41,6 @@ from streamrl.rollout.agents.pipe import (
     Score,
     Setup,
     frame,
-    read_body,
 )
 from streamrl.transport import secret
 
@@ -174,8 +173,7 @@ class _AgentProcess:
     async def stop(self) -> None:
         """End the process for good."""
         if self._process is not None:
-            kill_group(self._process.pid)
-            await self._process.wait()
+            await end_group(self._process)
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -204,10 +202,9 @@ class _AgentProcess:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
-                reply = _decoder.decode(await read_body(self._process.stdout))
-        except (TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
-            kill_group(self._process.pid)
-            ended = describe_exit(await self._process.wait())
+                reply = _decoder.decode(await read_frame(self._process.stdout))
+        except (TimeoutError, asyncio.IncompleteReadError, WireError, msgspec.DecodeError) as error:
+            ended = describe_exit(await end_group(self._process))
             needs = f" ({self._python} needs the package msgspec)" if self._python else ""
             raise AgentError(
                 f"{what} could not be imported: its process {ended}{needs}; its own words are above"
@@ -223,10 +220,10 @@ class _AgentProcess:
         why = "broke the protocol"
         try:
             while True:
-                self._take(_decoder.decode(await read_body(process.stdout)))
+                self._take(_decoder.decode(await read_frame(process.stdout)))
         except (asyncio.IncompleteReadError, ConnectionError):
             why = describe_exit(await process.wait())
-        except msgspec.DecodeError:
+        except (WireError, msgspec.DecodeError):
             pass
         finally:
             kill_group(process.pid)

@@ -16,11 +16,16 @@ from typing import BinaryIO
 
 import msgspec
 
-from streamrl.children import die_with_parent, end_the_rest_after_death, take_standard_streams, traceback_tail
+from streamrl.children import (
+    LENGTH_BYTES,
+    die_with_parent,
+    end_the_rest_after_death,
+    take_standard_streams,
+    traceback_tail,
+)
 from streamrl.errors import StreamRLError
 from streamrl.rollout.reward.functions import RewardFunction, load_reward
 from streamrl.rollout.reward.protocol import (
-    LENGTH_BYTES,
     Failure,
     Ready,
     Reward,

@@ -8,9 +8,7 @@ that the function has started in one. The function's environment has none of the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -19,12 +17,10 @@ from typing import cast
 
 import msgspec
 
-from streamrl.children import without_secrets
+from streamrl.children import describe_exit, end_group, read_frame, without_secrets
 from streamrl.config import Config
 from streamrl.errors import RewardError, RewardTimeout, WireError
 from streamrl.rollout.reward.protocol import (
-    LENGTH_BYTES,
-    MAX_FRAME_BYTES,
     DataOrigin,
     Failure,
     Ready,
@@ -144,7 +140,7 @@ class RewardPool:
             ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             status = await child.replace(grace=_EXIT_SECONDS)
-            raise RewardError(f"{what}: its process died ({_exit_text(status)}) and was replaced") from error
+            raise RewardError(f"{what}: its process died ({describe_exit(status)}) and was replaced") from error
         except (TypeError, OverflowError) as error:
             raise RewardError(f"{what}: the prompt's row cannot be sent to it: {error}") from error
         except (WireError, msgspec.DecodeError) as error:
@@ -191,10 +187,7 @@ class _Child:
         assert process.stdout is not None
         process.stdin.write(frame(call))
         await process.stdin.drain()
-        length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-        if length > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {length} bytes")
-        return _decoder.decode(await process.stdout.readexactly(length))
+        return _decoder.decode(await read_frame(process.stdout))
 
     async def replace(self, *, grace: float = 0.0) -> int | None:
         """Kill the process and begin to start another; return the exit status of the first."""
@@ -235,7 +228,7 @@ class _Child:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             status = await self._kill(grace=_EXIT_SECONDS)
             raise RewardError(
-                f"reward function {function}: its process died while it was imported ({_exit_text(status)}); "
+                f"reward function {function}: its process died while it was imported ({describe_exit(status)}); "
                 "its own words are above"
             ) from error
         if isinstance(reply, Failure):
@@ -251,14 +244,7 @@ class _Child:
         process = self._process
         if process is None:
             return None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
-                await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdin is not None:
-            process.stdin.close()
-        status = await process.wait()
+        status = await end_group(process, grace=grace)
         self._process = None
         return status
 
@@ -266,11 +252,3 @@ class _Child:
         if self._process is None:
             raise ConnectionError("the process is gone")
         return self._process
-
-
-def _exit_text(status: int | None) -> str:
-    if status is None:
-        return "gone"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"

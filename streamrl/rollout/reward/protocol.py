@@ -1,7 +1,7 @@
 """What a rollout worker and its reward processes say to each other over a pipe.
 
-A frame is the length of its body (4 bytes, little endian) and the body in msgpack. The worker sends one `Setup`, then
-any number of `ScoreCall`s; the process replies to each in turn.
+In frames (`streamrl/children.py`) with a body in msgpack. The worker sends one `Setup`, then any number of
+`ScoreCall`s; the process replies to each in turn.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.children import framed
 from streamrl.types import Prompt
-
-LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 1 << 28
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -78,5 +76,4 @@ RewardReply = Ready | Reward | Failure
 
 def frame(message: RewardCall | RewardReply) -> bytes:
     """Return `message` as it goes through the pipe; raises `TypeError` for values that msgpack has no type for."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+    return framed(msgspec.msgpack.encode(message))

@@ -52,7 +52,7 @@ def check(events: list[Json]) -> None:
                 track = event["pid"], event["tid"]
                 assert track in tracks, "on a track without a name"
                 assert event["dur"] >= 0
-                assert event["ts"] >= reached[track] - 1e-3, "slices of a track overlap"
+                assert event["ts"] >= reached[track] - 1.0, "slices of a track overlap by more than a microsecond"
                 reached[track] = event["ts"] + event["dur"]
             case "C":
                 assert event["ts"] >= 0

@@ -92,7 +92,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
-    write_results(Path(__file__).stem, {"steps": asked.steps, "responses": asked.responses, "rows": rows})
+    write_results(Path(__file__).stem, {"steps": asked.steps, "responses": asked.responses, "made_up": True}, rows)
 
 
 if __name__ == "__main__":

@@ -114,9 +114,14 @@ async def running(
     `secret`: the run's, for the certificate of an encrypted server."""
     # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
     prompt_cache = config.weights.pause_mode != "in_place"
-    if config.gserver.engine == "sglang" and config.gserver.sglang.addresses:
+    addresses = config.gserver.sglang.addresses
+    if config.gserver.engine == "sglang" and addresses:
+        if index >= len(addresses):
+            raise ConfigError(
+                f"gserver.sglang.addresses names {len(addresses)} servers, none for gserver/{index}: add its address"
+            )
         async with joined_server(
-            config.gserver.sglang.addresses[index].rstrip("/"),
+            addresses[index].rstrip("/"),
             model_dir=model_dir,
             weight_version=_initial_version(config),
             max_context=config.gserver.max_context,

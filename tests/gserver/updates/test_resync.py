@@ -99,7 +99,7 @@ async def test_one_without_a_stage_that_took_other_weights_is_given_no_groups(tm
         await run.until(lambda status: bad.counts[LOAD] == 2)  # it was tried again, as one that comes late
         assert live_gservers(await run.client.status()) == {0}
         assert bad.weight_version == MIXED_WEIGHTS
-        assert not bad.paused
+        await run.until(lambda status: not bad.paused)
 
 
 @pytest.mark.parametrize("others", [[{"a": "2"}], [{}], [], [{"a": "1"}] * 2], ids=["other", "none", "fewer", "more"])

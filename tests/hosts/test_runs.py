@@ -131,9 +131,9 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(cluster: Cluster
     master = cluster.start(0, "master")
     cluster.start(3, "gserver")
     near_worker = cluster.start(1, "rollout")
-    until_said(manager, r"the manager of run 'run' listens at http://10\.77\.0\.1:7000")
+    until_said(manager, r"the manager of run 'run' listens at https://10\.77\.0\.1:7000")
     for address in (hosts.address(2), hosts.address(3)):
-        until_said(manager, rf"gserver/\d+ joined at http://{re.escape(address)}:")
+        until_said(manager, rf"gserver/\d+ joined at https://{re.escape(address)}:")
     wait_for_steps(run_dir, 5)
     until_said(first, r"weights\.mode: collective \(gservers are on other hosts\)")
 
@@ -187,8 +187,8 @@ def test_weights_through_a_disk_that_all_have(cluster: Cluster) -> None:
     for command in (*parts, *pools, manager):
         command.ends_well()
     assert cluster.rewards()[0] < 0.2
-    assert "gserver/1 joined at http://10.77.0.4:" in manager.output
-    assert "gserver/2 joined at http://10.77.0.4:" in manager.output
+    assert "gserver/1 joined at https://10.77.0.4:" in manager.output
+    assert "gserver/2 joined at https://10.77.0.4:" in manager.output
     assert_exactly_once(cluster.run_dir)
     assert_none_missing(cluster.run_dir)
     assert largest_difference(cluster.run_dir) < 1e-3

@@ -15,7 +15,7 @@ own = reach_towards("http://10.77.0.1:7000").announced
 at = socket.gethostbyname(socket.gethostname())
 print(socket.gethostname(), own, at, interface_of(own), reach_of_manager("0.0.0.0").announced, machine_identity())
 """
-REACH = "import socket; socket.create_connection(('10.77.0.1', 9), timeout=1)"
+REACH = "import socket; socket.create_connection(('10.77.0.1', 9), timeout={})"
 
 
 def on(hosts: Hosts, host: int, script: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +30,8 @@ def test_hosts_differ_and_can_be_cut_off(hosts: Hosts) -> None:
         for host, address in enumerate(("10.77.0.1", "10.77.0.2"))
     ]
     assert found[0][5] != found[1][5], "they share memory"
-    assert "Connection refused" in on(hosts, 1, REACH).stderr
+    assert "Connection refused" in on(hosts, 1, REACH.format(20)).stderr
     hosts.cut(1)
-    assert "timed out" in on(hosts, 1, REACH).stderr
+    assert "timed out" in on(hosts, 1, REACH.format(1)).stderr
     hosts.mend(1)
-    assert "Connection refused" in on(hosts, 1, REACH).stderr
+    assert "Connection refused" in on(hosts, 1, REACH.format(20)).stderr

@@ -24,6 +24,7 @@ from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.control import PublishBegin, PublishBeginReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.weights import FixedWeights
@@ -85,9 +86,9 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
     config = tiny_config(tmp_path)
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     initial = load_file(model_dir / "model.safetensors")
-    client = GenerationClient(timeout=30.0)
     async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
-        control = KillingClient(run.url)
+        client = GenerationClient(timeout=30.0, key=generation_key(config, run.secret))
+        control = KillingClient(run.url, secret=run.secret)
         publisher = Publisher(
             client=control,
             config=config.weights,
@@ -98,6 +99,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         )
         status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
         urls = [p.address for p in status.processes if p.role == "gserver"]
+        client.control_keys |= {url: control_key(config, run.secret, index) for index, url in enumerate(urls)}
         before = [await client.checksum(url) for url in urls]
         assert before[0] == before[1]
 

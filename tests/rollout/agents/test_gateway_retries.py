@@ -66,7 +66,8 @@ async def test_an_answer_that_stayed_in_the_buffers_was_not_delivered(served, as
     served.episode.padding = "." * 20_000_000
     body = json.dumps({**BODY, "stream": stream}).encode()
     reader, writer = await asyncio.open_connection(*served.root.removeprefix("http://").split(":"), limit=1)
-    head = "POST /episodes/e1/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    host = served.root.removeprefix("http://")
+    head = f"POST /episodes/e1/v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await served.episode.finished.wait()
     assert await reader.read(1)

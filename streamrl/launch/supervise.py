@@ -155,7 +155,7 @@ async def _until_the_master_has_ended(children: Children, client: ControlClient,
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
         if child.exit_code == 0 and state in ("finished", "unknown"):
             log.debug("%s left", child.name)
-            if child.process.role == "master" or not children.running:
+            if child.process.role == "master" or not _members(children):
                 break
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
@@ -164,8 +164,13 @@ async def _until_the_master_has_ended(children: Children, client: ControlClient,
             raise ProcessDied(early + child.obituary())
 
 
+def _members(children: Children) -> list[Child]:
+    """Return the running children that take part in the run; others, such as the page, are stopped when it is over."""
+    return [child for child in children.running if child.process is not None]
+
+
 async def _let_leave(children: Children) -> None:
-    waiting = [asyncio.create_task(child.ended.wait()) for child in children.running]
+    waiting = [asyncio.create_task(child.ended.wait()) for child in _members(children)]
     if not waiting:
         return
     try:
@@ -173,7 +178,7 @@ async def _let_leave(children: Children) -> None:
     finally:
         for task in waiting:
             task.cancel()
-    for child in children.running:
+    for child in _members(children):
         log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
 
 

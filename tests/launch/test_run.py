@@ -126,6 +126,13 @@ def test_the_page_is_there_while_the_run_goes_on(launch: Callable[..., Launched]
         urllib.request.urlopen(f"{match[1]}api/runs", timeout=PATIENCE)
 
 
+def test_the_page_ends_with_the_run(launch: Callable[..., Launched]) -> None:
+    begin = time.monotonic()
+    run = launch("--page")
+    assert run.ends() == 0, run.said()
+    assert "has not left" not in run.said(), f"the run waited for its page, {time.monotonic() - begin:.0f} s in all"
+
+
 def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launched]) -> None:
     run = launch('data.args={master="wait", rollout="stubborn"}')
     pids = run.until_all_run()

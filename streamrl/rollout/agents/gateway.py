@@ -449,7 +449,7 @@ async def _refuse(
         return answer
     except (ConnectionError, web.HTTPException):
         raise
-    except Exception:
+    except Exception:  # tolerance point: one faulty request must not end the others
         logger.exception("a request of an agent to %s failed", request.path)
         return error(500, "api_error", "the server failed; its log says why")
 

@@ -21,7 +21,7 @@ UNPACKED = ROOT / ".slurm"
 NODES = ("n1", "n2", "n3")
 CORES = 8
 """That each node claims to have: nothing is bound to one."""
-PATIENCE = 150.0
+PATIENCE = 240.0
 
 CONFIGURATION = """
 ClusterName=test

@@ -152,7 +152,7 @@ def test_a_run_outlives_a_node_and_goes_on_when_its_job_is_begun_again(
     assert_exactly_once(run_dir)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_job_of_unlike_nodes_is_cancelled_by_ctrl_c(launched: Launched, with_slurm: SlurmCluster) -> None:
     command = launched.begin(launch__slurm__trainer__options='["--comment=trainer"]', launch__slurm__rollout__nodes=1)
     job = launched.job()

@@ -261,7 +261,7 @@ def _one_hash(word: str) -> str:
 
 
 def health(run: Run) -> list[Finding]:
-    """What is unhealthy, the worst first."""
+    """Return what is unhealthy about the run, worst first."""
     columns = run.columns()
     recent, first = _rows(columns, slice(-WINDOW, None)), _rows(columns, slice(ENOUGH))
     state, message = run.state()

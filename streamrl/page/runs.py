@@ -69,7 +69,7 @@ class Process:
 
     @property
     def times(self) -> Column:
-        """Of its heartbeats, in seconds since the epoch."""
+        """When each heartbeat was sent, in seconds since the epoch."""
         return self.stats.column("time")
 
     def grown(self, counter: str) -> Column:

@@ -53,7 +53,7 @@ LEAST_COMPRESSED = 16 * 2**10
 MOST_CONNECTIONS = 128
 MOST_WATCHERS = 32
 MOST_ROWS = 500
-"""Of a table in one answer."""
+"""Most rows of a table that one answer carries."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -304,7 +304,7 @@ class Page:
 
 
 def static_files() -> dict[str, Path]:
-    """What is handed out: path in the URL → file of the package."""
+    """Return the files that the page may load: path in the URL → file of the package."""
     return {
         file.relative_to(STATIC).as_posix(): file
         for file in sorted(STATIC.rglob("*"))

@@ -36,7 +36,7 @@ from streamrl.records.rollouts import (
 log = logging.getLogger(__name__)
 
 LEVEL = 3
-"""Of zstd's compression."""
+"""The level of zstd's compression."""
 SEGMENTS = 16
 """About how many a rank's share of the disk budget is cut into."""
 

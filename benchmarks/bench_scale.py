@@ -9,14 +9,17 @@ is the limit where its share of a core is near 1.
 
 All rows have the same groups in flight and the same time of a group, so the same work is spread over more or fewer
 workers: `cpu per worker` is what one more of them costs the manager. Latency is that of a call which the manager
-answers at once. Calls are those of rollout workers and gservers to the manager; `calls/update` are those of the manager
-to one gserver for one weight update (through files).
+answers at once, made by this process, which has nothing else to do. Calls are those of rollout workers and gservers to
+the manager; `calls/update` are those of the manager to one gserver for one weight update (through files).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,17 +31,22 @@ from typing import Any
 import msgspec
 import psutil
 from common import latest, write_results
+from manager_load import percentile
 from rich.console import Console
 from rich.table import Table
 from scale_load import Settings
 
-from streamrl.config import from_dict, to_toml
+from streamrl.config import Config, from_dict, to_toml
+from streamrl.transport.control import Heartbeat
+from streamrl.transport.manager_client import ControlClient
 
 IN_FLIGHT = 1200
 """Groups, over all workers."""
 GROUP_SECONDS = 12.0
 TOKENS = 8
 BATCH = 256
+PROBE_SECONDS = 0.02
+"""Between two calls whose latency is measured."""
 WARM_UP_SECONDS = 40.0
 DEADLINE_SECONDS = 300.0
 """For everybody to have joined."""
@@ -123,6 +131,7 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
         url = f"http://127.0.0.1:{port}"
         streamrl = ["-m", "streamrl"]
         manager = processes.start("manager", [*streamrl, "manager", str(config_file)])
+        await_listening(port, manager)
         trainer = processes.start("trainer", [*streamrl, "trainer", str(config_file), "--manager", url])
         asked = Settings(workers, gservers, GROUP_SECONDS, TOKENS, slots=64)
         load = processes.start(
@@ -136,21 +145,44 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
             await_steps(run_dir, 2, processes=(manager, trainer, load))
             time.sleep(WARM_UP_SECONDS)
             before = snapshot(run_dir, manager, trainer, load)
-            time.sleep(seconds)
+            latencies = asyncio.run(probe(config, url, seconds=seconds))
             after = snapshot(run_dir, manager, trainer, load)
         except RuntimeError as error:
             logs = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in Path(folder).glob("*.log")]
             raise SystemExit("\n".join([str(error), *logs])) from error
-    return {"workers": workers, "gservers": gservers, **between(before, after)}
+    answered = {f"p{part}_ms": round(1e3 * percentile(latencies, part / 100), 2) for part in (50, 99)}
+    return {"workers": workers, "gservers": gservers, **answered, **between(before, after)}
+
+
+async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
+    """Return the seconds that the manager took for each heartbeat of somebody whom it does not know."""
+    client = ControlClient.of(config, url)
+    message = Heartbeat(role="evaluator", index=0, stats={})
+    latencies = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.monotonic()
+        await client.heartbeat(message)
+        latencies.append(time.monotonic() - began)
+        await asyncio.sleep(PROBE_SECONDS)
+    await client.close()
+    return latencies
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
+
+
+def await_listening(port: int, manager: subprocess.Popen[str]) -> None:
+    """Wait until the manager takes connections."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while manager.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
 
 
 def await_steps(run_dir: Path, count: int, *, processes: tuple[subprocess.Popen[str], ...]) -> None:
@@ -199,8 +231,6 @@ def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     rounded = {
         "groups_per_second": (after["groups"] - before["groups"]) / seconds,
         "calls_per_second": sum(calls.values()) / seconds,
-        "p50_ms": after["p50_ms"],
-        "p99_ms": after["p99_ms"],
         **shares,
         "manager_cpu_us_per_call": 1e6 * shares["manager_cpu_share"] * seconds / max(1, sum(calls.values())),
         "manager_mib": after["manager_mib"],

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import uvloop
 from aiohttp import web
-from manager_load import percentile
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -32,7 +31,6 @@ from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.process import Joined, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
-from streamrl.transport.control import Heartbeat, HeartbeatReply
 from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -42,8 +40,6 @@ from streamrl.types import Trajectory, TrajectoryGroup
 
 SIGMA = 0.6
 """Spread of the times of responses: standard deviation of their logarithm."""
-PROBE_SECONDS = 0.02
-"""Between two calls whose latency is measured."""
 PROMPT = (1, 2, 3, 4)
 
 
@@ -168,18 +164,6 @@ async def one_gserver(config: Config, *, manager_url: str, index: int, address: 
     await client.close()
 
 
-async def probe(config: Config, url: str, latencies: list[float]) -> None:
-    """Measure how soon the manager answers a heartbeat of somebody whom it does not know."""
-    client = ControlClient(url, secret=of_run_at(url, config))
-    await client.data_rows()  # patiently: the manager may not be there yet
-    message = Heartbeat(role="evaluator", index=0, stats={})
-    while True:
-        await asyncio.sleep(PROBE_SECONDS)
-        began = time.monotonic()
-        await client._post("/heartbeat", message, HeartbeatReply)
-        latencies.append(time.monotonic() - began)
-
-
 async def main() -> None:
     config_file, manager_url, text = sys.argv[1:]
     allow_many_connections()
@@ -187,7 +171,6 @@ async def main() -> None:
     settings = msgspec.json.decode(text, type=Settings)
     gservers = SimulatedGservers(settings, first_label="default")
     address = await gservers.start()
-    latencies: list[float] = []
     orders = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     async with asyncio.TaskGroup() as everybody:
@@ -197,18 +180,10 @@ async def main() -> None:
             )
         for index in range(settings.workers):
             everybody.create_task(one_worker(config, settings, manager_url=manager_url, index=index))
-        probing = everybody.create_task(probe(config, manager_url, latencies))
         while await orders.readline():
-            found = {
-                "calls": dict(Counted.calls),
-                "gserver_calls": dict(gservers.calls),
-                "p50_ms": 1e3 * percentile(latencies or [0.0], 0.5),
-                "p99_ms": 1e3 * percentile(latencies or [0.0], 0.99),
-            }
-            latencies.clear()
+            found = {"calls": dict(Counted.calls), "gserver_calls": dict(gservers.calls)}
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
-        probing.cancel()
 
 
 if __name__ == "__main__":

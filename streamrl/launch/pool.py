@@ -32,7 +32,7 @@ from streamrl.launch.processes import (
 from streamrl.launch.supervise import Restarts, end_who_is_silent, restarts_of
 from streamrl.transport.control import AskPlace, Drain
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import of_run_at
+from streamrl.transport.secret import await_secret, of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ class Pool:
         self._config_file = config_file
         self._overrides = overrides
         self._manager_url = manager_url
-        self._secret = of_run_at(manager_url, config)
         self._advertise = advertise
         self._components = components
         self._restarts: Restarts = restarts_of(config, role)
@@ -74,7 +73,9 @@ class Pool:
 
         Raises `ProcessDied` when none is left and the last one failed, or the run did.
         """
-        self._children = children = Children(logs=None, secret=self._secret)
+        await asyncio.to_thread(await_secret, self._manager_url, self._config)
+        secret = of_run_at(self._manager_url, self._config)
+        self._children = children = Children(logs=None, secret=secret)
         client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
             words = checkpoint_command(

@@ -27,7 +27,7 @@ from streamrl.records.metrics import METRICS_FILE
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import Secret, given
+from streamrl.transport.secret import Secret, await_secret, given
 
 # --- elastic ---
 
@@ -132,6 +132,8 @@ def run_member(
     `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. Such a one that was
     started by hand asks the manager at the first signal to let it leave without loss.
     """
+    set_up_logging(role)
+    await_secret(manager_url, configuration.load(config_file, overrides))
     number = index if index is not None else _ask_place(role, config_file, overrides, manager_url=manager_url)
 
     def arguments(config: Config) -> dict[str, Any]:
@@ -149,7 +151,6 @@ def run_member(
 
 
 def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, manager_url: str) -> int:
-    set_up_logging(role)
     config = configuration.load(config_file, overrides)
     number = free_place(config, manager_url=manager_url, role=role)  # type: ignore[arg-type]
     log.info("the manager calls this process %s/%d", role, number)

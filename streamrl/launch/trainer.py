@@ -6,6 +6,7 @@ Owns model workers, and the master if that is here; their output goes where the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from streamrl.launch.processes import (
 )
 from streamrl.launch.supervise import until_finished
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import of_run_at
+from streamrl.transport.secret import await_secret, of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ async def run_trainer(
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
+    await asyncio.to_thread(await_secret, manager_url, config)
     secret = of_run_at(manager_url, config)
     children = Children(logs=None, secret=secret)
     try:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +38,13 @@ VARIABLE = "STREAMRL_SECRET"
 DESCRIPTOR = "STREAMRL_SECRET_FD"
 """Environment variable: file descriptor of the pipe by which a launcher hands the secret on."""
 LEAST_CHARACTERS = 16
+LOOK_SECONDS = 0.2
+"""Between two looks for a manager that is not there yet."""
+LEAVING_SECONDS = 2.0
+"""In which a manager that listens has left its secret, if it leaves it here."""
 _MOST_BYTES = 4096
+
+log = logging.getLogger(__name__)
 
 
 class Secret:
@@ -170,6 +178,25 @@ def of_run_at(url: str, config: Config | None = None) -> Secret | None:
         return found
     path = _file_of(url)
     return read_file(path, setting="the secret of that run") if path.exists() else None
+
+
+def await_secret(url: str, config: Config) -> None:
+    """Look for the secret of the run whose manager is at `url` until it is known, or that manager is there and has not
+    left it: a process that is started by hand may be there first. Returns after `manager.join_timeout_seconds` at the
+    latest. Raises `ConfigError` as `read_file` does."""
+    given_up_at = time.monotonic() + config.manager.join_timeout_seconds
+    parts = urlsplit(url)
+    warned = False
+    while of_run_at(url, config) is None and time.monotonic() < given_up_at:
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 80), timeout=LOOK_SECONDS).close()
+        except OSError as error:
+            if not warned:
+                log.warning("waiting for the manager at %s (is it running there?): %s", url, error.strerror or error)
+            warned = True
+        else:  # it leaves its secret when it listens
+            given_up_at = min(given_up_at, time.monotonic() + LEAVING_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,17 @@ import pytest
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.transport import secret as module
-from streamrl.transport.secret import DESCRIPTOR, VARIABLE, Secret, given, left_for, of_new_run, of_run_at, read_file
+from streamrl.transport.secret import (
+    DESCRIPTOR,
+    VARIABLE,
+    Secret,
+    await_secret,
+    given,
+    left_for,
+    of_new_run,
+    of_run_at,
+    read_file,
+)
 
 TEXT = "a-secret-that-tests-know"
 URL = "http://127.0.0.1:4711"
@@ -93,6 +107,35 @@ def test_who_joins_from_the_same_machine_finds_it_as_long_as_the_manager_is_ther
         assert found.shown == secret.shown
         assert of_run_at("http://127.0.0.1:4712") is None
     assert of_run_at(URL) is None
+
+
+def test_who_is_started_before_the_manager_waits_for_its_secret() -> None:
+    secret = Secret.make()
+    with socket.socket() as manager, ExitStack() as stack:
+        manager.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{manager.getsockname()[1]}"
+
+        def begin() -> None:
+            manager.listen()
+            stack.enter_context(left_for(url, secret))
+
+        later = threading.Timer(0.5, begin)
+        later.start()
+        await_secret(url, from_dict({}))
+        later.join()
+        found = of_run_at(url)
+        assert found is not None
+        assert found.shown == secret.shown
+
+
+def test_a_manager_that_leaves_no_secret_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAVING_SECONDS", 0.5)
+    with socket.socket() as manager:
+        manager.bind(("127.0.0.1", 0))
+        manager.listen()
+        began = time.monotonic()
+        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", from_dict({}))
+        assert time.monotonic() - began < from_dict({}).manager.join_timeout_seconds / 2
 
 
 def test_a_child_is_given_it_by_a_pipe_and_gives_it_to_none_of_its_own() -> None:

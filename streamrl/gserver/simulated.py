@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from streamrl.transport.generation import (
     FinishReason,
     InitWeightsUpdateGroup,
     PauseMode,
+    ReceiveWeights,
+    StagedWeights,
     UpdateWeightsFromDistributed,
     VersionSpan,
 )
@@ -187,11 +190,17 @@ class SimulatedEngine:
     async def leave_group(self, name: str) -> None:
         await self._receiver.leave_group(name)
 
-    async def begin_update(self) -> None:
-        await self._receiver.begin()
+    async def begin_update(self, transfer: str = "") -> None:
+        await self._receiver.begin(transfer)
+
+    def staged(self) -> StagedWeights | None:
+        return self._receiver.staged()
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         await self._receiver.receive(message)
+
+    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
+        await self._receiver.receive_all(message, on_progress)
 
     async def end_update(self) -> str:
         staged = await self._receiver.take()

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import socket
+import uuid
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
-from itertools import chain
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
-from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
+from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
 
 AT_ONCE = 4
 """Broadcasts that are under way together."""
@@ -123,11 +124,14 @@ def broadcast(tensor: Tensor, group: Any, *, what: str) -> None:
         pass
 
 
-def broadcasts(tensors: Iterable[tuple[str, Tensor]], group: Any) -> Iterator[tuple[str, Tensor]]:
+def broadcasts(
+    tensors: Iterable[tuple[str, Tensor]], group: Any, *, unsettled: list[Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Broadcast `tensors` (by name) from rank 0 in place; yield each when it is through, in their order.
 
     Up to `AT_ONCE` are on the way together, so that neither side waits for the other between two of them. Raises
-    `PublicationError` on failure; others may still be on the way then.
+    `PublicationError` on failure; others may be on the way then, which are added to `unsettled`: nobody may write to
+    their memory before `settle` has returned.
     """
     on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
@@ -137,13 +141,27 @@ def broadcasts(tensors: Iterable[tuple[str, Tensor]], group: Any) -> Iterator[tu
             work.wait()
         return name, tensor
 
-    for name, tensor in tensors:
-        with _failing(name):
-            on_the_way.append((name, tensor, dist.broadcast(tensor, src=0, group=group, async_op=True)))
-        if len(on_the_way) == AT_ONCE:
+    try:
+        for name, tensor in tensors:
+            with _failing(name):
+                on_the_way.append((name, tensor, dist.broadcast(tensor, src=0, group=group, async_op=True)))
+            if len(on_the_way) == AT_ONCE:
+                yield first()
+        while on_the_way:
             yield first()
-    while on_the_way:
-        yield first()
+    finally:
+        if unsettled is not None:
+            unsettled += [(tensor, work) for _, tensor, work in on_the_way]
+
+
+def settle(unsettled: list[Any]) -> None:
+    """Wait until gloo has no more to do with the memory of broadcasts that were on the way when one failed: they come
+    through, fail, or time out. Empties `unsettled`."""
+    while unsettled:
+        _, work = unsettled[-1]
+        with suppress(RuntimeError):
+            work.wait()
+        unsettled.pop()
 
 
 @contextmanager
@@ -193,6 +211,9 @@ class Broadcaster:
         self._group: Any = None
         self._group_name = ""
         self._weights: Weights
+        self._transfer = ""
+        self._checksums: dict[str, str] = {}
+        """Of what was sent of these weights, in whichever attempt."""
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
         self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
         """Used in turn: when the turn of one comes again, it has been sent."""
@@ -201,6 +222,8 @@ class Broadcaster:
         """These weights come next."""
         limit = int(self._config.bucket_mb * 2**20)
         self._weights = weights
+        self._transfer = uuid.uuid4().hex
+        self._checksums = {}
         self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
 
     def announce(self) -> Broadcast:
@@ -209,25 +232,36 @@ class Broadcaster:
             self._store = open_store(self._listening.at)
         dtype = dtype_name(self.dtype)
         return Broadcast(
-            buckets=[
-                [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
-                for bucket in self._buckets
+            senders=[
+                Sender(
+                    buckets=[
+                        [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
+                        for bucket in self._buckets
+                    ],
+                    address=self._listening.announced,
+                    port=self._store.port,
+                )
             ],
-            master_address=self._listening.announced,
-            master_port=self._store.port,
             backend=self._backend,
             group_name=self._group_name,
+            transfer=self._transfer,
         )
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Meet the others if the group is a new one, and send; return the checksum of each weight, by name."""
+        """Meet the others if the group is a new one, and send what they lack; return the checksum of each weight, by
+        name."""
         if begin.group_name != self._group_name:
             self._form(begin)
-        checksums: dict[str, str] = {}
+        first = begin.first_buckets[0] if begin.first_buckets else 0
         with closing(self._weights.weights()) as weights:
-            for _ in broadcasts(self._contents(weights, checksums), self._group):
-                pass
-        return checksums
+            for number, bucket in enumerate(self._buckets):
+                if number < first:
+                    deque(islice(weights, len(bucket)), maxlen=0)
+                    continue
+                # One bucket after another: no gserver gets far ahead of one that fails.
+                for _ in broadcasts(self._contents(bucket, weights), self._group):
+                    pass
+        return self._checksums
 
     def abort(self) -> None:
         """Leave the group: it is of no use after a broadcast that broke off.
@@ -260,11 +294,9 @@ class Broadcaster:
         )
         self._group_name = begin.group_name
 
-    def _contents(
-        self, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]
-    ) -> Generator[tuple[str, Tensor]]:
-        """Yield the names and contents of what was announced, in its order; put their checksums into `checksums`."""
-        for place, (name, shape) in enumerate(chain.from_iterable(self._buckets)):
+    def _contents(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
+        """Yield the names and contents of a `bucket`, which are the next of `weights`."""
+        for place, (name, shape) in enumerate(bucket):
             found, tensor = next(weights, ("nothing", torch.empty(0)))
             if found != name or tuple(tensor.shape) != tuple(shape):
                 raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
@@ -275,7 +307,7 @@ class Broadcaster:
                 weight = self._buffer(place, weight.numel()).view(shape)
                 sums = self._convert(weight, tensor.detach())
             if sums:
-                checksums[name] = sums
+                self._checksums[name] = sums
             yield name, weight
 
     def _convert(self, target: Tensor, source: Tensor) -> str:

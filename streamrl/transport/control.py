@@ -413,17 +413,32 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: list[int]
 
 
-class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
-    """Weights that rank 0 of a weight group broadcasts, in this order."""
+class Sender(msgspec.Struct, frozen=True):
+    """Who broadcasts a part of the weights, as rank 0 of a process group of its own."""
 
     buckets: list[list[TensorSpec]]
-    """What a gserver receives in one call; each tensor is one broadcast."""
-    master_address: str
-    """Host of rank 0's store for a new weight group."""
-    master_port: int
+    """What it sends, in this order; each tensor is one broadcast."""
+    address: str
+    """Host of its store, at which a new group meets."""
+    port: int
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
+    """Weights that are broadcast, by several senders at once."""
+
+    senders: list[Sender]
+    """Each weight has one sender."""
     backend: Literal["gloo", "nccl"]
     group_name: str
-    """The weight group that the sender has now; empty: none."""
+    """The weight group that the senders have now; empty: none."""
+    transfer: str = ""
+    """Names these weights: what a gserver has staged of them counts when they are sent again. Empty: nothing does."""
+
+
+def group_of_sender(group_name: str, number: int) -> str:
+    """Return what the process group of a weight group's `number`-th sender is called: SGLang, which has one sender,
+    knows no other name than that of the weight group."""
+    return group_name if number == 0 else f"{group_name}/{number}"
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -455,10 +470,12 @@ class PublishBegin(msgspec.Struct, frozen=True):
 
 class PublishBeginReply(msgspec.Struct, frozen=True):
     group_name: str
-    """Names the update for the commit, and is the group to broadcast in: a publisher that does not have it must form
-    it now, as rank 0 of `world_size`, at the address that it gave."""
+    """Names the update for the commit, and is the group to broadcast in: senders that do not have it must form it now,
+    each as rank 0 of `world_size`, at the address that it gave."""
     world_size: int
-    """Publisher and ranks of gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
+    """A sender and the ranks of all gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
+    first_buckets: list[int] = []
+    """For each sender the bucket to begin with: all gservers have staged the ones before it. Empty: the first."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ import msgspec
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
+from streamrl.transport.control import TensorSpec
 from streamrl.transport.keys import GENERATION_CALLS, bearer
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -162,7 +163,14 @@ class AbortRequest(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
+class Meeting(msgspec.Struct, frozen=True):
+    """Where the ranks of a process group meet."""
+
+    address: str
+    port: int
+
+
+class InitWeightsUpdateGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     """Join the group in which weights are broadcast."""
 
     master_address: str
@@ -172,6 +180,8 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
     world_size: int
     group_name: str
     backend: str = "nccl"
+    further_senders: list[Meeting] = []
+    """Join their groups as well, as the same rank: `control.group_of_sender`. SGLang knows one sender."""
 
 
 class DestroyWeightsUpdateGroup(msgspec.Struct, frozen=True):
@@ -192,6 +202,46 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     load_format: Literal["flattened_bucket"] | None = None
     """`flattened_bucket`: one broadcast of all tensors' bytes one after another."""
+
+
+class BeginWeightUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Begin to stage weights."""
+
+    transfer: str = ""
+    """Names the weights that will come: what is staged of them is kept. Empty (and SGLang): nothing is kept."""
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True):
+    """Receive all weights of an update; the reply is a stream of `Received`. SGLang has no such call."""
+
+    group_name: str
+    senders: list[list[list[TensorSpec]]]
+    """For each sender the buckets that it sends in all, in its order."""
+    first_buckets: list[int]
+    """For each sender the bucket that it begins with; those before are staged."""
+    weight_version: str
+
+
+class Received(msgspec.Struct, frozen=True):
+    """How far a gserver is with `ReceiveWeights`: told at most every `RECEIVED_SECONDS`, and at the end."""
+
+    buckets: list[int]
+    """For each sender how many of its buckets are staged."""
+    error: str = ""
+    """Why no more will come."""
+
+
+RECEIVED_SECONDS = 0.5
+_received_decoder = msgspec.json.Decoder(Received)
+
+
+class StagedWeights(msgspec.Struct, frozen=True):
+    """What a gserver has staged of an update that has not ended."""
+
+    transfer: str
+    """As in `BeginWeightUpdate`."""
+    buckets: list[int]
+    """As in `Received`."""
 
 
 class OfferWeights(msgspec.Struct, frozen=True):
@@ -282,6 +332,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Requests that it runs together; None: it does not say."""
     max_total_num_tokens: int | None = None
     """Tokens that its cache holds; None: it does not say."""
+    staged: StagedWeights | None = None
+    """What it has staged of weights that may be sent again; None: nothing."""
     tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Its ranks, each of which takes a place of its own in a weight group."""
     stats: dict[str, float] = {}
@@ -407,6 +459,35 @@ class GenerationClient:
         """Make a call that changes the gserver, for example `/pause_generation`."""
         return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
+    async def receive_weights(
+        self, url: str, message: ReceiveWeights, on_progress: Callable[[list[int]], None], *, timeout: float
+    ) -> None:
+        """Have `url` receive weights. `on_progress` is told how many buckets of each sender it has; `timeout` is how
+        long it may be without any progress."""
+
+        def take(data: bytes) -> None:
+            try:
+                told = _received_decoder.decode(data)
+            except UNDECODABLE as error:
+                raise WireError(f"gserver {url} says nothing of the weights that it receives: {error}") from error
+            if told.error:
+                refusal = PeerError(f"gserver {url} failed: {told.error}")
+                refusal.status = 500
+                raise refusal
+            on_progress(told.buckets)
+
+        async with self._unless_given_up(url):
+            await http.follow(
+                self._opened(),
+                url + "/receive_weights",
+                message,
+                take,
+                timeout=timeout,
+                each=True,
+                peer=f"gserver {url}",
+                headers=self._control(url),
+            )
+
     async def model_info(self, url: str) -> ModelInfo:
         """Return which model `url` serves, at which version."""
         return await self.get(url, "/model_info", ModelInfo)
@@ -438,7 +519,6 @@ class GenerationClient:
         *,
         if_empty: Reply | None = None,
     ) -> Reply:
-        control = self.control_keys.get(url) if path not in GENERATION_CALLS else None
         async with self._unless_given_up(url):
             return await http.call(
                 self._opened(),
@@ -449,8 +529,13 @@ class GenerationClient:
                 timeout=timeout or self._timeout,
                 peer=f"gserver {url}",
                 if_empty=if_empty,
-                headers=bearer(control) if control else None,
+                headers=None if path in GENERATION_CALLS else self._control(url),
             )
+
+    def _control(self, url: str) -> dict[str, str] | None:
+        """Return the headers of a call that changes `url`."""
+        key = self.control_keys.get(url)
+        return bearer(key) if key else None
 
     @asynccontextmanager
     async def _unless_given_up(self, url: str) -> AsyncIterator[None]:

@@ -32,6 +32,7 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Role,
+    Sender,
     Status,
     TensorSpec,
 )
@@ -189,15 +190,22 @@ async def publish(
     return await commit_publication(run, version, begin.group_name, error=error, timeout=timeout)
 
 
-async def begin_publication(run: Run, version: int, *, group: str = "", buckets: int = 2) -> PublishBeginReply:
+async def begin_publication(
+    run: Run, version: int, *, group: str = "", buckets: int = 2, transfer: str = ""
+) -> PublishBeginReply:
     message = PublishBegin(
         version=version,
         weights=Broadcast(
-            buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
-            master_address="127.0.0.1",
-            master_port=29500,
+            senders=[
+                Sender(
+                    buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
+                    address="127.0.0.1",
+                    port=29500,
+                )
+            ],
             backend="gloo",
             group_name=group,
+            transfer=transfer,
         ),
     )
     return await run.client.publish_begin(message, timeout=10.0)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control import Broadcast, TensorSpec
+from streamrl.transport.control import Broadcast, Sender, TensorSpec
 from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,
@@ -19,9 +19,11 @@ from streamrl.transport.generation import (
     ModelInfo,
     Outcome,
     RankSums,
+    Received,
     ReceivedSums,
     ServerInfo,
     StagedSums,
+    StagedWeights,
     TokenLogprob,
 )
 
@@ -53,7 +55,8 @@ class ScriptedGserver:
         self.paused = False
         self.paused_changed = asyncio.Event()
         self.began = False
-        self.buckets = 0
+        self.staged_weights: StagedWeights | None = None
+        """What it says that it has staged."""
         self.pending_version = ""
         self.sums: dict[str, str] = {}
         """Checksums of what it says has come."""
@@ -119,6 +122,9 @@ class ScriptedGserver:
             await self._stalled.wait()
         if fault == "nonsense_after":
             return web.Response(body=b"{}")
+        if isinstance(answer, Received):
+            content = b"data: " + msgspec.json.encode(answer) + b"\n\ndata: [DONE]\n\n"
+            return web.Response(body=content, content_type="text/event-stream")
         return _json(answer)
 
     def _carry_out(self, path: str) -> msgspec.Struct:
@@ -128,6 +134,7 @@ class ScriptedGserver:
                     engine=self.engine,
                     staged_weight_update=self.staged,
                     sends_weights=self.sends,
+                    staged=self.staged_weights,
                     tp_size=self.ranks,
                 )
             case "/model_info":
@@ -137,10 +144,13 @@ class ScriptedGserver:
             case "/continue_generation":
                 self._set_paused(False)
             case "/begin_weight_update":
-                self.began, self.buckets = True, 0
+                self.began = True
             case "/update_weights_from_distributed":
-                self.buckets += 1
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
+            case "/receive_weights":
+                body = self.bodies[path][-1]
+                self.pending_version = body["weight_version"]
+                return Received([len(buckets) for buckets in body["senders"]])
             case "/update_weights_from_disk":
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
@@ -149,7 +159,7 @@ class ScriptedGserver:
                 return self._score(self.bodies[path][-1])
             case "/offer_weights":
                 spec = TensorSpec(name="a", dtype="float32", shape=[1])
-                return Broadcast([[spec]], master_address="127.0.0.1", master_port=1, backend="gloo", group_name="")
+                return Broadcast([Sender([[spec]], address="127.0.0.1", port=1)], backend="gloo", group_name="")
             case "/weights_checker" if not self.staged and not self.tells_received:
                 raise web.HTTPBadRequest(body=msgspec.json.encode(Outcome(False, "Unsupported action='received'")))
             case "/weights_checker":

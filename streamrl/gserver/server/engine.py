@@ -10,7 +10,7 @@ contract; `server.py` knows nothing else of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,9 @@ from streamrl.transport.generation import (
     FinishReason,
     InitWeightsUpdateGroup,
     PauseMode,
+    ReceiveWeights,
     SamplingParams,
+    StagedWeights,
     UpdateWeightsFromDistributed,
     VersionSpan,
 )
@@ -254,11 +256,18 @@ class Engine(Served, Protocol):
 
     async def leave_group(self, name: str) -> None: ...
 
-    async def begin_update(self) -> None:
-        """Start an empty set of staged weights; an unfinished one is discarded."""
+    async def begin_update(self, transfer: str = "") -> None:
+        """Start an empty set of staged weights; an unfinished one is discarded, unless it is of this `transfer`."""
+
+    def staged(self) -> StagedWeights | None:
+        """What is staged of weights that may come in several attempts."""
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive tensors into the staged set while generation goes on."""
+
+    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
+        """Receive all tensors of an update. `on_progress` is called, in any thread, with how many buckets of each
+        sender are staged; those are kept when it fails."""
 
     async def end_update(self) -> str:
         """Swap the staged weights in between two steps; answers what was done."""

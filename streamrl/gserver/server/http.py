@@ -35,7 +35,9 @@ from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Refus
 from streamrl.gserver.server.sender import WeightSender
 from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import (
+    RECEIVED_SECONDS,
     AbortRequest,
+    BeginWeightUpdate,
     DestroyWeightsUpdateGroup,
     Empty,
     GenerateReply,
@@ -46,6 +48,8 @@ from streamrl.transport.generation import (
     OfferWeights,
     Outcome,
     PauseGeneration,
+    Received,
+    ReceiveWeights,
     SamplingParams,
     SendWeights,
     StagedSums,
@@ -376,7 +380,8 @@ class Server:
                 web.get("/flush_cache", self._flush_by_get),
                 _post("/init_weights_update_group", InitWeightsUpdateGroup, self._join_group),
                 _post("/destroy_weights_update_group", DestroyWeightsUpdateGroup, self._leave_group),
-                _post("/begin_weight_update", Empty, self._begin_update),
+                _post("/begin_weight_update", BeginWeightUpdate, self._begin_update),
+                web.post("/receive_weights", self._receive_all),
                 _post("/update_weights_from_distributed", UpdateWeightsFromDistributed, self._receive),
                 _post("/offer_weights", OfferWeights, self._offer),
                 _post("/send_weights", SendWeights, self._send),
@@ -411,15 +416,15 @@ class Server:
         self, request: web.Request, generation: Generation, tickets: list[Ticket], began: float
     ) -> web.StreamResponse:
         """Server-sent events with all content so far, then `[DONE]`."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=EVENTS)
         await response.prepare(request)
         try:
             async for updates in _merged(tickets):
                 parts = (self._part(generation, index, tickets[index].job, output, began) for index, output in updates)
-                await response.write(b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts))
+                await response.write(b"".join(map(_event, parts)))
         except StreamRLError as error:  # the status line is gone, so the error becomes an event
-            await response.write(b"data: " + _encode(_error(error)) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(_event(_error(error)))
+        await response.write(DONE)
         return response
 
     def _part(self, generation: Generation, index: int, job: Job, output: Output, began: float) -> msgspec.Struct:
@@ -469,6 +474,7 @@ class Server:
                 "engine": self._engine.name,
                 "staged_weight_update": True,
                 "sends_weights": self._engine.sends_weights,
+                "staged": self._engine.staged(),
                 "stats": self._engine.stats(),
                 "model_path": self._engine.model_path,
                 "weight_version": self._engine.weight_version,
@@ -513,13 +519,42 @@ class Server:
             await self._engine.leave_group(message.group_name)
         return Outcome(success=True, message=f"left {message.group_name}")
 
-    async def _begin_update(self, message: Empty) -> Outcome:
-        await self._engine.begin_update()
+    async def _begin_update(self, message: BeginWeightUpdate) -> Outcome:
+        await self._engine.begin_update(message.transfer)
         return Outcome(success=True, message="a weight update has begun")
 
     async def _receive(self, message: UpdateWeightsFromDistributed) -> Outcome:
         await self._engine.receive(message)
         return Outcome(success=True, message=f"{len(message.names)} tensors received")
+
+    async def _receive_all(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events with a `Received` whenever there is more of the weights, then `[DONE]`."""
+        message = await _read(request, ReceiveWeights)
+        told = list(message.first_buckets)
+        here = told
+
+        def note(buckets: list[int]) -> None:
+            nonlocal here
+            here = buckets
+
+        receiving = asyncio.create_task(self._engine.receive_all(message, note))
+        response = web.StreamResponse(headers=EVENTS)
+        try:
+            while not (await asyncio.wait({receiving}, timeout=RECEIVED_SECONDS))[0]:
+                if here != told:
+                    told = here
+                    await _tell(response, request, Received(told))
+            error = receiving.exception()
+            if isinstance(error, StreamRLError) and response.prepared:  # the status line is gone: it becomes an event
+                await _tell(response, request, Received(here, str(error)))
+            elif error is not None:
+                raise error
+            else:
+                await _tell(response, request, Received(here))
+        finally:
+            receiving.cancel()  # what has begun goes on to its end
+        await response.write(DONE)
+        return response
 
     async def _offer(self, message: OfferWeights) -> Broadcast:
         return await self._sender.offer(message)
@@ -588,14 +623,32 @@ def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -
     """A call that takes a `body` and answers with a Struct."""
 
     async def handle(request: web.Request) -> web.Response:
-        content = await request.read()
-        try:
-            message = msgspec.json.decode(content or b"{}", type=body)
-        except UNDECODABLE as error:
-            raise Refused(f"the body of {path} is not what it takes: {error}") from error
-        return _json(await call(message))
+        return _json(await call(await _read(request, body)))
 
     return web.post(path, handle)
+
+
+async def _read(request: web.Request, body: type[Body]) -> Body:
+    content = await request.read()
+    try:
+        return msgspec.json.decode(content or b"{}", type=body)
+    except UNDECODABLE as error:
+        raise Refused(f"the body of {request.path} is not what it takes: {error}") from error
+
+
+EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+DONE = b"data: [DONE]\n\n"
+
+
+def _event(content: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+async def _tell(response: web.StreamResponse, request: web.Request, content: msgspec.Struct) -> None:
+    """Write an event; the first one begins the answer."""
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(_event(content))
 
 
 @web.middleware

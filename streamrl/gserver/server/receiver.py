@@ -2,7 +2,8 @@
 
 Between `begin` and `take` tensors are kept aside, where nobody serves them: received there, if that can be, or copied
 there while the next one is received. Receiving blocks a thread of its own, so that generation goes on. A receive that
-fails discards the set.
+fails discards the set, unless it was a part of a named transfer (`ReceiveWeights`): what is whole of that is kept, and
+it may go on in another group.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +25,18 @@ from torch import Tensor
 from streamrl import checksum
 from streamrl.checksum import dtype_name, tensor_sums
 from streamrl.device import compute_with
-from streamrl.errors import ModelError, PublicationError
+from streamrl.errors import ModelError, PublicationError, StreamRLError
 from streamrl.gserver.server.engine import Refused, WeightsAside
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
-from streamrl.transport.collective import broadcast, broadcasts, destroy_group, form_group
-from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
+from streamrl.transport.collective import broadcasts, destroy_group, form_group, settle
+from streamrl.transport.control import TensorSpec, group_of_sender
+from streamrl.transport.generation import (
+    InitWeightsUpdateGroup,
+    Meeting,
+    ReceiveWeights,
+    StagedWeights,
+    UpdateWeightsFromDistributed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +66,10 @@ class Staged(msgspec.Struct):
     version: str | None = None
     """The last one that was named."""
     abort_all_requests: bool = False
+    transfer: str = ""
+    """Names the weights, if they may come in several attempts."""
+    buckets: list[int] = []
+    """Of such weights, for each sender how many of its buckets are here."""
 
 
 class WeightReceiver:
@@ -78,10 +91,13 @@ class WeightReceiver:
         self._aside = aside
         self._device = device
         self._timeout = timeout
-        self._groups: dict[str, tuple[Any, torch.device]] = {}
+        self._groups: dict[str, tuple[list[Any], torch.device]] = {}
+        """For each weight group the process groups of its senders."""
         self._staged: Staged | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        """For what cannot be received where it is kept."""
+        self._buffers: dict[int, Tensor] = {}
+        """For what cannot be received where it is kept, by sender."""
+        self._unsettled: list[Any] = []
+        """Broadcasts that were on the way when one failed, and may still write."""
         self._busy = asyncio.Lock()
         self._copiers = Copiers()
         if aside is not None:
@@ -106,9 +122,17 @@ class WeightReceiver:
         """Whether tensors that come now are kept aside."""
         return self._staged is not None
 
-    async def begin(self) -> None:
-        """Start an empty staged set."""
-        self._staged = Staged(sums={})
+    async def begin(self, transfer: str = "") -> None:
+        """Start an empty staged set, unless there is a part of the weights that `transfer` names."""
+        if not transfer or self._staged is None or self._staged.transfer != transfer:
+            self._staged = Staged(transfer=transfer)
+
+    def staged(self) -> StagedWeights | None:
+        """What is here of weights that may come in several attempts."""
+        staged = self._staged
+        if staged is None or not staged.transfer or not staged.buckets:
+            return None
+        return StagedWeights(transfer=staged.transfer, buckets=list(staged.buckets))
 
     async def discard(self) -> None:
         """Forget an unfinished staged set."""
@@ -117,19 +141,67 @@ class WeightReceiver:
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive what `message` announces, in its order; all or nothing."""
         staged = self._expecting()
-        if message.group_name not in self._groups:
-            raise Refused(
-                f"there is no weight group {message.group_name}; call /init_weights_update_group first "
-                f"(known: {', '.join(self._groups) or 'none'})"
-            )
+        self._group(message.group_name)
         self._check(message.names, message.dtypes, message.shapes)
         try:
-            await self.exclusively(lambda: self._receive(message, staged))
+            await self.exclusively(lambda: self._receive_one(message, staged))
         except PublicationError:
             self._drop(staged)
             raise
         staged.version = message.weight_version or staged.version
         staged.abort_all_requests |= message.abort_all_requests
+
+    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
+        """Receive from all senders at once what `message` announces, bucket by bucket. `on_progress` is called, in any
+        thread, with how many buckets of each sender are staged. Whole buckets are kept when it fails."""
+        staged = self._expecting()
+        groups, _ = self._group(message.group_name)
+        if not len(groups) == len(message.senders) == len(message.first_buckets) > 0:
+            raise Refused(f"{len(groups)} senders have met; senders and first_buckets must be lists of as many entries")
+        for buckets in message.senders:
+            for bucket in buckets:
+                self._check(*_columns(bucket))
+        here = staged.buckets or [0] * len(groups)
+        if len(here) != len(groups) or any(a > b for a, b in zip(message.first_buckets, here, strict=True)):
+            raise Refused(f"the buckets before {message.first_buckets} are not here, only those before {here}")
+
+        failure: asyncio.Future[StreamRLError] = asyncio.get_running_loop().create_future()
+
+        async def receive_from(sender: int) -> None:
+            try:
+                await in_thread(partial(self._receive_from, sender, message, staged, on_progress))
+            except StreamRLError as error:
+                if not failure.done():
+                    failure.set_result(error)
+
+        async def receive() -> None:
+            self._check_current(staged)
+            if self._unsettled:
+                await in_thread(partial(settle, self._unsettled))
+            staged.buckets = list(message.first_buckets)
+            await asyncio.gather(*(receive_from(sender) for sender in range(len(groups))))
+            await in_thread(partial(self._make_ready, staged))
+
+        # The first failure is told at once; what other senders send meanwhile still comes, and the next call waits.
+        receiving = asyncio.create_task(self.apart(receive))
+        await asyncio.wait([receiving, failure], return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            if not staged.transfer:
+                self._drop(staged)
+            raise failure.result()
+        await receiving
+        staged.version = message.weight_version
+
+    def _receive_from(
+        self, number: int, message: ReceiveWeights, staged: Staged, on_progress: Callable[[list[int]], None]
+    ) -> None:
+        """Receive what sender `number` sends."""
+        buckets = message.senders[number]
+        for bucket in buckets[message.first_buckets[number] :]:
+            names, dtypes, shapes = _columns(bucket)
+            self._receive(message.group_name, names, dtypes, shapes, staged, sender=number)
+            staged.buckets[number] += 1
+            on_progress(list(staged.buckets))
 
     async def load(self, folder: Path, version: str | None) -> None:
         """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
@@ -185,21 +257,40 @@ class WeightReceiver:
         return await asyncio.shield(task)
 
     def _join_group(self, message: InitWeightsUpdateGroup) -> None:
-        group = form_group(
-            address=message.master_address,
-            port=message.master_port,
-            rank=message.rank_offset,
-            world_size=message.world_size,
-            name=message.group_name,
-            backend=message.backend,
-            timeout=self._timeout,
-        )
+        groups: list[Any] = []
+        senders = [Meeting(message.master_address, message.master_port), *message.further_senders]
+        try:
+            for number, sender in enumerate(senders):
+                groups.append(
+                    form_group(
+                        address=sender.address,
+                        port=sender.port,
+                        rank=message.rank_offset,
+                        world_size=message.world_size,
+                        name=group_of_sender(message.group_name, number),
+                        backend=message.backend,
+                        timeout=self._timeout,
+                    )
+                )
+        except PublicationError:
+            for group in groups:
+                destroy_group(group)
+            raise
         device = self._device if message.backend == "nccl" else torch.device("cpu")
-        self._groups[message.group_name] = group, device
+        self._groups[message.group_name] = groups, device
 
     def _leave_group(self, name: str) -> None:
-        group, _ = self._groups.pop(name)
-        destroy_group(group)
+        groups, _ = self._groups.pop(name)
+        for group in groups:
+            destroy_group(group)
+
+    def _group(self, name: str) -> tuple[list[Any], torch.device]:
+        if name not in self._groups:
+            raise Refused(
+                f"there is no weight group {name}; call /init_weights_update_group first "
+                f"(known: {', '.join(self._groups) or 'none'})"
+            )
+        return self._groups[name]
 
     def _expecting(self) -> Staged:
         if self._staged is None:
@@ -212,9 +303,7 @@ class WeightReceiver:
 
     def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
         """Store what is `received`, while more of it comes; None: it lies where it is kept."""
-        staged.sums |= self._copiers.each(self._store, received)
-        if self._aside is not None and not self._missing(staged):
-            self._aside.make_ready()
+        staged.sums.update(self._copiers.each(self._store, received))
 
     def _store(self, name: str, tensor: Tensor | None) -> str:
         if self._aside is None or self._is_ignored(name):
@@ -223,6 +312,11 @@ class WeightReceiver:
 
     def _is_ignored(self, name: str) -> bool:
         return self._expected is not None and name in self._expected.ignored
+
+    def _make_ready(self, staged: Staged) -> None:
+        """Have the set prepared, if it is complete."""
+        if self._aside is not None and not self._missing(staged):
+            self._aside.make_ready()
 
     def _missing(self, staged: Staged) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
@@ -234,9 +328,11 @@ class WeightReceiver:
 
     def _load(self, folder: Path, staged: Staged) -> None:
         self._check_current(staged)
+        settle(self._unsettled)
         try:
             if not self._adopt(folder, staged):
                 self._keep(self._read(folder), staged)
+                self._make_ready(staged)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 
@@ -252,7 +348,7 @@ class WeightReceiver:
         if not weights.keys() >= self._expected.shapes.keys() or not self._aside.adopt(weights):
             return False
         staged.sums |= self._copiers.each(lambda _, tensor: tensor_sums(tensor), weights.items())
-        self._aside.make_ready()
+        self._make_ready(staged)
         return True
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -287,30 +383,64 @@ class WeightReceiver:
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
+    def _receive_one(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
+        """Receive what one call of SGLang's API announces."""
         self._check_current(staged)
+        settle(self._unsettled)
+        self._receive(
+            message.group_name,
+            message.names,
+            message.dtypes,
+            message.shapes,
+            staged,
+            flattened=message.load_format == "flattened_bucket",
+        )
+        self._make_ready(staged)
+
+    def _receive(
+        self,
+        group_name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        staged: Staged,
+        *,
+        sender: int = 0,
+        flattened: bool = False,
+    ) -> None:
+        """Receive and keep one bucket. `flattened`: all of it comes in one broadcast."""
+        groups, device = self._groups[group_name]
         try:
-            self._keep(self._arriving(message), staged)
+            specs = list(zip(names, dtypes, shapes, strict=True))
+            self._keep(self._arriving(groups[sender], device, specs, sender=sender, flattened=flattened), staged)
         except PublicationError:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # who knows who still writes into it
-            if self._aside is not None:
-                self._aside.forget()
+            if device.type != "cpu":  # who knows who still writes there
+                self._buffers.clear()
+                self._unsettled.clear()
+                self._drop(staged)
+                if self._aside is not None:
+                    self._aside.forget()
             raise
 
-    def _arriving(self, message: UpdateWeightsFromDistributed) -> Iterator[tuple[str, Tensor | None]]:
+    def _arriving(
+        self,
+        group: Any,
+        device: torch.device,
+        specs: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        sender: int,
+        flattened: bool,
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """The tensors, as soon as each is here."""
-        group, device = self._groups[message.group_name]
-        flattened = message.load_format == "flattened_bucket"
-        places = {} if flattened else self._places(message.names, device)
-        others = [
-            (name, DTYPES[dtype], shape)
-            for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True)
-            if name not in places
-        ]
+        names = [name for name, _, _ in specs]
+        places = {} if flattened else self._places(names, device)
+        others = [(name, DTYPES[dtype], shape) for name, dtype, shape in specs if name not in places]
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in others]
-        flat = self._room(sum(sizes), device)
+        flat = self._room(sum(sizes), device, sender=sender)
         if flattened:
-            broadcast(flat, group, what=f"a bucket of {len(others)} tensors from {message.names[0]} on")
+            what = f"a bucket of {len(others)} tensors from {names[0]} on"
+            for _ in broadcasts([(what, flat)], group, unsettled=self._unsettled):
+                pass
         views = {
             name: _aligned(piece, dtype).view(dtype).view(shape)
             for (name, dtype, shape), piece in zip(others, torch.split(flat, sizes) if sizes else (), strict=True)
@@ -318,7 +448,8 @@ class WeightReceiver:
         if flattened:
             yield from views.items()
         else:
-            for name, _ in broadcasts([(name, (places | views)[name]) for name in message.names], group):
+            tensors = [(name, (places | views)[name]) for name in names]
+            for name, _ in broadcasts(tensors, group, unsettled=self._unsettled):
                 yield name, views.get(name)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
@@ -328,11 +459,12 @@ class WeightReceiver:
         kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
         return {name: place for name, place in kept.items() if place is not None and place.device == device}
 
-    def _room(self, size: int, device: torch.device) -> Tensor:
-        """So many bytes of the buffer, which stays: new memory costs as much as a copy into it."""
-        if self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffer[:size]
+    def _room(self, size: int, device: torch.device, *, sender: int) -> Tensor:
+        """So many bytes of a buffer, which stays: new memory costs as much as a copy into it."""
+        buffer = self._buffers.get(sender)
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            buffer = self._buffers[sender] = torch.empty(size, dtype=torch.uint8, device=device)
+        return buffer[:size]
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:
@@ -359,6 +491,11 @@ async def in_thread(call: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run, name="weight receiver", daemon=True).start()
     return await future
+
+
+def _columns(bucket: Sequence[TensorSpec]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes and shapes of a bucket."""
+    return [spec.name for spec in bucket], [spec.dtype for spec in bucket], [spec.shape for spec in bucket]
 
 
 def _aligned(content: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -17,6 +17,7 @@ from streamrl.gserver.manager.gserver import Gserver
 from streamrl.transport.control import Broadcast, TensorSpec
 from streamrl.transport.generation import (
     AbortRequest,
+    BeginWeightUpdate,
     DestroyWeightsUpdateGroup,
     GenerationClient,
     InitWeightsUpdateGroup,
@@ -26,6 +27,7 @@ from streamrl.transport.generation import (
     PauseMode,
     RankSums,
     ReceivedSums,
+    ReceiveWeights,
     SendWeights,
     ServerInfo,
     StagedSums,
@@ -107,29 +109,33 @@ class WeightCalls:
 
     # The steps of an update
 
-    async def begin(self, gserver: Gserver) -> None:
+    async def begin(self, gserver: Gserver, *, transfer: str = "") -> None:
+        """`transfer`: names weights of which a gserver with a stage keeps what it has."""
+        message = BeginWeightUpdate(transfer=transfer)
         try:
-            await self._post(gserver, "/begin_weight_update")
+            await self._post(gserver, "/begin_weight_update", message)
         except PeerError as error:
             if not 400 <= error.status < 500:
                 raise
             await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
-            await self._post(gserver, "/begin_weight_update")
+            await self._post(gserver, "/begin_weight_update", message)
 
-    async def receive(
-        self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, version: int | None, flush_cache: bool
+    async def receive_all(
+        self, gserver: Gserver, message: ReceiveWeights, on_progress: Callable[[list[int]], None]
     ) -> None:
-        """Have it receive the next broadcasts in `group`, one for each tensor of `bucket`.
+        """Have it receive all weights into its stage, in one call whose deadline is that of a bucket. `on_progress` is
+        told how many buckets of each sender it has."""
+        await self._client.receive_weights(gserver.address, message, on_progress, timeout=self._timeout)
 
-        `version`: None for a gserver that overwrites the weights that it serves, and is told the version later.
-        """
+    async def receive(self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, flush_cache: bool) -> None:
+        """Have it receive the next broadcasts in `group`, one for each tensor of `bucket`, over the weights that it
+        serves."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
             shapes=[spec.shape for spec in bucket],
             group_name=group,
             flush_cache=flush_cache,
-            weight_version=None if version is None else str(version),
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 

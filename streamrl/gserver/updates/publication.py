@@ -40,6 +40,7 @@ from streamrl.transport.control import (
     ResyncNeeded,
     Snapshot,
 )
+from streamrl.transport.generation import StagedWeights
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class WeightUpdates:
                 )
             else:
                 members = await self._members_of_update(message)
+            members, first_buckets = _resumed(message.weights, members)
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
@@ -135,10 +137,11 @@ class WeightUpdates:
                 calls=self._calls,
                 config=self._config,
                 current=lambda: self.version,
+                first_buckets=first_buckets,
                 on_swapped=None if message.resync else self._swapped,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
-            return PublishBeginReply(group_name=group.name, world_size=group.world_size)
+            return PublishBeginReply(group_name=group.name, world_size=group.world_size, first_buckets=first_buckets)
 
     async def commit(self, message: PublishCommit) -> PublishReply:
         """The publisher has sent everything, or failed. Return how the update went, the same however often this is
@@ -264,6 +267,23 @@ class WeightUpdates:
 
     def _destroy(self, group: WeightGroup) -> None:
         self._calls.leave_group(group.name, [g for g in group.members if self._fleet.is_member(g)])
+
+
+def _resumed(weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[list[Gserver], list[int]]:
+    """Return who takes part in an attempt, and with which bucket each sender begins: if some have staged a part of
+    these weights in an attempt before, only those, with the first bucket that one of them lacks. The others, which came
+    meanwhile, are resynced afterwards."""
+    if not isinstance(weights, Broadcast):
+        return members, []
+    staged = {g: g.info.staged.buckets for g in members if g.info and g.info.staged and _is_of(weights, g.info.staged)}
+    first_buckets = [min(counts) for counts in zip(*staged.values(), strict=True)]
+    if not any(first_buckets):
+        return members, []
+    return list(staged), first_buckets
+
+
+def _is_of(weights: Broadcast, staged: StagedWeights) -> bool:
+    return staged.transfer == weights.transfer and len(staged.buckets) == len(weights.senders)
 
 
 def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:

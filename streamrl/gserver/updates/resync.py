@@ -223,7 +223,8 @@ class Resyncs:
         update = self._update(gserver, current, weights, group=group)
         updating = asyncio.create_task(update.run(), name=f"update of {gserver.name}")
         sending = asyncio.create_task(
-            self._calls.send(sender, group=group, buckets=len(weights.buckets)), name=f"{sender.name} sends"
+            self._calls.send(sender, group=group, buckets=sum(len(s.buckets) for s in weights.senders)),
+            name=f"{sender.name} sends",
         )
         await asyncio.wait({updating, sending}, return_when=asyncio.FIRST_COMPLETED)
         sending.cancel()  # unless it has ended

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from streamrl.gserver.updates.states import (
     plan_for,
 )
 from streamrl.transport.control import Broadcast, PublishReply, Snapshot
-from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup
+from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,12 @@ class WeightUpdate:
         calls: WeightCalls,
         config: WeightsConfig,
         current: Callable[[], int],
+        first_buckets: Sequence[int] = (),
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
-        """`current` tells the version that gservers have to serve to be given groups; it may grow beyond `version`
-        before this update ends. `on_swapped` is told `version` as soon as the first gserver serves it."""
+        """`first_buckets`: with which each sender of a broadcast begins; empty: the first. `current` tells the version
+        that gservers have to serve to be given groups; it may grow beyond `version` before this update ends.
+        `on_swapped` is told `version` as soon as the first gserver serves it."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -109,6 +112,7 @@ class WeightUpdate:
         """Name → checksum of each weight as it was trained; known from the commit on."""
         self._old_version = old_version
         self._weights = weights
+        self._first_buckets = first_buckets
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
@@ -125,6 +129,8 @@ class WeightUpdate:
             }
         )
         self._resume_timeout = config.timeout_seconds
+        self._received: dict[Gserver, list[int]] = {}
+        """How many buckets of each sender the gservers have staged."""
         self._tasks: dict[Action[Gserver], asyncio.Task[None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = ""
@@ -144,6 +150,7 @@ class WeightUpdate:
             "version": self.version,
             "group": self.group.name,
             "gservers": {g.name: stage.value for g, stage in self._states.stages().items()},
+            "received": {g.name: sum(buckets) for g, buckets in self._received.items()},
         }
 
     def commit(self, error: str, checksums: dict[str, str]) -> None:
@@ -273,7 +280,7 @@ class WeightUpdate:
             case Step.JOIN:
                 await self._join(gserver)
             case Step.BEGIN:
-                await self._calls.begin(gserver)
+                await self._calls.begin(gserver, transfer=self._transfer if _stages_weights(gserver) else "")
             case Step.RECEIVE:
                 await self._receive(gserver)
             case Step.VERIFY:
@@ -299,13 +306,15 @@ class WeightUpdate:
 
     async def _join(self, gserver: Gserver) -> None:
         assert isinstance(self._weights, Broadcast)
+        first, *further = self._weights.senders
         message = InitWeightsUpdateGroup(
-            master_address=self._weights.master_address,
-            master_port=self._weights.master_port,
+            master_address=first.address,
+            master_port=first.port,
             rank_offset=self.group.first_rank(gserver),
             world_size=self.group.world_size,
             group_name=self.group.name,
             backend=self._weights.backend,
+            further_senders=[Meeting(sender.address, sender.port) for sender in further],
         )
         await self._calls.join_group(gserver, message)
 
@@ -313,15 +322,23 @@ class WeightUpdate:
         if isinstance(self._weights, Snapshot):
             await self._load(gserver, self._weights)
             return
-        last = len(self._weights.buckets)
-        for number, bucket in enumerate(self._weights.buckets, start=1):
-            await self._calls.receive(
-                gserver,
-                bucket,
-                group=self.group.name,
-                version=self.version if _stages_weights(gserver) else None,
-                flush_cache=self._flushes(gserver) and number == last,
+        senders = [sender.buckets for sender in self._weights.senders]
+        if _stages_weights(gserver):
+            message = ReceiveWeights(
+                group_name=self.group.name,
+                senders=senders,
+                first_buckets=list(self._first_buckets) or [0] * len(senders),
+                weight_version=str(self.version),
             )
+            await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
+            return
+        (buckets,) = senders
+        for number, bucket in enumerate(buckets, start=1):
+            flush = self._flushes(gserver) and number == len(buckets)
+            await self._calls.receive(gserver, bucket, group=self.group.name, flush_cache=flush)
+
+    def _note_received(self, gserver: Gserver, buckets: list[int]) -> None:
+        self._received[gserver] = buckets
 
     async def _load(self, gserver: Gserver, files: Snapshot) -> None:
         if not _stages_weights(gserver):
@@ -337,6 +354,10 @@ class WeightUpdate:
         """Return whether to have the cache flushed: SGLang refuses to while requests stay in place; a swap of staged
         weights does not have to be told."""
         return not _stages_weights(gserver) and self._config.pause_mode != "in_place"
+
+    @property
+    def _transfer(self) -> str:
+        return self._weights.transfer if isinstance(self._weights, Broadcast) else ""
 
     def _meaning(self, label: str) -> Serves:
         """Return which weights a gserver means that calls them `label`."""

@@ -30,12 +30,12 @@ async def test_an_offer_names_every_weight_and_where_to_meet(folder: Path) -> No
     async with serving(folder) as client:
         await client.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
         offered = await client.post("/offer_weights", OFFER)
-        specs = [spec for bucket in offered["buckets"] for spec in bucket]
+        specs = [spec for bucket in offered["senders"][0]["buckets"] for spec in bucket]
         assert {spec["name"]: tuple(spec["shape"]) for spec in specs} == {
             name: tuple(tensor.shape) for name, tensor in weights_of(make_model()).items()
         }
         assert {spec["dtype"] for spec in specs} == {"float32"}
-        with socket.create_connection((offered["master_address"], offered["master_port"]), timeout=5):
+        with socket.create_connection((offered["senders"][0]["address"], offered["senders"][0]["port"]), timeout=5):
             pass
         assert "exists already" in await refusal(client, "/offer_weights", OFFER)
         await client.post("/destroy_weights_update_group", GROUP)

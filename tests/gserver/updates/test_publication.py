@@ -29,12 +29,14 @@ INIT = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
 NAME = "/update_weight_version"
 BUCKET = "/update_weights_from_distributed"
+"""Real SGLang's way to receive."""
+RECEIVE = "/receive_weights"
 PAUSE = "/pause_generation"
 END = "/end_weight_update"
 CONTINUE = "/continue_generation"
 DESTROY = "/destroy_weights_update_group"
 
-COLLECTIVE = [INIT, BEGIN, BUCKET]
+COLLECTIVE = [INIT, BEGIN, RECEIVE]
 """Steps that fail for all when they fail for one."""
 FAULTS: list[Fault] = ["refuse", "nonsense", "error", "stall", "die"]
 
@@ -75,7 +77,7 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         assert reply.evicted == []
         assert 0 < reply.pause_seconds < TIMEOUT
         for rank, gserver in enumerate(gservers, start=1):
-            assert calls_of_an_update(gserver) == [INIT, BEGIN, BUCKET, BUCKET, PAUSE, END, CONTINUE]
+            assert calls_of_an_update(gserver) == [INIT, BEGIN, RECEIVE, PAUSE, END, CONTINUE]
             assert gserver.bodies[INIT][0] == {
                 "master_address": "127.0.0.1",
                 "master_port": 29500,
@@ -84,17 +86,16 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
                 "group_name": group,
                 "backend": "gloo",
             }
-            assert [body["names"] for body in gserver.bodies[BUCKET]] == [["layer.0.weight"], ["layer.1.weight"]]
-            assert gserver.bodies[BUCKET][0] == {
-                "names": ["layer.0.weight"],
-                "dtypes": ["float32"],
-                "shapes": [[2, 3]],
-                "group_name": group,
-                "flush_cache": False,
-                "abort_all_requests": False,
-                "weight_version": "1",
-                "load_format": None,
-            }
+            assert gserver.bodies[RECEIVE] == [
+                {
+                    "group_name": group,
+                    "senders": [
+                        [[{"name": f"layer.{n}.weight", "dtype": "float32", "shape": [2, 3]}] for n in range(2)]
+                    ],
+                    "first_buckets": [0],
+                    "weight_version": "1",
+                }
+            ]
             assert gserver.bodies[PAUSE][0] == {"mode": "in_place"}
             assert gserver.weight_version == "1"
         status = await run.client.status()
@@ -302,7 +303,7 @@ async def test_a_gserver_that_cannot_be_resumed_is_resumed_at_its_next_heartbeat
 async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         for gserver in gservers:
-            gserver.faults[BUCKET] = ["refuse"]
+            gserver.faults[RECEIVE] = ["refuse"]
         reply, _ = await attempt(run, 1)
         assert not reply.done
         assert reply.evicted == []
@@ -313,9 +314,9 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
     async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
         for gserver in gservers:
-            gserver.faults[BUCKET] = ["stall"]
+            gserver.faults[RECEIVE] = ["stall"]
         begin = await begin_publication(run, 1)
-        await run.until(lambda s: all(BUCKET in gserver.calls for gserver in gservers))
+        await run.until(lambda s: all(RECEIVE in gserver.calls for gserver in gservers))
         began = time.monotonic()
         reply = await commit_publication(run, 1, begin.group_name, error="broadcast failed")
         assert time.monotonic() - began < 2.0
@@ -329,9 +330,9 @@ async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
 async def test_a_gserver_that_died_is_found_when_the_publisher_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, (good, bad)):
         for gserver in (good, bad):
-            gserver.faults[BUCKET] = ["stall"]
+            gserver.faults[RECEIVE] = ["stall"]
         begin = await begin_publication(run, 1)
-        await run.until(lambda s: BUCKET in bad.calls)
+        await run.until(lambda s: RECEIVE in bad.calls)
         await bad.die()
         reply = await commit_publication(run, 1, begin.group_name, error="connection reset by peer")
         assert reply.evicted == [1]
@@ -349,9 +350,9 @@ async def test_a_publisher_that_never_commits_is_not_waited_for(tmp_path: Path) 
 
 async def test_a_publisher_that_begins_again_rolls_its_own_update_back(tmp_path: Path) -> None:
     async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
-        gservers[0].faults[BUCKET] = ["stall"]
+        gservers[0].faults[RECEIVE] = ["stall"]
         await begin_publication(run, 1)
-        await run.until(lambda s: BUCKET in gservers[0].calls)
+        await run.until(lambda s: RECEIVE in gservers[0].calls)
         reply, _ = await attempt(run, 1)
         assert reply.done
         assert (await run.client.status()).publication["failed"] == 1

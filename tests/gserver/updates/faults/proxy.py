@@ -105,7 +105,7 @@ class Proxy:
                 raise
         if answer.status == 200 and request.path in ("/pause_generation", "/continue_generation"):
             self.paused = request.path == "/pause_generation"
-        return web.Response(status=answer.status, body=content, content_type="application/json")
+        return web.Response(status=answer.status, body=content, content_type=answer.content_type)
 
     def stop(self) -> None:
         if self.place is not None:

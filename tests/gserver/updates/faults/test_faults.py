@@ -42,6 +42,7 @@ NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not in
 JOIN = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
 BUCKET = "/update_weights_from_distributed"
+RECEIVE = "/receive_weights"
 LOAD = "/update_weights_from_disk"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
@@ -55,7 +56,7 @@ RESUME = "/continue_generation"
 STEPS = {
     "embedded": {
         "collective": [
-            *((JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
+            *((JOIN, 0), (BEGIN, 0), (RECEIVE, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
         ],
         "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
         "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
@@ -129,7 +130,7 @@ async def test_a_gserver_fails_at_every_step(
 
 SENDER, LATE = 0, 1
 CATCH_UP = [
-    *((SENDER, OFFER, 0), (LATE, JOIN, 0), (LATE, BEGIN, 0), (LATE, BUCKET, 0), (LATE, BUCKET, 1), (SENDER, SEND, 0)),
+    *((SENDER, OFFER, 0), (LATE, JOIN, 0), (LATE, BEGIN, 0), (LATE, RECEIVE, 0), (SENDER, SEND, 0)),
     *((LATE, VERIFY, 0), (LATE, PAUSE, 0), (LATE, SWAP, 0), (LATE, RESUME, 0), (LATE, LEAVE, 0), (SENDER, LEAVE, 0)),
 ]
 """Calls of a catch-up with `collective`, and to whom."""
@@ -163,7 +164,7 @@ async def test_the_sender_or_the_receiver_of_a_catch_up_fails_at_every_step(
 async def test_a_sender_is_stopped_in_the_middle(tmp_path: Path, running_sglang: RunningSglang) -> None:
     async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
         await fleet.publish()
-        armed = fleet.arm(BUCKET, "held", skip=1, gserver=LATE)
+        armed = fleet.arm(RECEIVE, "held", gserver=LATE)
         await fleet.restart(LATE)
         await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
         fleet.proxies[SENDER].stop()
@@ -179,7 +180,7 @@ async def test_updates_that_come_while_a_gserver_sends_do_not_change_what_it_sen
     """Two of them: the second would be written where the weights lie that the first has replaced."""
     async with faulty_fleet(tmp_path, "collective", running=running_sglang, timeout=PATIENCE) as fleet:
         await fleet.publish()
-        armed = fleet.arm(BUCKET, "held", skip=1, gserver=LATE)
+        armed = fleet.arm(RECEIVE, "held", gserver=LATE)
         await fleet.restart(LATE)
         await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
         await fleet.publish()

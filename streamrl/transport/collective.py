@@ -211,6 +211,8 @@ class Broadcaster:
         self._group: Any = None
         self._group_name = ""
         self._weights: Weights
+        self.sent_bytes = 0
+        """What it has broadcast so far, each byte once however many receive it."""
         self._transfer = ""
         self._checksums: dict[str, str] = {}
         """Of what was sent of these weights, in whichever attempt."""
@@ -259,8 +261,8 @@ class Broadcaster:
                     deque(islice(weights, len(bucket)), maxlen=0)
                     continue
                 # One bucket after another: no gserver gets far ahead of one that fails.
-                for _ in broadcasts(self._contents(bucket, weights), self._group):
-                    pass
+                for _, weight in broadcasts(self._contents(bucket, weights), self._group):
+                    self.sent_bytes += weight.nbytes
         return self._checksums
 
     def abort(self) -> None:

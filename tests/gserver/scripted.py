@@ -57,6 +57,8 @@ class ScriptedGserver:
         self.began = False
         self.staged_weights: StagedWeights | None = None
         """What it says that it has staged."""
+        self.bucket_seconds: list[float] = []
+        """How long it takes to receive each bucket."""
         self.pending_version = ""
         self.sums: dict[str, str] = {}
         """Checksums of what it says has come."""
@@ -100,7 +102,7 @@ class ScriptedGserver:
         elif hasattr(self, "_cleanup"):
             await asyncio.gather(self._cleanup, return_exceptions=True)
 
-    async def _handle(self, request: web.Request) -> web.Response:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         self.calls.append(path)
         body = await request.read()
@@ -123,9 +125,18 @@ class ScriptedGserver:
         if fault == "nonsense_after":
             return web.Response(body=b"{}")
         if isinstance(answer, Received):
-            content = b"data: " + msgspec.json.encode(answer) + b"\n\ndata: [DONE]\n\n"
-            return web.Response(body=content, content_type="text/event-stream")
+            return await self._receive(request, answer)
         return _json(answer)
+
+    async def _receive(self, request: web.Request, whole: Received) -> web.StreamResponse:
+        """Tell of one bucket after another, each after its time."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for seconds in self.bucket_seconds:
+            await asyncio.sleep(seconds)
+            await response.write(b"data: " + msgspec.json.encode(Received([1])) + b"\n\n")
+        await response.write(b"data: " + msgspec.json.encode(whole) + b"\n\ndata: [DONE]\n\n")
+        return response
 
     def _carry_out(self, path: str) -> msgspec.Struct:
         match path:

@@ -13,7 +13,7 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.transport.control import PublishReply, Status
-from streamrl.transport.generation import MIXED_WEIGHTS
+from streamrl.transport.generation import MIXED_WEIGHTS, StagedWeights
 from tests.gserver.harness import (
     Run,
     begin_publication,
@@ -309,6 +309,54 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
         assert reply.evicted == []
         assert live_gservers(await run.client.status()) == {0, 1}
         assert (await attempt(run, 1))[0].done
+
+
+async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) -> None:
+    """The deadline is on what comes next, so it is the same for a small model and for a large one."""
+    async with fleet(tmp_path, timeout_seconds=1.0) as (run, gservers):
+        for gserver in gservers:
+            gserver.bucket_seconds = [0.4] * 5
+        begin = await begin_publication(run, 1)
+        status = await run.until(lambda s: s.publication.get("received", {}).get("gserver/1") == 1, timeout=20)
+        assert status.publication["state"] == "transferring"
+        assert (await commit_publication(run, 1, begin.group_name, timeout=20)).done
+        assert [gserver.counts[RECEIVE] for gserver in gservers] == [1, 1]
+
+
+async def test_a_gserver_that_stops_in_the_middle_of_a_transfer_is_given_up(tmp_path: Path) -> None:
+    async with fleet(tmp_path, timeout_seconds=1.0) as (run, (good, bad)):
+        bad.bucket_seconds = [0.1, 60.0]
+        reply, _ = await attempt(run, 1)
+        assert not reply.done
+        assert "gserver/1 while transferring" in reply.error
+        assert "within 1 s" in reply.error
+        assert reply.evicted == [1]
+        assert not good.paused
+
+
+async def test_an_update_goes_on_with_the_bucket_in_which_it_broke(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 4) as (run, gservers):
+        for gserver, buckets in zip(gservers, [3, 2, None, 5], strict=True):
+            gserver.staged_weights = None if buckets is None else StagedWeights("these", [buckets])
+        begin = await begin_publication(run, 1, buckets=6, transfer="these")
+        assert (begin.first_buckets, begin.world_size) == ([2], 4)
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        for gserver in (*gservers[:2], gservers[3]):
+            assert gserver.bodies[RECEIVE][0]["first_buckets"] == [2]
+            assert gserver.bodies[BEGIN] == [{"transfer": "these"}]
+        assert gservers[2].counts[RECEIVE] == 0, "it has none of them: it is resynced without the others"
+        assert live_gservers(await run.client.status()) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("staged", [StagedWeights("others", [2]), StagedWeights("these", [2, 2]), None])
+async def test_what_is_staged_of_other_weights_does_not_count(tmp_path: Path, staged: StagedWeights | None) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.staged_weights = staged
+        begin = await begin_publication(run, 1, transfer="these")
+        assert (begin.first_buckets, begin.world_size) == ([], 3)
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        assert gservers[0].bodies[RECEIVE][0]["first_buckets"] == [0]
 
 
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl import config as configuration
+from streamrl.checksum import weights_checksum
 from streamrl.config import Config
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.trainer.worker.publisher import Carriers, Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
+from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import PublishBegin, PublishBeginReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import control_key, generation_key
@@ -65,7 +67,7 @@ class KillingClient(ControlClient):
         return reply
 
 
-def tiny_config(folder: Path) -> Config:
+def tiny_config(folder: Path, *, gservers: int = 2) -> Config:
     return small_config(
         folder,
         model={
@@ -75,7 +77,7 @@ def tiny_config(folder: Path) -> Config:
         data={"max_prompt_tokens": 64},
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
-        gserver={"count": 2, "max_context": 256, "dtype": "float32"},
+        gserver={"count": gservers, "max_context": 256, "dtype": "float32"},
         weights={"mode": "collective", "timeout_seconds": TIMEOUT, "bucket_mb": 0.01},
         manager={"heartbeat_seconds": 0.2},
     )
@@ -127,6 +129,66 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         await publisher.publish(3, FixedWeights(initial))
         assert await client.checksum(urls[0]) == before[0]
         assert third not in (before[0], after[0])
+        publisher.close()
+        await control.close()
+        await client.close()
+
+
+class Killing(FixedWeights):
+    """Kills a gserver before the weight at `place` is read for the first time."""
+
+    def __init__(self, tensors: dict[str, Any], victim: subprocess.Popen[bytes], place: int) -> None:
+        super().__init__(tensors)
+        self._victim = victim
+        self._place = place
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor]]:
+        for place, weight in enumerate(super().weights()):
+            if place == self._place and self._victim.poll() is None:
+                self._victim.kill()
+                self._victim.wait()
+            yield weight
+
+
+class RecordingClient(ControlClient):
+    """Remembers what every attempt was begun with."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.begun: list[PublishBeginReply] = []
+
+    async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
+        self.begun.append(await super().publish_begin(message, timeout=timeout))
+        return self.begun[-1]
+
+
+@pytest.mark.timeout(180)
+async def test_a_gserver_that_is_killed_in_the_middle_of_a_broadcast_costs_itself_alone(tmp_path: Path) -> None:
+    """The others keep the buckets that they have, and are sent the rest."""
+    config = tiny_config(tmp_path, gservers=3)
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    initial = load_file(model_dir / "model.safetensors")
+    size = sum(tensor.nbytes for tensor in initial.values())
+    async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
+        client = GenerationClient(timeout=30.0, key=generation_key(config, run.secret))
+        control = RecordingClient(run.url, secret=run.secret)
+        broadcaster = Broadcaster(config.weights, backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
+        publisher = Publisher(
+            client=control, config=config.weights, carriers=Carriers(broadcaster), in_thread=asyncio.to_thread
+        )
+        status = await run.until(lambda s: live_gservers(s) == {0, 1, 2}, timeout=60.0)
+        urls = [p.address for p in status.processes if p.role == "gserver"]
+        client.control_keys |= {url: control_key(config, run.secret, index) for index, url in enumerate(urls)}
+
+        new = scaled(initial, 2.0)
+        published = await publisher.publish(1, Killing(new, processes[2], len(new) - 3))
+        assert published.attempts == 2
+        assert live_gservers(await run.client.status()) == {0, 1}
+        (bucket,) = control.begun[1].first_buckets
+        assert bucket > 0
+        largest = max(tensor.nbytes for tensor in new.values())
+        assert size < broadcaster.sent_bytes <= size + max(largest, int(config.weights.bucket_mb * 2**20))
+        assert {(await client.checksum(url))["total"] for url in urls[:2]} == {weights_checksum(new).total}
         publisher.close()
         await control.close()
         await client.close()

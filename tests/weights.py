@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 
 from torch import Tensor
 
-from streamrl.trainer.worker.publisher import WeightSource
+from streamrl.trainer.worker.weight_source import WeightSource
 
 
 class FixedWeights(WeightSource):

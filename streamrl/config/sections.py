@@ -376,8 +376,11 @@ class WeightsConfig(Section, frozen=True):
     `streamrl run` starts have to share them: NCCL allows one rank on each."""
     host: str = ""
     """Where the publisher listens for the weight group; empty: at the address by which others reach it."""
+    senders: Positive = 8
+    """Model workers that each broadcast a part of the weights, at most. With NCCL or SGLang servers one sends all."""
     bucket_mb: PositiveFloat = 256.0
-    """Weights that a gserver is asked to receive in one call, at most (a larger one is alone)."""
+    """Of weights that are broadcast: so much is sent again when a broadcast breaks off, and has to come within
+    `timeout_seconds` (a larger weight is alone)."""
     timeout_seconds: PositiveFloat = 120.0
     """How long each wait in a weight update may take."""
     attempts: Positive = 3

@@ -184,7 +184,8 @@ class WeightReceiver:
 
         # The first failure is told at once; what other senders send meanwhile still comes, and the next call waits.
         receiving = asyncio.create_task(self.apart(receive))
-        await asyncio.wait([receiving, failure], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [receiving, failure]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             if not staged.transfer:
                 self._drop(staged)

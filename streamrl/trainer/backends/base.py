@@ -19,6 +19,7 @@ equal arguments on all members of one data-parallel rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -56,6 +57,23 @@ class Ranks:
         total = values.to(self._device, copy=True) if self.is_head else torch.zeros_like(values, device=self._device)
         dist.all_reduce(total)
         return total.cpu()
+
+
+def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Give each of `sizes` to one of its `ranks`, the largest first to the one that has the least; return which."""
+    load: Counter[int] = Counter()
+    chosen = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        chosen[place] = min(ranks[place], key=load.__getitem__)
+        load[chosen[place]] += sizes[place]
+    return chosen
+
+
+def spread(ranks: Sequence[int], most: int) -> list[int]:
+    """Return `most` of `ranks` at even distances (all, if there are fewer), the first among them: neighbours are on one
+    host, which has one link."""
+    count = min(most, len(ranks))
+    return [ranks[i * len(ranks) // count] for i in range(count)]
 
 
 # --- offload ---
@@ -175,12 +193,20 @@ class ParallelModel(Protocol):
         """Hugging Face name and whole shape of every weight, tied ones once, in the order of `gather_weights`."""
         ...
 
-    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_senders(self, *, most: int) -> list[int]:
+        """For each of `weight_specs` the rank that is to send it to others, so that about `most` ranks have as much to
+        send as each other; with 1 it is rank 0."""
+        ...
+
+    def gather_weights(
+        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
 
-        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other
-        than 0 get empty tensors. No rank holds more than a few weights at a time; nobody writes to one that was given
-        out before the caller has dropped it, or ends the iteration.
+        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other than the one that
+        `to` names for each weight (0 without it) get empty tensors. What has to travel does so as `dtype`, if that is
+        given. No rank holds more than a few weights at a time; nobody writes to one that was given out before the
+        caller has dropped it, or ends the iteration.
         """
         ...
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 from streamrl.errors import ModelError, TrainingError
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
+from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, dealt, spread
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.optimizer import AdamW
 from streamrl.trainer.packing import MicroBatch, attention_mask
@@ -70,18 +70,21 @@ class Shards:
         """This rank's part of each weight."""
         return {name: shard.local for name, shard in self._weights.items()}
 
-    def gather(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors from `parts`, one after another, on rank 0; empty ones elsewhere. Collective when sharded."""
-        for name, shard in self._weights.items():
+    def gather(
+        self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors from `parts`, one after another, each on the rank that `to` names for it (rank 0 without it);
+        empty ones elsewhere. What travels does so as `dtype`. Collective when sharded."""
+        for (name, shard), target in zip(self._weights.items(), to or [0] * len(self._weights), strict=True):
             mine = parts[name].detach()
             if self._group is None:
-                yield name, mine if self._rank == 0 else mine.new_empty(0)
+                yield name, mine if self._rank == target else mine.new_empty(0)
                 continue
             rows = self._rows(shard.shape[0])
-            padded = mine.new_zeros((rows, *shard.shape[1:]))
+            padded = mine.new_zeros((rows, *shard.shape[1:]), dtype=dtype)
             padded[: len(mine)] = mine
-            found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == 0 else None
-            dist.gather(padded, found, dst=0, group=self._group)
+            found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == target else None
+            dist.gather(padded, found, dst=target, group=self._group)
             yield name, mine.new_empty(0) if found is None else torch.cat(found)[: shard.shape[0]]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, into: Mapping[str, Tensor]) -> None:
@@ -203,9 +206,15 @@ class TorchModel:
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._shards.specs()
 
-    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_senders(self, *, most: int) -> list[int]:
+        sizes = [math.prod(shape) for _, shape in self.weight_specs()]
+        return dealt(sizes, [spread(range(self._world), most)] * len(sizes))
+
+    def gather_weights(
+        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self._check_here()
-        return self._shards.gather(self._shards.local())
+        return self._shards.gather(self._shards.local(), dtype=dtype, to=to)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._check_here()

@@ -60,11 +60,12 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import WorkerData
-from streamrl.trainer.worker.publisher import Publisher, WeightSource, carriers_for
+from streamrl.trainer.worker.publisher import Publisher, carriers_for, most_senders
 from streamrl.trainer.worker.transfers import DataManager
+from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
-from streamrl.transport.collective import backend_for, join_world, open_store
+from streamrl.transport.collective import Broadcaster, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
@@ -293,6 +294,8 @@ class ModelWorker:
         self._publishing.shutdown(wait=False, cancel_futures=True)
         if self._publisher is not None:
             self._publisher.close()
+        if self._source is not None:
+            self._source.close()
         self._data.close()
         if self._computation is not None:
             await asyncio.to_thread(self._computation.close)
@@ -377,45 +380,51 @@ class ModelWorker:
         if config.run.resume_from:
             resume(assembly, Path(config.run.resume_from))
         weights = config.weights
+        carried_by = backend_for(weights, self._device)
+        dtype = resolve_dtype(config.gserver.dtype, self._device)
+        senders = most_senders(config, world=world, backend=carried_by)
+        listening = self._reach.listening(weights.host)
+        own = Broadcaster(weights, listening=listening, backend=carried_by, dtype=dtype, device=self._device)
         self._source = WeightSource(
             assembly.actor.model,
+            rank=self._index,
             world=world,
             timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
+            dtype=dtype,
+            own=own if senders > 1 else None,
+            most_senders=senders,
         )
         if self._index == 0:
-            self._publisher = self._make_publisher(self._source)
+            carriers = carriers_for(
+                config,
+                backend=carried_by,
+                dtype=dtype,
+                device=self._device,
+                listening=listening,
+                numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
+                several_senders=senders > 1,
+            )
+            self._publisher = Publisher(
+                client=self._client, config=weights, carriers=carriers, in_thread=self._in_publishing
+            )
         self._computation = Computation(
             config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
         )
         return Done(compute_seconds=time.monotonic() - began)
 
-    def _make_publisher(self, source: WeightSource) -> Publisher:
-        weights = self._config.weights
-
-        async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
-
-        carriers = carriers_for(
-            self._config,
-            backend=backend_for(weights, self._device),
-            dtype=resolve_dtype(self._config.gserver.dtype, self._device),
-            device=self._device,
-            listening=self._reach.listening(weights.host),
-            numbers=sum(math.prod(shape) for _, shape in source.specs()),
-        )
-        return Publisher(client=self._client, config=weights, carriers=carriers, in_thread=in_thread)
+    async def _in_publishing(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
     async def _publish(self, call: Publish) -> Published:
         if self._source is None:
             raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
-        loop = asyncio.get_running_loop()
         # not in the compute thread, where the next step may already wait for this publication
-        await loop.run_in_executor(self._publishing, self._ready.bring_back, ACTOR)
+        await self._in_publishing(self._ready.bring_back, ACTOR)
         if self._publisher is not None:
             return await self._publisher.publish(
                 call.version, self._source, resync=call.resync, on_read=self._weights_free.set
             )
-        await loop.run_in_executor(self._publishing, self._source.serve)
+        await self._in_publishing(self._source.serve)
         return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
 
     async def _have_scored(self, call: HaveScored) -> BeingScored:

@@ -1,8 +1,8 @@
 """The trainer's side of a weight update: sends the weights of a version to the gservers.
 
 The manager runs the transaction (`gserver/updates/publication.py`); a `Carrier` moves the weights, by broadcast
-(`transport/collective.py`) or through files (`weight_files.py`). `Publisher` runs on the trainer's rank 0; on every
-rank a `WeightSource` gathers the weights from all.
+(`transport/collective.py`; from several ranks at once: `weight_source.py`) or through files (`weight_files.py`).
+`Publisher` runs on the trainer's rank 0.
 
 Invariant: weights are only read here, so the next training step may compute meanwhile. It must not update them before
 `on_read` was called or `publish` has returned.
@@ -13,24 +13,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY
-from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.trainer.worker.weight_source import Senders, WeightSource
 from streamrl.transport.addresses import Listening
-from streamrl.transport.collective import Broadcaster, Weights
+from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
 from streamrl.transport.manager_client import ControlClient
 
@@ -44,57 +41,6 @@ MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
 VERSIONS = 3
 """Versions of the weights that may be in shared memory: two, and one that a gserver still reads."""
-END, PASS = 0, 1
-"""What rank 0 tells the other ranks: no further pass over the weights, or another one."""
-
-
-class WeightSource:
-    """The policy's weights as the publisher sees them: whole, in order, as often as it wants.
-
-    One for each rank. Rank 0 asks for a pass; the other ranks then give it their parts of all weights, so a pass that
-    breaks off half-way is drained before the next. The process group ends with the process.
-    """
-
-    def __init__(self, model: ParallelModel, *, world: int, timeout_seconds: float) -> None:
-        """Collective. `timeout_seconds`: the longest time between two passes."""
-        self._model = model
-        self._group = None
-        if world > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-
-    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the Hugging Face name and shape of each weight, in the order of `weights`."""
-        return self._model.weight_specs()
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Rank 0: yield all weights. Closing the iterator early still takes the rest from the other ranks."""
-        self._tell(PASS)
-        found = self._model.gather_weights()
-        try:
-            for weight in found:  # noqa: UP028 (`yield from` would close `found` together with this iterator)
-                yield weight
-        finally:
-            for _ in found:
-                pass
-
-    def end(self) -> None:
-        """Rank 0: no more passes for this version."""
-        self._tell(END)
-
-    def serve(self) -> None:
-        """Other ranks: take part in passes until rank 0 ends them."""
-        while self._told() == PASS:
-            for _ in self._model.gather_weights():
-                pass
-
-    def _tell(self, word: int) -> None:
-        if self._group is not None:
-            dist.broadcast(torch.tensor(word), src=0, group=self._group)
-
-    def _told(self) -> int:
-        word = torch.tensor(END)
-        dist.broadcast(word, src=0, group=self._group)
-        return int(word)
 
 
 class Carrier(Protocol):
@@ -105,7 +51,7 @@ class Carrier(Protocol):
     reads_once: bool
     """Whether `prepare` reads all there is to read of the weights."""
 
-    def prepare(self, version: int, weights: Weights) -> None:
+    def prepare(self, version: int, weights: WeightSource) -> None:
         """These weights come next."""
 
     def announce(self) -> Broadcast | Snapshot:
@@ -240,9 +186,10 @@ def carriers_for(
     dtype: torch.dtype,
     device: torch.device,
     numbers: int,
+    several_senders: bool = False,
 ) -> Carriers:
-    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: how many
-    all weights are."""
+    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast, and so is
+    `several_senders`: whether the ranks' `WeightSource`s send; `numbers`: how many all weights are."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
@@ -250,7 +197,11 @@ def carriers_for(
         return Carriers(WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum))
     if weights.mode == "shared_memory":
         return Carriers(WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum))
-    broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
+    broadcaster: Carrier
+    if several_senders:
+        broadcaster = Senders(dtype)
+    else:
+        broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
     if weights.mode == "collective":
         return Carriers(broadcaster)
     obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
@@ -272,3 +223,13 @@ def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str
     if not has_room(VERSIONS * size):
         return f"{SHARED_MEMORY} has no room for {VERSIONS} times {size / 2**20:.0f} MiB"
     return ""
+
+
+def most_senders(config: Config, *, world: int, backend: Literal["gloo", "nccl"]) -> int:
+    """Return how many of the trainer's ranks may each broadcast a part of the weights.
+
+    One where gservers cannot receive from several at once: SGLang knows a single sender, and NCCL asks that all ranks
+    use communicators in one order.
+    """
+    can = backend == "gloo" and config.gserver.engine != "sglang" and config.weights.mode in ("auto", "collective")
+    return min(world, config.weights.senders) if can else 1

@@ -101,7 +101,12 @@ class MegatronModel:
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return list(self._whole.shapes.items())
 
-    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_senders(self, *, most: int) -> list[int]:
+        return self._whole.senders(most=most)
+
+    def gather_weights(
+        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self._check_onloaded()
 
         def piece(number: int) -> Tensor:
@@ -109,7 +114,7 @@ class MegatronModel:
             assert master is not None  # only what this rank contributes is asked for
             return master.detach().flatten().float()
 
-        yield from self._whole.gather(piece)
+        yield from self._whole.gather(piece, dtype=dtype or torch.float32, to=to)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._check_onloaded()

@@ -12,6 +12,7 @@ another, on a communicator that serves nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.errors import ModelError
-from streamrl.trainer.backends.base import Head
+from streamrl.trainer.backends.base import Head, dealt, spread
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 
@@ -257,8 +258,26 @@ class WholeTensors:
         dist.all_gather(tables, table, group=group)
         self._ranges: list[list[tuple[int, int]]] = [[tuple(row) for row in found.tolist()] for found in tables]
 
-    def gather(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor with its name, in order, on rank 0; empty ones elsewhere. Collective."""
+    def senders(self, *, most: int) -> list[int]:
+        """The rank that is to send each tensor on, one of its pipeline stage unless `most` is 1."""
+        if most == 1:
+            return [0] * len(self.shapes)
+        chosen: dict[str, int] = {}
+        for stage, weights in enumerate(self._stages):
+            ranks = [rank for rank in range(self._layout.world) if self._layout.coordinates(rank).pipeline == stage]
+            own = [weight for weight in weights if not weight.copy]
+            sizes = [sum(math.prod(shape) for _, shape in weight.sources) for weight in own]
+            candidates = spread(ranks, max(1, most // len(self._stages)))
+            for weight, rank in zip(own, dealt(sizes, [candidates] * len(own)), strict=True):
+                chosen |= {name: rank for name, _ in weight.sources}
+        return [chosen[name] for name in self.shapes]
+
+    def gather(
+        self, piece: Piece, *, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each whole tensor with its name, in order, as `dtype`, on the rank that `to` names for it (0 without it; one
+        for all tensors of a parameter); empty ones elsewhere. Collective."""
+        targets = dict(zip(self.shapes, to or [0] * len(self.shapes), strict=True))
         order = iter(self.shapes)
         expected = next(order, None)
         ready: dict[str, Tensor] = {}
@@ -266,11 +285,12 @@ class WholeTensors:
             for number, weight in enumerate(weights):
                 if weight.copy:
                     continue
-                if self._rank == 0:
-                    ready |= weight.join(self._receive(stage, number, weight, piece))
+                target = targets[weight.sources[0][0]]
+                if self._rank == target:
+                    ready |= weight.join(self._receive(stage, number, weight, piece, dtype))
                 else:
                     if stage == self._stage:
-                        self._send(number, piece)
+                        self._send(number, piece, dtype, target)
                     ready |= {name: torch.empty(0, device=self._device) for name, _ in weight.sources}
                 while expected in ready:
                     yield expected, ready.pop(expected)
@@ -314,12 +334,12 @@ class WholeTensors:
         if tuple(whole.shape) != self.shapes[name]:
             raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
 
-    def _receive(self, stage: int, number: int, weight: Weight, piece: Piece) -> list[Tensor]:
+    def _receive(self, stage: int, number: int, weight: Weight, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
         """The shards of one parameter, by tensor rank."""
         shape = weight.shard_shape(self._layout.tensor)
         shards, pending = [], []
         for tensor_rank in range(self._layout.tensor):
-            shard = torch.empty(shape, dtype=torch.float32, device=self._device)
+            shard = torch.empty(shape, dtype=dtype, device=self._device)
             flat = shard.view(-1)
             for data_rank in range(self._layout.data):
                 source = self._layout.rank(data=data_rank, tensor=tensor_rank, pipeline=stage)
@@ -336,7 +356,7 @@ class WholeTensors:
                 work.wait()
         return shards
 
-    def _send(self, number: int, piece: Piece) -> None:
+    def _send(self, number: int, piece: Piece, dtype: torch.dtype, target: int) -> None:
         start, end = self._ranges[self._rank][number]
         if start < end:
-            dist.send(piece(number).float().contiguous(), 0, group=self._group)
+            dist.send(piece(number).to(dtype).contiguous(), target, group=self._group)

@@ -372,7 +372,7 @@ async def test_the_publisher_is_not_asked_again_and_again_for_one_that_died(tmp_
 async def test_a_step_that_fails_unforeseen_ends_the_update_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*_: Any) -> None:
+    async def broken(*_: Any, **options: Any) -> None:
         raise ZeroDivisionError("a fault of the manager's own")
 
     async with fleet(tmp_path, 1) as (run, (gserver,)):

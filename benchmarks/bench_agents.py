@@ -31,7 +31,7 @@ from streamrl.config import Config, GserverConfig, ModelConfig, RewardConfig, Sa
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.rendering import TemplateRenderer
+from streamrl.rollout.agents.rendering import Sampled, TemplateRenderer
 from streamrl.rollout.agents.workflow import Episode, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute
@@ -203,11 +203,11 @@ class _Counting(TemplateRenderer):
         self.whole.append(len(ids))
         return ids
 
-    def extend(self, prompt_ids: Any, output_ids: Any, messages: Any, tools: Any) -> list[int] | None:
-        ids = super().extend(prompt_ids, output_ids, messages, tools)
+    def extend(self, sampled: Sampled, messages: Any) -> list[int] | None:
+        ids = super().extend(sampled, messages)
         if ids is not None:
             self.later.append(len(ids))
-            self.longest = max(self.longest, len(prompt_ids) + len(output_ids) + len(ids))
+            self.longest = max(self.longest, len(sampled.prompt_ids) + len(sampled.output_ids) + len(ids))
         return ids
 
 

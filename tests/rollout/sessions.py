@@ -8,12 +8,13 @@ from typing import Any
 
 from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.rollout.activity import Activity
+from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.workflows.base import Session
 from streamrl.transport.generation import GenerationClient
 from streamrl.types import Prompt, Trajectory
 from tests.rollout.characters import make_chat
-from tests.rollout.engine import Engine, answer, serving
+from tests.rollout.engine import Engine, Script, answer, serving
 
 CHAT = make_chat()
 QUESTION = [{"role": "user", "content": "1+1?"}]
@@ -27,7 +28,9 @@ async def no_other(failed: str) -> str:
 @asynccontextmanager
 async def session(
     *texts: str,
-    rewards: Any,
+    rewards: Any = None,
+    chat: ChatTokenizer = CHAT,
+    script: Script | None = None,
     on_error: Any = "reject",
     reward: RewardConfig | None = None,
     max_context: int = 400,
@@ -36,13 +39,13 @@ async def session(
     tokens: int = 50,
     **more: Any,
 ) -> AsyncIterator[tuple[Session, Engine]]:
-    """A session whose engine says `texts` one after another, at versions 0, 1, …"""
+    """A session whose engine says `texts` one after another, at versions 0, 1, …, or follows `script`."""
     replies = [
-        answer(CHAT.encode(text), version=str(i), finish="stop" if text.endswith(">") else "length", **more)
+        answer(chat.encode(text), version=str(i), finish="stop" if text.endswith(">") else "length", **more)
         for i, text in enumerate(texts)
     ]
     client = GenerationClient(timeout=10)
-    async with serving(lambda request, number: replies[number]) as engine:
+    async with serving(script or (lambda request, number: replies[number])) as engine:
         sampling = SamplingConfig(max_new_tokens=tokens)
         yield (
             Session(
@@ -54,14 +57,14 @@ async def session(
                     seed=0,
                     patience=10,
                     tokens_per_request=4096,
-                    decode=CHAT.decode,
+                    decode=chat.decode,
                     eos_token_ids=(),
                     policy_version=lambda: 0,
                 ),
                 route=GroupRoute(engine.url, find_another=no_other),
                 rewards=rewards,
                 reward=reward or RewardConfig(on_error=on_error),
-                chat=CHAT,
+                chat=chat,
                 sampling=sampling,
                 max_context=max_context,
                 activity=activity or Activity(idle="nothing"),

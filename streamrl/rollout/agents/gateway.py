@@ -317,7 +317,7 @@ class Gateway:
             generation.idempotency_keys.add(idempotency_key)
         generation.waiting += 1
         try:
-            send = _stream if generation.call.stream else _write
+            send = _write if generation.call.events is None else _stream
             answer = await send(protocol, generation, request)
         finally:
             generation.waiting -= 1
@@ -340,7 +340,7 @@ class Gateway:
         self._warn(call)
         asked.generating += 1
         pieces = _Pieces()
-        streams = call.stream and not call.logprobs  # log-probabilities are those of whole answers
+        streams = call.events is not None and not call.logprobs  # log-probabilities are those of whole answers
         answering = episode.complete(call.request, call=call.id, on_piece=pieces.add if streams else None)
         task = asyncio.ensure_future(answering)
         task.add_done_callback(pieces.end)
@@ -474,7 +474,8 @@ async def _stream(protocol: Api, generation: _Generation, request: web.Request) 
 
     What it raises later becomes the last event.
     """
-    events = protocol.events(generation.call)
+    assert generation.call.events is not None
+    events = generation.call.events(generation.call)
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     _send_at_once(request)
     async for pieces in generation.pieces.follow():

@@ -83,7 +83,27 @@ class Piece(msgspec.Struct, frozen=True):
     """Which of the request's `n` answers."""
     content: str = ""
     reasoning: str = ""
-    """All of it, in a piece before any content."""
+    """Comes before content, except of models that go back to reasoning."""
+
+
+class Told:
+    """What the pieces of one answer have told of it."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+
+    def add(self, piece: Piece) -> None:
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+
+    def rest(self, message: Message) -> Message:
+        """Return `message` without what has been told of it."""
+        return msgspec.structs.replace(
+            message,
+            content=message.content.removeprefix(self.content),
+            reasoning=message.reasoning.removeprefix(self.reasoning),
+        )
 
 
 class RequestRefused(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,25 @@ import msgspec
 
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
-from streamrl.rollout.agents.rendering import Renderer, TemplateRenderer, before_stop, to_template
+from streamrl.rollout.agents.rendering import (
+    Renderer,
+    Sampled,
+    TemplateRenderer,
+    before_stop,
+    settled,
+    to_template,
+    up_to_stop,
+)
 from streamrl.rollout.chat import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
 AUTO, TEMPLATE = "auto", "template"
+WHOLE_ANSWERS = {"gemma4", "gpt-oss", "inkling", "llama-3"}
+"""Renderers of which it is not known what a part of an answer will be in the whole: a token that comes later may make
+text of theirs a header, another channel or a tool's call."""
+
+_BEGUN_TAG = re.compile(r"<[^<>\s]*\Z")
 
 _TOOLS: list[dict[str, Any]] = [
     {
@@ -69,31 +83,18 @@ class ModelRenderer:
             roles = ", ".join(message.role for message in messages)
             raise RequestRefused(f"the model has no form for a conversation of {roles}: {error}") from error
 
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
+    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
+        prompt_ids, output_ids, tools = map(list, sampled)
+        further = to_template(messages)
+        extended = self._renderer.bridge_to_next_turn(prompt_ids, output_ids, further, tools=tools or None)
         said = [*prompt_ids, *output_ids]
-        extended = self._renderer.bridge_to_next_turn(
-            list(prompt_ids), list(output_ids), to_template(messages), tools=list(tools) or None
-        )
         if extended is None or extended.token_ids[: len(said)] != said:
             return None
         return list(extended.token_ids[len(said) :])
 
-    def parse(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        matched_stop: str,
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
-        said = self._renderer.parse_response(list(output_ids), tools=list(tools) or None, prompt_ids=list(prompt_ids))
-        names = {tool["function"]["name"] for tool in tools}
+    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+        said = self._read(sampled)
+        names = {tool["function"]["name"] for tool in sampled.tools}
         calls: list[ToolCall] = []
         no_calls: list[str] = []
         for found in said.tool_calls:
@@ -102,8 +103,8 @@ class ModelRenderer:
                 calls.append(ToolCall(found.id or f"call_{uuid.uuid4().hex[:16]}", found.name, arguments))
             else:  # stays in the text, for the agent to judge
                 span = found.token_span
-                no_calls.append(found.raw if span is None else self._chat.decode(output_ids[slice(*span)]))
-        content = "\n".join(filter(None, [said.content, *no_calls]))
+                no_calls.append(found.raw if span is None else self._chat.decode(sampled.output_ids[slice(*span)]))
+        content = "\n".join(filter(None, [said.content.lstrip(), *no_calls]))
         return Message(
             role="assistant",
             content=before_stop(content, matched_stop),
@@ -111,15 +112,25 @@ class ModelRenderer:
             tool_calls=tuple(calls),
         )
 
-    def certain(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        stops: Sequence[str],
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
-        return Message("assistant")  # the package reads whole answers only
+    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+        if self.kind in WHOLE_ANSWERS:
+            return Message("assistant")
+        said = self._read(sampled)
+        reasoning = said.reasoning_content or ""
+        if not said.reasoning_complete:
+            return Message("assistant", reasoning=_BEGUN_TAG.sub("", settled(reasoning, stops)).strip())
+        content = _BEGUN_TAG.sub("", settled(said.content, stops)).strip()
+        if not reasoning and self._is_special(sampled.output_ids[0]):
+            content = ""  # the model may yet say how its turn begins once more, and then reason
+        return Message("assistant", content, up_to_stop(reasoning, stops).strip())
+
+    def _read(self, sampled: Sampled) -> Any:
+        """Return what the package makes of an answer: its `ParsedResponse`."""
+        prompt_ids, output_ids, tools = map(list, sampled)
+        return self._renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
+
+    def _is_special(self, token: int) -> bool:
+        return not self._chat.decode([token])
 
 
 def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -19,11 +19,25 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.chat import ChatTokenizer
 
+_TOOL_CALL_TAG = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """How Qwen, Hermes and others write the call of a tool."""
 _OPENING_TOKENS = 16
 """In so many last tokens of a prompt a template may have begun the reasoning of the answer."""
-_REASONING = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
+THINK, THINK_END = "<think>", "</think>"
+_REASONING = re.compile(r"\A\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
+"""Reasoning that was not ended is reasoning."""
+
+
+class Sampled(NamedTuple):
+    """An answer in tokens, or the beginning of one."""
+
+    prompt_ids: Sequence[int]
+    """What the model continued."""
+    output_ids: Sequence[int]
+    """What it sampled."""
+    tools: Sequence[dict[str, Any]] = ()
+    """What it may call."""
 
 
 class Renderer(Protocol):
@@ -32,40 +46,20 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation up to where the model answers; raises `RequestRefused`."""
 
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
-        """Return the tokens to append after `prompt_ids` and the sampled `output_ids` so that the model answers
-        `messages`. None: the model's template writes what was before them in another way now.
+    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
+        """Return the tokens to append after prompt and answer so that the model answers `messages`. None: the model's
+        template writes what was before them in another way now.
 
         Raises `RequestRefused`.
         """
 
-    def parse(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        matched_stop: str,
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
-        """Return what the model said when it continued `prompt_ids`, without the stop string that ended it."""
+    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+        """Return what the model said, without the stop string that ended it."""
 
-    def certain(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        stops: Sequence[str],
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
+    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
         """Return the beginning of what `parse` will return, whatever tokens are still to come; it may be empty.
 
-        `stops`: the strings of which one may end the answer. Reasoning is there as a whole or not at all.
+        `stops`: the strings of which one may end the answer.
         """
 
 
@@ -126,46 +120,27 @@ class TemplateRenderer:
         except DataError as error:
             raise RequestRefused(str(error)) from error
 
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None:
+    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
         if self._anew:
-            thought = "</think>" in self._chat.decode(output_ids)
+            thought = THINK_END in self._chat.decode(sampled.output_ids)
             if any((thought, message.role) in self._anew for message in messages):
                 return None
         try:
-            return self._chat.next_turn(output_ids, to_template(messages), tools)
+            return self._chat.next_turn(sampled.output_ids, to_template(messages), sampled.tools)
         except (ConfigError, DataError) as error:
             raise RequestRefused(str(error)) from error
 
-    def parse(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        matched_stop: str,
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
-        text = before_stop(self._chat.decode(output_ids), matched_stop)
-        return parse_text(self._opening(prompt_ids) + text, tools=tools)
+    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+        text = before_stop(self._chat.decode(sampled.output_ids), matched_stop)
+        return parse_text(self._opening(sampled.prompt_ids) + text, tools=sampled.tools)
 
-    def certain(
-        self,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        *,
-        stops: Sequence[str],
-        tools: Sequence[dict[str, Any]],
-    ) -> Message:
-        return certain_text(self._opening(prompt_ids), self._chat.decode(output_ids), stops=stops, tools=tools)
+    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+        text = self._chat.decode(sampled.output_ids)
+        return certain_text(self._opening(sampled.prompt_ids), text, stops=stops, tools=sampled.tools)
 
     def _opening(self, prompt_ids: Sequence[int]) -> str:
         """Return the tag of reasoning that the template has opened for the model, if it has."""
-        return "<think>" if self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith("<think>") else ""
+        return THINK if self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith(THINK) else ""
 
 
 def before_stop(text: str, stop: str) -> str:
@@ -203,24 +178,41 @@ def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:
 def certain_text(opening: str, text: str, *, stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> Message:
     """Return the beginning of what `parse_text` will make of `opening` and `text`, of which more is to come.
 
-    Kept back is whatever may turn out to be something else: half a character, a stop string, reasoning, a tool's call,
-    and white space, which goes where a tool is called.
+    Kept back is whatever may turn out to be something else: half a character, a stop string, a tag of reasoning, a
+    tool's call, and white space, which goes where reasoning ends or a tool is called.
     """
-    text = text.rstrip("\ufffd")
-    for stop in stops:
-        text = text.partition(stop)[0]
-    text = opening + text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
-    reasoning = ""
-    if found := _REASONING.match(text):
-        reasoning, text = found.group(1).strip(), text[found.end() :]
-    elif (begun := text.lstrip()).startswith("<think>") or "<think>".startswith(begun):
+    text = opening + settled(text, stops)
+    begun = text.lstrip()
+    if THINK.startswith(begun):
         return Message("assistant")
+    reasoning = ""
+    if begun.startswith(THINK):
+        thought, ended, text = begun.removeprefix(THINK).partition(THINK_END)
+        if not ended:
+            return Message("assistant", reasoning=without_begun(thought, THINK_END).strip())
+        reasoning, text = thought.strip(), text.lstrip()
     if tools:
-        text = text.partition("<tool_call>")[0]
-        text = text[: len(text) - _begun(text, "<tool_call>")].rstrip()
+        text = without_begun(text.partition(_TOOL_CALL_TAG)[0], _TOOL_CALL_TAG).rstrip()
         if text[:1].isspace():
             text = ""
     return Message("assistant", text, reasoning)
+
+
+def settled(text: str, stops: Sequence[str]) -> str:
+    """Return `text`, of which more is to come, without half a character and what may be one of `stops` at its end."""
+    return without_begun(up_to_stop(text.rstrip("\ufffd"), stops), *stops)
+
+
+def up_to_stop(text: str, stops: Sequence[str]) -> str:
+    """Return what is before the first of `stops` in `text`."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def without_begun(text: str, *words: str) -> str:
+    """Return `text` without the end that may be the beginning of one of `words`."""
+    return text[: len(text) - max((_begun(text, word) for word in words), default=0)]
 
 
 def _begun(text: str, word: str) -> int:

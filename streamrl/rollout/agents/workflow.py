@@ -20,9 +20,9 @@ import msgspec
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
 from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway, OnPiece
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told
 from streamrl.rollout.agents.pipe import Access, Score
-from streamrl.rollout.agents.rendering import Renderer
+from streamrl.rollout.agents.rendering import Renderer, Sampled, before_stop, settled
 from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.tree import Call, EpisodeTree, discounted
 from streamrl.rollout.generation import OnTokens
@@ -211,7 +211,8 @@ class Episode:
             self.rewritten += any(message.role == "assistant" for message in request.messages)
             return None, self._renderer.render(request.messages, request.tools)
         before = parent.token_ids
-        further = self._renderer.extend(parent.prompt_ids, parent.generation.output_ids, new, request.tools)
+        sampled = Sampled(parent.prompt_ids, parent.generation.output_ids, request.tools)
+        further = self._renderer.extend(sampled, new)
         if further is not None:
             return parent, [*before, *further]
         anew = self._renderer.render(request.messages, request.tools)
@@ -228,22 +229,34 @@ class Episode:
             return None
         stops = (*self._session.sampling.stop, *request.stop)
         so_far: list[int] = []
-        told = Message("assistant")
+        told = Told()
         next_look = 0
 
         def take(further: list[int]) -> None:
-            nonlocal told, next_look
+            nonlocal next_look
             so_far.extend(further)
             if len(so_far) < next_look:
                 return
             next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
-            said = self._renderer.certain(prompt_ids, so_far, stops=stops, tools=request.tools)
-            if said == told or not said.content.startswith(told.content):
-                return
-            on_piece(Piece(index, said.content[len(told.content) :], "" if told.reasoning else said.reasoning))
-            told = said
+            said = self._certain(request, Sampled(prompt_ids, so_far, request.tools), stops=stops)
+            piece = Piece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
+            if piece.content or piece.reasoning:
+                told.add(piece)
+                on_piece(piece)
 
         return take
+
+    def _message(self, request: ChatRequest, sampled: Sampled, *, matched_stop: str) -> Message:
+        """Return what the policy said; of text that it continued, the text, whatever it looks like."""
+        if request.prompt is None:
+            return self._renderer.parse(sampled, matched_stop=matched_stop)
+        return Message("assistant", before_stop(self._session.chat.decode(sampled.output_ids), matched_stop))
+
+    def _certain(self, request: ChatRequest, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+        """Return the beginning of what `_message` will return."""
+        if request.prompt is None:
+            return self._renderer.certain(sampled, stops=stops)
+        return Message("assistant", settled(self._session.chat.decode(sampled.output_ids), stops))
 
     async def _answer(
         self,
@@ -264,7 +277,8 @@ class Episode:
         self.tokens += len(generation.output_ids)
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""
-        message = self._renderer.parse(prompt_ids, generation.output_ids, matched_stop=matched, tools=request.tools)
+        sampled = Sampled(prompt_ids, generation.output_ids, request.tools)
+        message = self._message(request, sampled, matched_stop=matched)
         self.drifted += self._session.chat.retokenized(generation.output_ids) != generation.output_ids
         call = Call(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation, name=name)
         messages = request.messages if request.prompt is None else None

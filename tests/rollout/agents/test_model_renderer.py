@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from renderers.base import MODEL_RENDERER_MAP
+from tokenizers import AddedToken
 
 from streamrl.errors import ConfigError
 from streamrl.rollout.agents.messages import Message, ToolCall
-from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
-from streamrl.rollout.agents.rendering import TemplateRenderer, to_template
+from streamrl.rollout.agents.model_renderer import WHOLE_ANSWERS, ModelRenderer, renderer_of
+from streamrl.rollout.agents.rendering import Sampled, TemplateRenderer, to_template
 from streamrl.rollout.chat import ChatTokenizer
 from tests.rollout.characters import make_chat
 from tests.rollout.qwen import TEMPLATE, make_qwen
@@ -74,20 +78,20 @@ def test_it_extends_within_a_cycle_of_tools_and_writes_anew_what_comes_after(
 ) -> None:
     prompt = renderer.render([ASKED], [TOOL])
     output = qwen.encode(said)
-    answer = renderer.parse(prompt, output, matched_stop="", tools=[TOOL])
+    answer = renderer.parse(Sampled(prompt, output, [TOOL]), matched_stop="")
     if further is None:  # the user speaks: reasoning of earlier turns is left out from here on
         new = [Message("user", "Sure?")]
-        assert renderer.extend(prompt, output, new, [TOOL]) is None
+        assert renderer.extend(Sampled(prompt, output, [TOOL]), new) is None
     else:
         new = [Message("tool", "rain", tool_call_id="call_1")] * further
-        extended = renderer.extend(prompt, output, new, [TOOL])
+        extended = renderer.extend(Sampled(prompt, output, [TOOL]), new)
         assert extended is not None
         assert [*prompt, *output, *extended] == qwen.render(to_template([ASKED, answer, *new]), [TOOL])
 
 
 def test_a_cut_answer_is_closed_before_what_follows(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
     prompt, output = renderer.render([ASKED], [TOOL]), qwen.encode("I add")
-    extended = renderer.extend(prompt, output, [Message("tool", "rain", tool_call_id="call_1")], [TOOL])
+    extended = renderer.extend(Sampled(prompt, output, [TOOL]), [Message("tool", "rain", tool_call_id="call_1")])
     assert qwen.tokenizer.decode(extended or [], skip_special_tokens=False).startswith("<|im_end|>\n<|im_start|>user\n")
 
 
@@ -112,7 +116,7 @@ def test_it_reads_what_the_model_says(
     qwen: ChatTokenizer, renderer: ModelRenderer, said: str, expected: Message
 ) -> None:
     prompt = renderer.render([ASKED], [TOOL])
-    found = renderer.parse(prompt, qwen.encode(said), matched_stop="", tools=[TOOL])
+    found = renderer.parse(Sampled(prompt, qwen.encode(said), [TOOL]), matched_stop="")
     calls = tuple(ToolCall("", call.name, call.arguments) for call in found.tool_calls)
     assert (found.content.strip(), found.reasoning, calls) == (
         expected.content,
@@ -123,7 +127,7 @@ def test_it_reads_what_the_model_says(
 
 def test_the_stop_string_is_not_part_of_the_answer(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
     prompt = renderer.render([ASKED], [])
-    assert renderer.parse(prompt, qwen.encode("so 4; and"), matched_stop=";", tools=[]).content == "so 4"
+    assert renderer.parse(Sampled(prompt, qwen.encode("so 4; and")), matched_stop=";").content == "so 4"
 
 
 def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,8 +138,9 @@ def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.Log
     assert "begin a conversation of its own: a user after an answer with reasoning" in caplog.text
     prompt = renderer.render([ASKED], [])
     more = [Message("user", "Sure?")]
-    assert renderer.extend(prompt, chat.encode("<think>\nTwo.\n</think>\n\n4<|im_end|>"), more, []) is None
-    assert renderer.extend(prompt, chat.encode("4<|im_end|>"), more, []) is not None
+    thought = chat.encode("<think>\nTwo.\n</think>\n\n4<|im_end|>")
+    assert renderer.extend(Sampled(prompt, thought), more) is None
+    assert renderer.extend(Sampled(prompt, chat.encode("4<|im_end|>")), more) is not None
 
 
 def test_another_template_is_no_known_model(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,3 +167,90 @@ def test_drift_is_what_would_be_other_tokens_if_it_were_tokenized_anew(qwen: Cha
     pieces = [*qwen.encode("ad"), *qwen.encode("d"), *qwen.encode(" them<|im_end|>")]
     assert pieces != whole
     assert qwen.retokenized(pieces) == whole
+
+
+# --- answers of which more is to come ---
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[ChatTokenizer, dict[str, ModelRenderer]]:
+    """The renderers that stream, and a tokenizer that has the tokens of all of them."""
+    chat = make_qwen()
+    tokenizer: Any = chat.tokenizer
+    found: dict[str, ModelRenderer] = {}
+    for kind in sorted({*MODEL_RENDERER_MAP.values()} - WHOLE_ANSWERS):
+        while kind not in found:
+            try:
+                made = renderer_of(chat, name=kind)
+            except ConfigError as error:
+                (missing,) = re.findall(r"(?:token|for) '([^']+)'", str(error))
+                tokenizer.add_tokens([AddedToken(missing, special=True, normalized=False)])
+                continue
+            assert isinstance(made, ModelRenderer)
+            found[kind] = made
+    return chat, found
+
+
+WORDS = [
+    "a",
+    "b",
+    " ",
+    "\n",
+    "\n\n",
+    "{",
+    "}",
+    "é",
+    "st",
+    "stop",
+    "<th",
+    "ink>",
+    "</th",
+    "<tool",
+    "<｜",
+    "invoke",
+    "look",
+]
+BODIES = ['{"name": "look", "arguments": {}}', "<function=look>\n</function>", '<invoke name="look">', "look:0"]
+BODIES += ["<｜DSML｜tool_calls>\n", '<｜DSML｜invoke name="look">\n', "</｜DSML｜invoke>\n", "</｜DSML｜tool_calls>"]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_what_is_certain_is_the_beginning_of_what_will_have_been_said(
+    known: tuple[ChatTokenizer, dict[str, ModelRenderer]], data: st.DataObject
+) -> None:
+    chat, renderers = known
+    renderer = renderers[data.draw(st.sampled_from(sorted(renderers)))]
+    tokenizer: Any = chat.tokenizer
+    marks = [mark for mark in sorted(tokenizer.get_added_vocab()) if re.search("think|tool|arg|DSML|sistant", mark)]
+    some = st.sampled_from([*WORDS, *BODIES]) | st.sampled_from(marks)
+    output = chat.encode("".join(data.draw(st.lists(some, max_size=9), label="answer")))
+    prompt = chat.encode(data.draw(st.sampled_from(["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])))
+    stops = data.draw(st.sampled_from([(), ("stop",), ("top", "b\n")]), label="stops")
+    tools = data.draw(st.sampled_from([[], [TOOL]]), label="tools")
+    ends = (n for n in range(1, len(output) + 1) if any(stop in chat.decode(output[:n]) for stop in stops))
+    output = output[: next(ends, len(output))]
+    matched = next((stop for stop in stops if stop in chat.decode(output)), "")
+    whole = renderer.parse(Sampled(prompt, output, tools), matched_stop=matched)
+    for length in range(1, len(output) + 1):
+        certain = renderer.certain(Sampled(prompt, output[:length], tools), stops=stops)
+        assert whole.content.startswith(certain.content)
+        assert whole.reasoning.startswith(certain.reasoning)
+
+
+def test_what_each_model_says_is_certain_word_by_word(known: tuple[ChatTokenizer, dict[str, ModelRenderer]]) -> None:
+    call = ToolCall("functions.look:0", "look", "{}")  # as Kimi names its calls
+    answer = Message("assistant", "So: a + b.", "Two and two.", (call,))
+    for kind, renderer in known[1].items():
+        asked, tools = [ASKED], [TOOL]
+        prompt = renderer.render(asked, tools)
+        written = renderer._renderer.render_ids(to_template([*asked, answer]), tools=tools, add_generation_prompt=False)
+        shared = next((n for n, (a, b) in enumerate(zip(prompt, written, strict=False)) if a != b), len(prompt))
+        prompt, output = written[:shared], written[shared:]
+        whole = renderer.parse(Sampled(prompt, output, tools), matched_stop="")
+        assert (whole.content.strip(), len(whole.tool_calls)) == (answer.content, 1), kind
+        parts = [renderer.certain(Sampled(prompt, output[:n], tools), stops=()) for n in range(1, len(output) + 1)]
+        said = list(dict.fromkeys((part.reasoning, part.content) for part in parts))
+        assert said[-1] == (whole.reasoning, answer.content), kind
+        assert len({content for _, content in said}) > 3, kind
+        assert not whole.reasoning or len({thought for thought, _ in said}) > 3, kind

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -75,7 +75,7 @@ def parse(raw: bytes) -> Call:
             stop=common.stops(body.stop_sequences),
         ),
         model=body.model,
-        stream=bool(body.stream),
+        events=Events if body.stream else None,
         sampling=body.given(),
     )
 
@@ -147,83 +147,73 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 class Events:
-    """An answer as server-sent events. A block of text stays open for as long as more of it may come."""
+    """An answer as server-sent events. A block of text or thinking stays open for as long as more of it may come."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._told: common.Told | None = None
+        self._told = Told()
+        self._begun = False
         self._blocks = 0
-        self._open = False
+        self._open = ""
+        """The type of the block that is open, if one is; it is number `_blocks`."""
 
     def piece(self, piece: Piece) -> bytes:
-        found = []
-        if self._told is None:
-            self._told = common.Told()
-            found.append(self._start({"input_tokens": 0, "output_tokens": 0}))
         self._told.add(piece)
-        if piece.reasoning:
-            found.append(self._block({"type": "thinking", "thinking": piece.reasoning, "signature": ""}))
-        if piece.content:
-            found.append(self._text(piece.content))
-        return b"".join(found)
+        return self._begin() + self._more("thinking", piece.reasoning) + self._more("text", piece.content)
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         whole = reply(self._call, completions)
-        message = completions[0].message
-        found = []
-        if self._told is None:
-            found.append(self._start(whole["usage"]))
-        else:
-            message = self._told.rest(message)
-        if self._open:
-            found.append((self._text(message.content) if message.content else b"") + self._closed())
-            message = msgspec.structs.replace(message, content="")
-            blocks = _blocks(message) if message.tool_calls else []
-        else:
-            blocks = _blocks(message)
-        found += [self._block(block) for block in blocks]
+        found = self._begin(**whole["usage"])
+        rest = self._told.rest(completions[0].message)
+        for block in whole["content"]:
+            match block["type"]:
+                case "thinking":
+                    found += self._more("thinking", rest.reasoning)
+                case "text":
+                    found += self._more("text", rest.content) if block["text"] else self._opened("text", text="")
+                case _:
+                    found += self._opened("tool_use", id=block["id"], name=block["name"], input={})
+                    written = bytes(block["input"]).decode()
+                    found += self._delta({"type": "input_json_delta", "partial_json": written})
+        found += self._closed()
         end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-        found.append(common.event({"type": "message_delta", "delta": end, "usage": whole["usage"]}, "message_delta"))
-        found.append(common.event({"type": "message_stop"}, "message_stop"))
-        return b"".join(found)
+        found += common.event({"type": "message_delta", "delta": end, "usage": whole["usage"]}, "message_delta")
+        return found + common.event({"type": "message_stop"}, "message_stop")
 
-    def _start(self, usage: dict[str, int]) -> bytes:
+    def _begin(self, *, input_tokens: int = 0, output_tokens: int = 0) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        usage = {"input_tokens": input_tokens, "output_tokens": output_tokens}
         message = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return common.event({"type": "message_start", "message": message}, "message_start")
 
-    def _text(self, more: str) -> bytes:
-        begun = b"" if self._open else self._opened({"type": "text", "text": ""})
-        self._open = True
-        return begun + self._delta({"type": "text_delta", "text": more})
+    def _more(self, kind: Literal["text", "thinking"], text: str) -> bytes:
+        """Return the events of more of a block of `kind`; empty where there is no more."""
+        if not text:
+            return b""
+        signature = {"signature": ""} if kind == "thinking" else {}
+        opened = b"" if self._open == kind else self._opened(kind, **{kind: ""}, **signature)
+        return opened + self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _block(self, block: dict[str, Any]) -> bytes:
-        empty: dict[str, Any]
-        match block["type"]:
-            case "text":
-                empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-            case "thinking":
-                empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-            case _:
-                written = bytes(block["input"]).decode()
-                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
-        return self._opened({**block, **empty}) + self._delta(delta) + self._closed()
-
-    def _opened(self, block: dict[str, Any]) -> bytes:
-        opened = {"type": "content_block_start", "index": self._blocks, "content_block": block}
-        return common.event(opened, "content_block_start")
+    def _opened(self, kind: str, **fields: Any) -> bytes:
+        """Return the events that end the block before, and begin another."""
+        closed = self._closed()
+        self._open = kind
+        opened = {"type": "content_block_start", "index": self._blocks, "content_block": {"type": kind, **fields}}
+        return closed + common.event(opened, "content_block_start")
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         told = {"type": "content_block_delta", "index": self._blocks, "delta": delta}
         return common.event(told, "content_block_delta")
 
     def _closed(self) -> bytes:
-        self._open = False
+        if not self._open:
+            return b""
+        self._open = ""
         closed = common.event({"type": "content_block_stop", "index": self._blocks}, "content_block_stop")
         self._blocks += 1
         return closed
-
-
-events = Events
 
 
 def error(status: int, kind: str, message: str) -> dict[str, Any]:

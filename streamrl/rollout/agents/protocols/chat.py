@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -98,7 +98,7 @@ def parse(raw: bytes) -> Call:
             token_texts=bool(body.logprobs),
         ),
         model=body.model,
-        stream=bool(body.stream),
+        events=Events if body.stream else None,
         logprobs=bool(body.logprobs),
         top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
         stream_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -162,7 +162,7 @@ class Events:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._head = _head(call, "chat.completion.chunk")
-        self._told: defaultdict[int, common.Told] = defaultdict(common.Told)
+        self._told: defaultdict[int, Told] = defaultdict(Told)
 
     def piece(self, piece: Piece) -> bytes:
         begins = piece.index not in self._told
@@ -190,6 +190,3 @@ class Events:
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: Any = None, logprobs: Any = None) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
         return common.event({**self._head, "choices": [choice]})
-
-
-events = Events

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
 
 MAX_SAMPLES = 256
 """Answers to one request."""
@@ -20,7 +20,8 @@ class Call(msgspec.Struct, frozen=True):
 
     request: ChatRequest
     model: str
-    stream: bool = False
+    events: Callable[[Call], Events] | None = None
+    """What writes the answer as server-sent events; None: it goes out as one body."""
     logprobs: bool = False
     stream_usage: bool = False
     top_logprobs: int = 0
@@ -56,28 +57,8 @@ class Api(Protocol):
     def reply(self, call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer's body."""
 
-    def events(self, call: Call) -> Events:
-        """Return what writes the answer as server-sent events."""
-
     def error(self, status: int, kind: str, message: str) -> dict[str, Any]:
         """Return an error's body."""
-
-
-class Told:
-    """What the pieces of one answer have told of it."""
-
-    def __init__(self) -> None:
-        self.content = ""
-        self.reasoning = ""
-
-    def add(self, piece: Piece) -> None:
-        self.content += piece.content
-        self.reasoning = piece.reasoning or self.reasoning
-
-    def rest(self, message: Message) -> Message:
-        """Return `message` without what has been told of it."""
-        content = message.content.removeprefix(self.content) if self.content else message.content
-        return msgspec.structs.replace(message, content=content, reasoning="" if self.reasoning else message.reasoning)
 
 
 class Part(msgspec.Struct):

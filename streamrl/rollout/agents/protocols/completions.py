@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, Told
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -54,7 +54,7 @@ def parse(raw: bytes) -> Call:
             token_texts=body.logprobs is not None,
         ),
         model=body.model,
-        stream=bool(body.stream),
+        events=Events if body.stream else None,
         logprobs=body.logprobs is not None,
         top_logprobs=common.check_top_logprobs(body.logprobs, "logprobs"),
         sampling=body.given(),
@@ -100,7 +100,7 @@ class Events:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._told: defaultdict[int, common.Told] = defaultdict(common.Told)
+        self._told: defaultdict[int, Told] = defaultdict(Told)
 
     def piece(self, piece: Piece) -> bytes:
         self._told[piece.index].add(piece)
@@ -113,6 +113,3 @@ class Events:
         ]
         last = {**_head(self._call), "choices": choices, "usage": common.usage(completions)}
         return common.event(last) + b"data: [DONE]\n\n"
-
-
-events = Events

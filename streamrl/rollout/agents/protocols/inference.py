@@ -65,8 +65,3 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
         for index, completion in enumerate(completions)
     ]
     return {"request_id": call.id, "choices": choices}
-
-
-def events(call: Call) -> common.Events:
-    """Never asked for: the endpoint does not stream."""
-    raise NotImplementedError

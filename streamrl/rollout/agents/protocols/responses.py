@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import Call
 
@@ -88,7 +88,7 @@ def parse(raw: bytes) -> Call:
             token_texts=_LOGPROBS in (body.include or ()),
         ),
         model=body.model,
-        stream=bool(body.stream),
+        events=Events if body.stream else None,
         logprobs=_LOGPROBS in (body.include or ()),
         top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
         sampling=body.given(),
@@ -214,8 +214,13 @@ def _head(call: Call) -> dict[str, Any]:
     }
 
 
+def _logprobs_of(part: dict[str, Any]) -> dict[str, Any]:
+    """Return what events of `part` say of log-probabilities: those of text have them, be they empty."""
+    return {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
+
+
 class Events:
-    """An answer as server-sent events. An item of text stays open for as long as more of it may come."""
+    """An answer as server-sent events. An item of text or reasoning stays open for as long as more of it may come."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -224,30 +229,34 @@ class Events:
         self._item_id = ""
         """Of the item that was begun last; it is number `_items`."""
         self._begun = False
-        self._told = common.Told()
-        self._open = False
+        self._told = Told()
+        self._open = ""
+        """The type of the item that is open, if one is."""
 
     def piece(self, piece: Piece) -> bytes:
         self._told.add(piece)
         found = self._begin()
-        if piece.reasoning:
-            found += self._whole(_reasoning(self._call, piece.reasoning))
+        if piece.reasoning and self._open != "message":  # the whole answer at the end has it all
+            found += self._more(_reasoning(self._call, ""), piece.reasoning)
         if piece.content:
-            found += self._more(piece.content)
+            if self._open == "reasoning":
+                found += self._closed(_reasoning(self._call, self._told.reasoning))
+            found += self._more(_message_item(self._call, "", None), piece.content)
         return found
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         whole = reply(self._call, completions)
+        rest = self._told.rest(completions[0].message)
         found = self._begin()
         for item in whole["output"]:
-            if item["type"] == "reasoning" and self._told.reasoning:
-                continue
-            if item["type"] == "message" and self._open:
-                if more := self._told.rest(completions[0].message).content:
-                    found += self._more(more)
+            if item["type"] == self._open:
+                if more := rest.reasoning if self._open == "reasoning" else rest.content:
+                    found += self._more(item, more)
                 found += self._closed(item)
-                continue
-            found += self._whole(item)
+            elif item["type"] == "function_call":
+                found += self._function_call(item)
+            elif item["type"] == "message" or not self._told.reasoning:
+                found += self._more(item, item["content"][0]["text"]) + self._closed(item)
         return found + self._event(f"response.{whole['status']}", response=whole)
 
     def _begin(self) -> bytes:
@@ -257,33 +266,26 @@ class Events:
         begun = {**_head(self._call), "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _more(self, text: str) -> bytes:
+    def _more(self, item: dict[str, Any], text: str) -> bytes:
+        """Return the events of more of `item`; it begins with them if it is not open."""
+        (part,) = item["content"]
         found = b""
-        if not self._open:
-            self._open = True
-            item = _message_item(self._call, "", [])
-            found = self._item_added(item) + self._part_added(item["content"][0])
-        return found + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+        if self._open != item["type"]:
+            self._open = item["type"]
+            found = self._item_added(item) + self._part_added(part)
+        return found + self._event(f"response.{part['type']}.delta", **self._place(), delta=text, **_logprobs_of(part))
 
     def _closed(self, item: dict[str, Any]) -> bytes:
-        self._open = False
+        self._open = ""
         (part,) = item["content"]
         return self._part_done(part) + self._item_done(item)
 
-    def _whole(self, item: dict[str, Any]) -> bytes:
-        """Return the events of an item of which nothing has been told."""
+    def _function_call(self, item: dict[str, Any]) -> bytes:
         found = self._item_added(item)
-        if item["type"] == "function_call":
-            place = {"item_id": item["id"], "output_index": self._items}
-            done = {**place, "name": item["name"], "arguments": item["arguments"]}
-            found += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            found += self._event("response.function_call_arguments.done", **done)
-            return found + self._item_done(item)
-        for part in item["content"]:
-            logprobs = {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
-            found += self._part_added(part)
-            found += self._event(f"response.{part['type']}.delta", **self._place(), delta=part["text"], **logprobs)
-            found += self._part_done(part)
+        place = {"item_id": item["id"], "output_index": self._items}
+        done = {**place, "name": item["name"], "arguments": item["arguments"]}
+        found += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        found += self._event("response.function_call_arguments.done", **done)
         return found + self._item_done(item)
 
     def _item_added(self, item: dict[str, Any]) -> bytes:
@@ -303,10 +305,9 @@ class Events:
 
     def _part_done(self, part: dict[str, Any]) -> bytes:
         place = self._place()
-        logprobs = {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
-        return self._event(f"response.{part['type']}.done", **place, text=part["text"], **logprobs) + self._event(
-            "response.content_part.done", **place, part=part
-        )
+        return self._event(
+            f"response.{part['type']}.done", **place, text=part["text"], **_logprobs_of(part)
+        ) + self._event("response.content_part.done", **place, part=part)
 
     def _place(self) -> dict[str, Any]:
         """Return what says which part of which item an event is of: items of ours have one part."""
@@ -316,6 +317,3 @@ class Events:
         event = common.event({"type": kind, "sequence_number": self._number, **fields}, kind)
         self._number += 1
         return event
-
-
-events = Events

@@ -5,9 +5,7 @@
 Groups of sibling responses with ragged (log-normal) lengths behind a common prompt go through one
 optimizer step of GRPO: forward, backward, gradient clipping, AdamW, in float32. All contenders
 compute the same loss of the same tokens and the same gradient, which is checked in every round, and
-count the sampled tokens only. Another batch is of agents: four episodes of eight turns behind one
-prompt, each of which goes on in two ways after its fourth turn. Every call of the model is a sequence,
-whose context is all that the episode has had until then.
+count the sampled tokens only. `bench_agents_trainer.py` does the same with episodes of agents.
 
 | contender | how it lays the sequences out |
 |---|---|
@@ -21,7 +19,7 @@ whose context is all that the episode has had until then.
 TRL pads all sequences to the longest prompt and the longest completion of the batch, and then cuts
 it into micro-batches of equal numbers of sequences; several numbers are tried, and the fastest is
 reported. Its step includes the entropy, as streamrl's does, and its own metrics; generation, rewards
-and advantages are left out for all. It takes no part in the agents' batch. To have its row:
+and advantages are left out for all. To have its row:
 
     pip install trl==1.16.0
 
@@ -34,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -47,16 +46,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from training_batch import (
-    BRANCHES,
-    EPISODES,
     LONGEST,
     MEAN,
     MICRO_TOKENS,
     PROMPT,
     SIBLINGS,
     SIGMA,
-    TURN_TOKENS,
-    TURNS,
+    Contender,
     Found,
     Step,
     make_agents_groups,
@@ -64,7 +60,7 @@ from training_batch import (
     sampled,
     trainable_tokens,
 )
-from training_contenders import PlainLoop, megatron_model, streamrl_step, torch_model
+from training_contenders import PlainLoop, megatron_model, streamrl_contender, torch_model
 from transformers import logging
 
 from streamrl.config import from_dict
@@ -92,11 +88,7 @@ class Case(NamedTuple):
     """The section [model]."""
     groups: int
     agents: bool = False
-    """Whether groups are calls of agents."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}, agents" if self.agents else self.name
+    """Whether groups are episodes of agents."""
 
     def make_groups(self, vocabulary: NDArray[np.int64], *, seed: int) -> list[TrajectoryGroup]:
         make = make_agents_groups if self.agents else make_groups
@@ -106,7 +98,6 @@ class Case(NamedTuple):
 CASES = (
     Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 2),
     Case("SmolLM2-135M", {"path": "smollm2-135m-instruct"}, 1),
-    Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 1, agents=True),
 )
 
 
@@ -116,23 +107,31 @@ def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]
     vocabulary = trainable_tokens(folder)
     with ExitStack() as stack:
         contenders, notes = make_contenders(case, folder, case.make_groups(vocabulary, seed=0), stack, console)
-        rates: dict[str, list[float]] = {contender: [] for contender in contenders}
-        cpu_rates: dict[str, list[float]] = {contender: [] for contender in contenders}
+        spent: dict[str, list[Spent]] = {contender: [] for contender in contenders}
+        tokens = []
         for round_ in range(rounds + 1):
             groups = case.make_groups(vocabulary, seed=round_)
+            tokens.append(sampled(groups))
             answers = {}
-            for contender, step in contenders.items():
-                answers[contender], spent = timed(step, groups)
-                if round_:  # the first warms up
-                    rates[contender].append(sampled(groups) / spent.seconds)
-                    cpu_rates[contender].append(sampled(groups) / spent.cpu_seconds)
+            for contender, (step, _) in contenders.items():
+                answers[contender], took = timed(step, groups)
+                spent[contender].append(took)
             check(answers)
-            console.print(f"{case.title}: round {round_} of {rounds} done", style="dim")
+            console.print(f"{case.name}: round {round_} of {rounds} done", style="dim")
+    rates = {  # without the first round, which warms up
+        contender: [n / took.seconds for n, took in zip(tokens, of, strict=True)][1:] for contender, of in spent.items()
+    }
+    cpu_rates = {
+        contender: [n / took.cpu_seconds for n, took in zip(tokens, of, strict=True)][1:]
+        for contender, of in spent.items()
+    }
     return [
         {
-            "model": case.title,
+            "model": case.name,
             "groups": case.groups,
             "contender": contender,
+            "tokens_computed": contenders[contender].computed(groups),
+            "seconds_per_step": round(median(took.seconds for took in spent[contender][1:]), 3),
             "tokens_per_second": round(median(rates[contender]), 1),
             "ratio_to_padded": ratio(rates[contender], rates["padded"]),
             "ratio_by_cpu_time": ratio(cpu_rates[contender], cpu_rates["padded"]),
@@ -151,27 +150,28 @@ def ratio(rates: list[float], others: list[float]) -> float:
 
 def make_contenders(
     case: Case, folder: Path, trial: list[TrajectoryGroup], stack: ExitStack, console: Console
-) -> tuple[dict[str, Step], dict[str, str]]:
+) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can run here, and what a reader of their figures should know."""
     model = torch_model(folder)
     plain = PlainLoop(folder)
     contenders = {
-        "streamrl": streamrl_step(model, share_prefix=True),
-        "streamrl, separate": streamrl_step(model, share_prefix=False),
-        "padded": plain.padded,
-        "unpadded": plain.unpadded,
+        "streamrl": streamrl_contender(model, share_prefix=True),
+        "streamrl, separate": streamrl_contender(model, share_prefix=False),
     }
+    if case.agents:
+        contenders["streamrl, calls"] = streamrl_contender(model, share_prefix=False, by_call=True)
+    contenders |= {"padded": plain.padded, "unpadded": plain.unpadded}
     notes = {}
     if importable("megatron.core") and importable("streamrl.trainer.backends.megatron.model"):
         megatron = stack.enter_context(megatron_model(folder))
-        contenders["streamrl, Megatron"] = streamrl_step(megatron, share_prefix=True)
+        contenders["streamrl, Megatron"] = streamrl_contender(megatron, share_prefix=True)
         notes["streamrl, Megatron"] = f"{version('megatron-core')}; one process"
-    if importable("trl") and not case.agents:
+    if importable("trl"):
         from training_trl import TRLStep
 
         trl = TRLStep(folder)
         trl.sequences = fastest(trl, trial, console)
-        contenders["TRL"] = trl
+        contenders["TRL"] = trl.contender
         notes["TRL"] = (
             f"{version('trl')}; padded to the longest of the batch, micro-batches of {trl.sequences} sequences"
         )
@@ -221,40 +221,42 @@ def importable(module: str) -> bool:
         return False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(documentation: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model only, two rounds")
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def run(name: str, cases: Sequence[Case], options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Measure `cases`, show what was found, and write it as the results of the benchmark `name`."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     compute_with(options.threads)
     console = Console()
     rounds = 2 if options.quick else 3
     rows: list[dict[str, Any]] = []
-    for case in CASES[: 1 if options.quick else None]:
+    for case in cases[: 1 if options.quick else None]:
         rows += measure(case, rounds=rounds, console=console)
     table = Table(title="sampled tokens trained on per second")
-    for column in ("model", "contender", "tokens/s", "ratio to padded", "by CPU time"):
+    for column in ("model", "contender", "tokens computed", "s a step", "tokens/s", "ratio to padded", "by CPU time"):
         table.add_column(column, justify="left" if column in ("model", "contender") else "right")
     for row in rows:
+        step = f"{row['tokens_computed']:,}", f"{row['seconds_per_step']:.2f}", f"{row['tokens_per_second']:.0f}"
         ratios = (f"{row[column]:.2f}" for column in ("ratio_to_padded", "ratio_by_cpu_time"))
-        table.add_row(row["model"], row["contender"], f"{row['tokens_per_second']:.0f}", *ratios)
+        table.add_row(row["model"], row["contender"], *step, *ratios)
     console.print(table)
     for row in rows:
         if row["note"]:
             console.print(f"{row['model']}, {row['contender']}: {row['note']}")
-    settings = {
-        "threads": options.threads,
-        "rounds": rounds,
-        "siblings": SIBLINGS,
-        "prompt_tokens": PROMPT,
-        "response_tokens": {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST},
-        "agents": {"episodes": EPISODES, "turns": TURNS, "branches": BRANCHES, "turn_tokens": TURN_TOKENS},
-        "microbatch_tokens": MICRO_TOKENS,
-        "quick": options.quick,
-    }
-    console.print(f"written to {write_results('bench_trainer', settings, rows)}")
+    common = {"threads": options.threads, "rounds": rounds, "prompt_tokens": PROMPT, "microbatch_tokens": MICRO_TOKENS}
+    console.print(f"written to {write_results(name, {**common, **settings, 'quick': options.quick}, rows)}")
+
+
+def main() -> None:
+    options = options_of(__doc__)
+    lengths = {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST}
+    run("bench_trainer", CASES, options, {"siblings": SIBLINGS, "response_tokens": lengths})
 
 
 if __name__ == "__main__":

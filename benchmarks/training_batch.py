@@ -7,7 +7,7 @@ were: after any number of rounds all contenders still have the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,12 @@ Step = Callable[[list[TrajectoryGroup]], Found]
 """One optimizer step: forward, backward, clipping, AdamW."""
 
 
+class Contender(NamedTuple):
+    step: Step
+    computed: Callable[[list[TrajectoryGroup]], int]
+    """Tokens that go through the model in a step, padding included."""
+
+
 def trainable_tokens(folder: Path) -> NDArray[np.int64]:
     """All token ids of the checkpoint except that of padding.
 
@@ -62,55 +68,111 @@ def make_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) -> list
         prompt = random.choice(vocabulary, PROMPT)
         drawn = random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, SIBLINGS)
         lengths = np.clip(drawn.round(), 1, LONGEST).astype(int)
-        calls = [(prompt, random.choice(vocabulary, n)) for n in lengths]
-        groups.append(_group(seq, calls, vocabulary, random))
+        sequences = [_begun(prompt).more(random.choice(vocabulary, n), sampled=True) for n in lengths]
+        rewards = random.random(len(sequences), dtype=np.float32)
+        groups.append(_group(seq, sequences, rewards, range(len(sequences)), vocabulary))
     return groups
 
 
 def make_agents_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) -> list[TrajectoryGroup]:
-    """Random prompts, each with the calls of `EPISODES`: the context of one is all that its episode has had."""
+    """Random prompts, each with the conversations of `EPISODES`, as a rollout worker makes them: each call's tokens are
+    under the loss in the first conversation that has them, and context in the others. An episode has one reward."""
     random = np.random.default_rng(seed)
     groups = []
     for seq in range(count):
         prompt = random.choice(vocabulary, PROMPT)
-        calls = []
+        sequences: list[_Sequence] = []
         for _ in range(EPISODES):
-            histories = [prompt]
+            conversations = [_begun(prompt)]
             for turn in range(TURNS):
                 if turn == TURNS // 2:
-                    histories *= BRANCHES
-                for branch, history in enumerate(histories):
+                    (first,) = conversations
+                    conversations += [first.as_context()] * (BRANCHES - 1)
+                last = turn == TURNS - 1
+                for branch, conversation in enumerate(conversations):
                     response, feedback = random.choice(vocabulary, (2, TURN_TOKENS))
-                    calls.append((history, response))
-                    histories[branch] = np.concatenate([history, response, feedback])
-        groups.append(_group(seq, calls, vocabulary, random))
+                    longer = conversation.more(response, sampled=True)
+                    conversations[branch] = longer if last else longer.more(feedback, sampled=False)
+            sequences += conversations
+        rewards = np.repeat(random.random(EPISODES, dtype=np.float32), BRANCHES)
+        groups.append(_group(seq, sequences, rewards, np.repeat(np.arange(EPISODES), BRANCHES), vocabulary))
     return groups
+
+
+def calls_of(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The same group with a trajectory for each call: its context, which is all that came before, and its response."""
+    calls: list[_Sequence] = []
+    of: list[int] = []
+    for index in range(group.size):
+        begin, end = group.bounds(index)
+        ids, mask = group.packed_input_ids[begin:end], group.packed_loss_mask[begin:end]
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        calls += [_Sequence(ids[:stop], np.arange(stop) >= start) for start, stop in edges]
+        of += [index] * len(edges)
+    behavior = group.packed_behavior_logprobs[group.packed_loss_mask][0]
+    return _packed(group.seq, calls, group.rewards[of], group.episodes[of], behavior)
+
+
+class _Sequence(NamedTuple):
+    """Arrays of the shape `[tokens]`."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    """True where a token is under the loss."""
+
+    def more(self, ids: NDArray[np.int64], *, sampled: bool) -> _Sequence:
+        return _Sequence(np.concatenate([self.ids, ids]), np.concatenate([self.mask, np.full(len(ids), sampled)]))
+
+    def as_context(self) -> _Sequence:
+        return _Sequence(self.ids, np.zeros_like(self.mask))
+
+
+def _begun(prompt: NDArray[np.int64]) -> _Sequence:
+    return _Sequence(prompt, np.zeros(len(prompt), bool))
 
 
 def _group(
     seq: int,
-    calls: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    sequences: Sequence[_Sequence],
+    rewards: NDArray[np.float32],
+    episodes: Iterable[int],
     vocabulary: NDArray[np.int64],
-    random: np.random.Generator,
 ) -> TrajectoryGroup:
-    """A trajectory of each call's context and response; log-probabilities are those of a uniform policy, so that ratios
-    are near 1."""
-    parts = [np.concatenate(call) for call in calls]
-    mask = np.concatenate([np.arange(len(part)) >= len(call[0]) for part, call in zip(parts, calls, strict=True)])
+    """Log-probabilities are those of a uniform policy, so that ratios are near 1."""
+    return _packed(seq, sequences, rewards, episodes, np.float32(-np.log(len(vocabulary))))
+
+
+def _packed(
+    seq: int,
+    sequences: Sequence[_Sequence],
+    rewards: NDArray[np.float32],
+    episodes: Iterable[int],
+    behavior_logprob: np.float32,
+) -> TrajectoryGroup:
+    mask = np.concatenate([sequence.mask for sequence in sequences])
     return TrajectoryGroup(
         seq=seq,
         worker="rollout/0",
         prompt_length=PROMPT,
-        seqlens=np.array([len(part) for part in parts], np.int32),
-        rewards=random.random(len(calls), dtype=np.float32),
-        packed_input_ids=np.concatenate(parts).astype(np.int32),
+        seqlens=np.array([len(sequence.ids) for sequence in sequences], np.int32),
+        rewards=rewards,
+        packed_input_ids=np.concatenate([sequence.ids for sequence in sequences]).astype(np.int32),
         packed_loss_mask=mask,
-        packed_behavior_logprobs=np.where(mask, np.float32(-np.log(len(vocabulary))), np.float32(0)),
+        packed_behavior_logprobs=np.where(mask, behavior_logprob, np.float32(0)),
         packed_policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reasons=["stop"] * len(calls),
+        finish_reasons=["stop"] * len(sequences),
+        episodes=np.array(list(episodes), np.int32),
     )
 
 
 def sampled(groups: list[TrajectoryGroup]) -> int:
     """Tokens in the loss."""
     return sum(int(group.packed_loss_mask.sum()) for group in groups)
+
+
+def advantages(group: TrajectoryGroup) -> NDArray[np.float32]:
+    """`[sequences]`: of each episode's reward among those of the group."""
+    _, firsts = np.unique(group.episodes, return_index=True)
+    rewards = group.rewards[firsts]
+    found = (rewards - rewards.mean()) / (rewards.std(ddof=1) + ADVANTAGE_EPS)
+    return found[group.episodes].astype(np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from training_batch import (
-    ADVANTAGE_EPS,
     BETAS,
     CLIP_HIGH,
     CLIP_LOW,
@@ -20,8 +19,10 @@ from training_batch import (
     LONGEST,
     LR,
     MICRO_TOKENS,
+    Contender,
     Found,
-    Step,
+    advantages,
+    calls_of,
     sampled,
 )
 from transformers import AutoModelForCausalLM
@@ -32,6 +33,7 @@ from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel, Ranks
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.packing import pack
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.items import Minibatch, TrainItem
 from streamrl.transport.collective import join_world, open_store
@@ -58,8 +60,8 @@ def torch_model(folder: Path) -> ParallelModel:
     return TorchModel(model_spec(folder))
 
 
-def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
-    """streamrl's policy over `model`, which several steps may share."""
+def streamrl_contender(model: ParallelModel, *, share_prefix: bool, by_call: bool = False) -> Contender:
+    """streamrl's policy over `model`, which several contenders may share; `by_call`: each call is a trajectory."""
     device = resolve_device("auto")
     actor = Actor(
         model,
@@ -77,7 +79,17 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
         device=device,
     )
 
+    def laid_out(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        return [calls_of(group) for group in groups] if by_call else groups
+
+    def computed(groups: list[TrajectoryGroup]) -> int:
+        batches = pack(
+            laid_out(groups), max_tokens=MICRO_TOKENS, share_prefix=share_prefix, hidden_size=model.hidden_size
+        )
+        return sum(batch.tokens for batch in batches)
+
     def step(groups: list[TrajectoryGroup]) -> Found:
+        groups = laid_out(groups)
         items = [
             TrainItem(
                 group=group,
@@ -94,7 +106,7 @@ def streamrl_step(model: ParallelModel, *, share_prefix: bool) -> Step:
         found = actor.train_step(items, credits, minibatch, before_update=lambda: None)
         return Found(found.sums["loss"], found.maxima["grad_norm"])
 
-    return step
+    return Contender(step, computed)
 
 
 @contextmanager
@@ -138,15 +150,21 @@ class PlainLoop:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self._device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 
-    def padded(self, groups: list[TrajectoryGroup]) -> Found:
+    @property
+    def padded(self) -> Contender:
         """Micro-batches of sequences in the order of their arrival, padded to the longest of each."""
-        sequences = _sequences(groups)
-        size = max(1, MICRO_TOKENS // max(len(sequence.input_ids) for sequence in sequences))
-        return self._step([sequences[i : i + size] for i in range(0, len(sequences), size)], sampled(groups))
+        return self._contender(_in_order)
 
-    def unpadded(self, groups: list[TrajectoryGroup]) -> Found:
+    @property
+    def unpadded(self) -> Contender:
         """One sequence after another."""
-        return self._step([[sequence] for sequence in _sequences(groups)], sampled(groups))
+        return self._contender(lambda sequences: [[sequence] for sequence in sequences])
+
+    def _contender(self, batches: Callable[[list[_Sequence]], list[list[_Sequence]]]) -> Contender:
+        return Contender(
+            lambda groups: self._step(batches(_sequences(groups)), sampled(groups)),
+            lambda groups: sum(len(batch) * _longest(batch) for batch in batches(_sequences(groups))),
+        )
 
     def _step(self, batches: list[list[_Sequence]], tokens: int) -> Found:
         total = 0.0
@@ -161,7 +179,7 @@ class PlainLoop:
 
     def _loss(self, batch: list[_Sequence]) -> Tensor:
         """Summed over tokens."""
-        shape = (len(batch), max(len(sequence.input_ids) for sequence in batch))
+        shape = (len(batch), _longest(batch))
         ids, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
         mask, old = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
         for row, sequence in enumerate(batch):
@@ -180,13 +198,20 @@ class PlainLoop:
         return summed
 
 
+def _in_order(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    size = max(1, MICRO_TOKENS // _longest(sequences))
+    return [sequences[i : i + size] for i in range(0, len(sequences), size)]
+
+
+def _longest(sequences: list[_Sequence]) -> int:
+    return max(len(sequence.input_ids) for sequence in sequences)
+
+
 def _sequences(groups: list[TrajectoryGroup]) -> list[_Sequence]:
     found = []
     for group in groups:
-        rewards = torch.from_numpy(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + ADVANTAGE_EPS)
         ends = np.cumsum(group.seqlens)
-        for end, length, advantage in zip(ends, group.seqlens, advantages, strict=True):
+        for end, length, advantage in zip(ends, group.seqlens, torch.from_numpy(advantages(group)), strict=True):
             span = slice(end - length, end)
             found.append(
                 _Sequence(

@@ -2,7 +2,10 @@
 
 Generation and rewards are left out: the trainer is given the completions, in the form in which it
 hands its own to its training step (prompts padded on the left, completions on the right, each to
-the longest of the generation batch). Written for TRL 1.16, parts of which it reaches are not public.
+the longest of the generation batch). A conversation of several turns is what TRL makes of one, by
+tools or by a `rollout_func`: one row, in which everything after the first prompt is the completion,
+and what the policy did not sample is masked (`tool_mask`). Written for TRL 1.16, parts of which it
+reaches are not public.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from training_batch import (
-    ADVANTAGE_EPS,
     BETAS,
     CLIP_HIGH,
     CLIP_LOW,
@@ -24,7 +26,9 @@ from training_batch import (
     LR,
     PROMPT,
     SIBLINGS,
+    Contender,
     Found,
+    advantages,
     sampled,
 )
 from transformers import AutoModelForCausalLM
@@ -77,6 +81,10 @@ class TRLStep:
         )
         self._trainer.create_optimizer()
 
+    @property
+    def contender(self) -> Contender:
+        return Contender(self, _computed)
+
     def __call__(self, groups: list[TrajectoryGroup]) -> Found:
         """One optimizer step, as the loop of transformers' `Trainer` makes it."""
         trainer, device = self._trainer, self._trainer.accelerator.device
@@ -94,18 +102,18 @@ class TRLStep:
 
 def _generation_batch(groups: list[TrajectoryGroup]) -> dict[str, torch.Tensor]:
     """What `GRPOTrainer._generate_and_score_completions` answers: arrays of `[sequences, longest]`."""
-    ids, completions, logprobs, advantages = [], [], [], []
+    ids, completions, masks, logprobs = [], [], [], []
     for group in groups:
-        rewards = torch.from_numpy(group.rewards)
-        advantages.append((rewards - rewards.mean()) / (rewards.std() + ADVANTAGE_EPS))
         lengths = group.seqlens.tolist()
-        for tokens, behavior in zip(
+        for tokens, mask, behavior in zip(
             torch.from_numpy(group.packed_input_ids).long().split(lengths),
+            torch.from_numpy(group.packed_loss_mask).long().split(lengths),
             torch.from_numpy(group.packed_behavior_logprobs).split(lengths),
             strict=True,
         ):
             ids.append(tokens[:PROMPT])
             completions.append(tokens[PROMPT:])
+            masks.append(mask[PROMPT:])
             logprobs.append(behavior[PROMPT:])
     prompt_ids = torch.stack(ids)
     return {
@@ -113,10 +121,15 @@ def _generation_batch(groups: list[TrajectoryGroup]) -> dict[str, torch.Tensor]:
         "prompt_mask": torch.ones_like(prompt_ids),
         "completion_ids": pad_sequence(completions, batch_first=True),
         "completion_mask": pad_sequence([torch.ones_like(tokens) for tokens in completions], batch_first=True),
-        "advantages": torch.cat(advantages),
+        "tool_mask": pad_sequence(masks, batch_first=True, padding_value=1),
+        "advantages": torch.cat([torch.from_numpy(advantages(group)) for group in groups]),
         "old_per_token_logps": pad_sequence(logprobs, batch_first=True),
         "num_items_in_batch": torch.tensor(sampled(groups)),
     }
+
+
+def _computed(groups: list[TrajectoryGroup]) -> int:
+    return sum(group.size for group in groups) * max(int(group.seqlens.max()) for group in groups)
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

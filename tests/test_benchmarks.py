@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -38,8 +39,11 @@ def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path, agents):
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
     monkeypatch.setattr(bench, "importable", lambda module: False)  # neither TRL nor a process group here
     rows = bench.measure(bench.Case("tiny", TINY, 1 + (not agents), agents), rounds=1, console=Console(quiet=True))
-    assert [row["contender"] for row in rows] == ["streamrl", "streamrl, separate", "padded", "unpadded"]
+    calls = ["streamrl, calls"] if agents else []
+    assert [row["contender"] for row in rows] == ["streamrl", "streamrl, separate", *calls, "padded", "unpadded"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    trees, separate, *by_call = (row["tokens_computed"] for row in rows[: 2 + len(calls)])
+    assert all(trees < separate < tokens for tokens in [*by_call, np.inf])
 
 
 @pytest.mark.parametrize("other", [(0.501, 2.0), (0.5, 2.01), (float("nan"), 2.0), (0.5, float("nan"))])

@@ -67,6 +67,9 @@ OnPiece = Callable[[Piece], None]
 class EpisodeCalls(Protocol):
     """An episode, as far as its agent's calls go. An optional `delivered(completions)` hears what was written out."""
 
+    def count(self, request: ChatRequest) -> None:
+        """Count the answers that `request` asks for; raises `RequestRefused` when the episode may not have them."""
+
     async def complete(
         self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
     ) -> Sequence[Completion]:
@@ -337,6 +340,7 @@ class Gateway:
             raise RequestRefused(message, status=429, kind="rate_limit_error")
         if call.previous:
             call = _continued(call, asked)
+        episode.count(call.request)
         self._warn(call)
         asked.generating += 1
         pieces = _Pieces()

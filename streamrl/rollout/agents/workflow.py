@@ -78,6 +78,15 @@ class Episode:
 
     # --- for the gateway ---
 
+    def count(self, request: ChatRequest) -> None:
+        """Count the answers that `request` asks for; raises `RequestRefused` when the episode may not have them."""
+        self._check_open()
+        if self.calls + request.n > self._max_calls:
+            raise RequestRefused(
+                f"this episode has had {self.calls} answers, and rollout.agent.max_calls = {self._max_calls}"
+            )
+        self.calls += request.n
+
     async def complete(
         self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
     ) -> Sequence[Completion]:
@@ -86,11 +95,6 @@ class Episode:
         `on_piece` is told what the policy says as it says it.
         """
         self._check_open()
-        if self.calls + request.n > self._max_calls:
-            raise RequestRefused(
-                f"this episode has had {self.calls} answers, and rollout.agent.max_calls = {self._max_calls}"
-            )
-        self.calls += request.n
         parent, prompt_ids = self._tokens_of(request)
         room = self._session.max_context - len(prompt_ids)
         if room < 1:

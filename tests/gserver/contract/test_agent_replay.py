@@ -1,16 +1,19 @@
 """An agent's episode across weight updates, token by token against a replay.
 
-A real client asks the gateway, turn after turn; weights change in the middle of each answer. transformers then computes
-the log-probability of every token that is under the loss, by the weights of the version that it is said to be of.
+Real clients ask the gateway; weights change in the middle of each answer. transformers then computes the
+log-probability of every token that is under the loss, by the weights of the version that it is said to be of.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from streamrl.config import RewardConfig, SamplingConfig
@@ -26,6 +29,7 @@ from streamrl.transport.generation import AbortRequest
 from streamrl.types import Prompt
 from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, request
 from tests.gserver.contract.replay import replay
+from tests.gserver.contract.test_contract import Endless
 from tests.gserver.contract.test_replay import FACTORS, MOST_TOKENS, Recorder
 from tests.gserver.running_sglang import MAX_CONTEXT, START_SECONDS
 
@@ -46,36 +50,53 @@ class Route(FixedRoute):
         return contextlib.nullcontext()
 
 
+def episode_at(served: Contract, generator: Generator, *, tokens: int) -> Episode:
+    """An episode whose answers have up to `tokens` tokens."""
+    chat = ChatTokenizer.load(served.model_dir)
+    session = Session(
+        prompt=PROMPT,
+        sibling=0,
+        generator=generator,
+        route=Route([*served.urls], first=0),  # type: ignore[arg-type]
+        rewards=None,
+        reward=RewardConfig(),
+        chat=chat,
+        sampling=SamplingConfig(max_new_tokens=tokens),
+        max_context=MAX_CONTEXT,
+        activity=Activity(idle="nothing"),
+    )
+    return Episode(session, TemplateRenderer(chat), max_calls=10)
+
+
+@asynccontextmanager
+async def serving(episode: Episode) -> AsyncIterator[str]:
+    """The gateway's URL for `episode`."""
+    table = EpisodeTable()
+    table.add(episode)
+    gateway = Gateway(table, model="policy")
+    try:
+        yield f"{await gateway.start()}/episodes/{episode.name}"
+    finally:
+        await gateway.close()
+
+
 class Agent:
     """A client of the gateway, and what its gserver answered."""
 
     def __init__(self, served: Contract) -> None:
         self._served = served
-        self.chat = ChatTokenizer.load(served.model_dir)
         self.recorder = Recorder(key=served.key)
-        sampling = SamplingConfig(max_new_tokens=MOST_TOKENS)
-        session = Session(
-            prompt=PROMPT,
-            sibling=0,
-            generator=Generator(
-                self.recorder,
-                sampling=sampling,
-                seed=1,
-                patience=60.0,
-                tokens_per_request=MOST_TOKENS,
-                decode=self.chat.decode,
-                eos_token_ids=(),
-                policy_version=lambda: served.version,
-            ),
-            route=Route([*served.urls], first=0),  # type: ignore[arg-type]
-            rewards=None,
-            reward=RewardConfig(),
-            chat=self.chat,
-            sampling=sampling,
-            max_context=MAX_CONTEXT,
-            activity=Activity(idle="nothing"),
+        generator = Generator(
+            self.recorder,
+            sampling=SamplingConfig(),
+            seed=1,
+            patience=60.0,
+            tokens_per_request=MOST_TOKENS,
+            decode=served.text.decode,
+            eos_token_ids=(),
+            policy_version=lambda: served.version,
         )
-        self.episode = Episode(session, TemplateRenderer(self.chat), max_calls=10)
+        self.episode = episode_at(served, generator, tokens=MOST_TOKENS)
         self.messages: list[Any] = []
 
     async def turn(self, client: AsyncOpenAI, question: str, *, factor: float) -> None:
@@ -104,16 +125,14 @@ async def test_an_episode_across_updates_is_exact_in_each_token_of_each_branch(g
         pytest.skip("what an engine does in an update is test_replay.py's")
     before = gserver.version
     agent = Agent(gserver)
-    table = EpisodeTable()
-    table.add(agent.episode)
-    gateway = Gateway(table, model="policy")
-    base_url = f"{await gateway.start()}/episodes/{agent.episode.name}/v1"
-    async with AsyncOpenAI(base_url=base_url, api_key=agent.episode.key, max_retries=0, timeout=120) as client:
+    async with (
+        serving(agent.episode) as url,
+        AsyncOpenAI(base_url=url + "/v1", api_key=agent.episode.key, max_retries=0, timeout=120) as client,
+    ):
         for question, factor in zip(("31", "4", "15"), FACTORS, strict=True):
             await agent.turn(client, question, factor=factor)
         agent.messages = agent.messages[:2]  # another conversation goes on from the first answer
         await agent.turn(client, "92", factor=1.0)
-    await gateway.close()
     await agent.recorder.close()
 
     long, branch = agent.episode.trajectories(Earned(Score(1.0), []), discount=1.0)
@@ -141,3 +160,50 @@ async def test_an_episode_across_updates_is_exact_in_each_token_of_each_branch(g
     assert branch.input_ids[:shared].tolist()[: shared - 2] == long.input_ids[: shared - 2].tolist()
     assert not branch.loss_mask[:shared].any()
     assert shared > first
+
+
+async def openais_texts(url: str, key: str) -> AsyncIterator[str]:
+    asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "31"}]}
+    async with AsyncOpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=120) as client:
+        async for chunk in await client.chat.completions.create(stream=True, **asked):
+            yield chunk.choices[0].delta.content or ""
+
+
+async def anthropics_texts(url: str, key: str) -> AsyncIterator[str]:
+    asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "31"}], "max_tokens": 100_000}
+    async with (
+        AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=120) as client,
+        client.messages.stream(**asked) as stream,
+    ):
+        async for text in stream.text_stream:
+            yield text
+
+
+@pytest.mark.parametrize("texts", [openais_texts, anthropics_texts])
+async def test_an_answer_is_streamed_through_an_update(gserver: Contract, texts: Any) -> None:
+    before = gserver.version
+    generator = Endless(
+        gserver.client,
+        sampling=SamplingConfig(),
+        seed=0,
+        patience=60.0,
+        tokens_per_request=gserver.long,
+        decode=gserver.text.decode,
+        eos_token_ids=(),
+        policy_version=lambda: before,
+    )
+    episode = episode_at(gserver, generator, tokens=gserver.long)
+    said: list[str] = []
+    async with serving(episode) as url:
+        async for text in texts(url, episode.key):
+            if text and not said:
+                await gserver.publish(FACTORS[0])
+            said.append(text)
+    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    tokens, versions = found.input_ids[found.loss_mask].tolist(), found.policy_versions[found.loss_mask].tolist()
+    assert "".join(said) == gserver.text.decode(tokens)
+    assert len(tokens) == gserver.long
+    assert sorted({*versions}) == [before, before + 1]
+    prompt = found.input_ids[~found.loss_mask].tolist()
+    expected = replay(prompt, [(tokens, versions)], mode=gserver.pause_mode, model_of=gserver.model_of)
+    assert found.behavior_logprobs[found.loss_mask].tolist() == pytest.approx(expected, abs=TOLERANCE)

@@ -27,6 +27,9 @@ class Episode:
         self.padding = ""
         self.finish_reason = "stop"
 
+    def count(self, request):
+        pass
+
     async def complete(self, request, *, call, on_piece=None):
         self.requests.append(request)
         text = f"answer {len(self.requests)}" + self.padding

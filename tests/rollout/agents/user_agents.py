@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from openai import AsyncOpenAI
 
-FLOOD = 2000
+FLOOD, CONNECTIONS = 10_000, 8
 ASKED = [{"role": "user", "content": "1+1?"}]
 
 
@@ -54,7 +56,9 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["million"]:
                 await say(("user", "1+1?"), max_tokens=1_000_000)
                 return 1.0
-            case ["garbage" | "big" | "flood" as what, "regardless"]:
+            case ["flood", "regardless"]:
+                return await flood(policy)
+            case ["garbage" | "big" as what, "regardless"]:
                 refused = await misbehave(what, policy)
                 await say(("user", "1+1?"))
                 return refused
@@ -122,16 +126,34 @@ async def streamed(client: AsyncOpenAI, policy: Any, *messages: tuple[str, str])
 
 async def misbehave(what: str, policy: Any) -> float:
     """Send what nobody should; return how many requests were refused."""
-    body = {"garbage": b'{"messages": [', "big": b" " * 50_000_000, "flood": b'{"messages": []}'}[what]
-    refused = 0.0
+    body = {"garbage": b'{"messages": [', "big": b" " * 50_000_000}[what]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {policy.api_key}"}) as session:
-        for _ in range(FLOOD if what == "flood" else 1):
-            try:
-                async with session.post(policy.base_url + "/chat/completions", data=body) as answer:
-                    refused += answer.status in (400, 413)
-            except aiohttp.ClientError:  # the server need not read what it refuses
-                refused += 1
-    return refused
+        try:
+            async with session.post(policy.base_url + "/chat/completions", data=body) as answer:
+                return float(answer.status in (400, 413))
+        except aiohttp.ClientError:  # the server need not read what it refuses
+            return 1.0
+
+
+async def flood(policy: Any) -> float:
+    """Ask as often as `FLOOD` over several connections, as fast as they are answered; return how often in vain."""
+    url = urlsplit(policy.base_url)
+    body = json.dumps({"messages": ASKED})
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {policy.api_key}"
+    request = f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+    async def ask(times: int) -> int:
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        refused = 0
+        for _ in range(times):
+            writer.write(request)
+            said = await reader.readuntil(b"\r\n\r\n")
+            refused += said.startswith(b"HTTP/1.1 400")
+            await reader.readexactly(int(said.lower().partition(b"content-length:")[2].split()[0]))
+        writer.close()
+        return refused
+
+    return sum(await asyncio.gather(*(ask(FLOOD // CONNECTIONS) for _ in range(CONNECTIONS))))
 
 
 def spawn(path: str) -> None:

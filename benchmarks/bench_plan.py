@@ -40,7 +40,7 @@ QUIET: Mapping[str, object] = {
     "run.stop_at_reward": 2,
     "trainer.save_at_end": "false",
     "metrics.plots": "false",
-    "metrics.tensorboard": "false",
+    "metrics.sinks": "[]",
     "evaluation.every_steps": 0,
     "evaluation.at_start": "false",
     "evaluation.at_end": "false",

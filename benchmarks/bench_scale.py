@@ -90,7 +90,7 @@ def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> dict[
         "stream": {"capacity_groups": 4 * BATCH},
         "trainer": {"batch_groups": BATCH, "dtype": "float32", "save_at_end": False},
         "weights": {"mode": "disk", "checksum": False},
-        "metrics": {"tensorboard": False, "plots": False},
+        "metrics": {"sinks": [], "plots": False},
     }
 
 

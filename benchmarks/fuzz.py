@@ -143,7 +143,7 @@ async def fuzz(messages: int, steps: int, folder: Path, console: Console) -> lis
     secret.write(secret_file)
     file = ROOT / "examples" / "copy_scratch.toml"
     overrides = [f"run.dir={folder}", "run.name=fuzzed", f"run.total_train_steps={steps}", "trainer.batch_groups=8"]
-    overrides += ["rollout.group_size=4", "metrics.tensorboard=false", "metrics.plots=false"]
+    overrides += ["rollout.group_size=4", "metrics.sinks=[]", "metrics.plots=false"]
     overrides += ["manager.port=0", f"security.secret_file={secret_file}"]
     config = configuration.load(file, overrides)
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

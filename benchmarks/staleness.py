@@ -235,7 +235,7 @@ def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
         "trainer.save_at_end": "false",
         "trainer.save_every_seconds": 0,
         "metrics.plots": "false",
-        "metrics.tensorboard": "false",
+        "metrics.sinks": "[]",
         **{f"algorithm.{name}": value for name, value in OBJECTIVES[cell.objective].items()},
     }
 

@@ -146,7 +146,7 @@ def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int
         "staleness.over_age": over_age,
         "trainer.save_at_end": "false",
         "metrics.plots": "false",
-        "metrics.tensorboard": "false",
+        "metrics.sinks": "[]",
     }
     if engine == "simulated":
         overrides |= SIMULATED

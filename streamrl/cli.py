@@ -88,9 +88,11 @@ def run(
     from streamrl.launch.display import make_display
     from streamrl.launch.local import claim_run_dir, resumed, run_locally
     from streamrl.launch.process import set_up_logging
+    from streamrl.records.sinks import check_installed
 
     set_up_logging("run")
     asked = configuration.load(config, overrides or ())
+    check_installed(asked.metrics.sinks)
     resolved = resumed(asked) if resume else claim_run_dir(asked)
     console = _console()
     if resume:

@@ -46,6 +46,9 @@ from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
+RENAMED = {"metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was'}
+"""Keys of earlier versions, and what took their place."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the TOML file `path`, with overrides such as `trainer.lr=1e-5` applied.
@@ -115,6 +118,8 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
     fields = {field.name: field for field in msgspec.structs.fields(section)}
     for key, value in tree.items():
         if key not in fields:
+            if f"{prefix}{key}" in RENAMED:
+                raise ConfigError(f"{where}: {prefix}{key} is now {RENAMED[f'{prefix}{key}']}")
             near = get_close_matches(key, fields, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
             raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
@@ -142,7 +147,10 @@ def _choices(path: str) -> tuple[Any, ...]:
     """What may stand at `path`, if it is one of a few words."""
     kind: Any = Config
     for key in path.split("."):
-        kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
+        name, of_list, _ = key.partition("[")
+        kind = get_type_hints(kind).get(name) if isinstance(kind, type) else None
+        if of_list:
+            (kind,) = get_args(kind) or (None,)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

@@ -21,8 +21,10 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+SinkName = Literal["tensorboard", "wandb", "trackio"]
 DataSource = Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
 GENERATED_SOURCES = ("reasoning_gym", "python")
 """Sources whose rows are a function of a seed."""

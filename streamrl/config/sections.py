@@ -15,12 +15,14 @@ from streamrl.config.fields import (
     Device,
     DType,
     Every,
+    NonEmpty,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
     Section,
     Share,
+    SinkName,
     TopP,
 )
 from streamrl.config.sharing import changed, digest_of, shared_settings
@@ -514,7 +516,10 @@ class LaunchConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     """Files that a run writes about itself while it goes on."""
 
-    tensorboard: bool = True
+    sinks: list[SinkName] = msgspec.field(default_factory=lambda: ["tensorboard"])
+    """Where the figures of training steps and evaluations go besides `metrics.jsonl`: docs/operations.md."""
+    project: NonEmpty = "streamrl"
+    """The project that the run belongs to at Weights & Biases and in trackio."""
     plots: bool = True
     rollouts_per_step: NonNegative = 4
     """Groups of each training step of which every token is kept in `rollouts/`, to be looked at (docs/rollouts.md)."""

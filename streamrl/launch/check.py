@@ -27,6 +27,7 @@ from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
 from streamrl.models import check_checkpoint, ensure_checkpoint
 from streamrl.processor import avoid_broken_instructions
+from streamrl.records.sinks import check_installed
 from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.process import load_data
@@ -103,11 +104,13 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
 
 
 def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
-    """GPUs, keys, ports, folders, and SGLang."""
+    """GPUs, sinks, keys, ports, folders, and SGLang."""
     with found.part("devices"):
         fitted(config, gpus=gpus)
         if config.run.device == "cuda" and not gpus:
             raise ConfigError('run.device = "cuda", and this machine has no GPU; set it to "auto" or "cpu"')
+    with found.part("sinks"):
+        check_installed(config.metrics.sinks)
     with found.part("keys"):
         read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
         file = Path(config.security.secret_file).expanduser()

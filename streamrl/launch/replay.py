@@ -25,6 +25,7 @@ from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import plan, visible_gpus
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.metrics import StepReport
+from streamrl.records.sinks import check_installed
 from streamrl.report.reading import read_run
 from streamrl.trainer.replay.plan import OUTCOME, Outcome, Stretch, changes, stretch
 from streamrl.trainer.replay.recording import read_recording
@@ -55,6 +56,7 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
     recorded = recording.parts[0].facts[0].settings()
     config = configuration.overridden(recorded, overrides, where="replay")
     changes(recorded, config)
+    check_installed(config.metrics.sinks)
     begins_from = recorded.run.resume_from
     if begins_from is not None and not Path(begins_from).is_dir():
         raise ConfigError(

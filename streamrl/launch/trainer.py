@@ -25,6 +25,7 @@ from streamrl.launch.processes import (
     visible_gpus,
 )
 from streamrl.launch.supervise import until_finished
+from streamrl.records.sinks import check_installed
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import await_secret, of_run_at
 
@@ -45,8 +46,11 @@ async def run_trainer(
 ) -> None:
     """Start the model workers of `share`, and the `master`, and watch them until the run is over.
 
-    Raises `ProcessDied` when one of them died; none is left then.
+    Raises `ConfigError` where the package of a sink is missing, and `ProcessDied` when one of the processes died; then
+    none is left.
     """
+    if master:
+        check_installed(config.metrics.sinks)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
     await asyncio.to_thread(await_secret, manager_url, config)

@@ -151,7 +151,7 @@ def _short(config: Config, folder: Path) -> Config:
             config.trainer, save_at_end=False, save_every_epochs=0, save_every_steps=0, save_every_seconds=0.0
         ),
         evaluation=type(config.evaluation)(),
-        metrics=replace(config.metrics, tensorboard=False, plots=False),
+        metrics=replace(config.metrics, sinks=[], plots=False),
     )
 
 

@@ -3,7 +3,8 @@
 | file | written by | module |
 |---|---|---|
 | `config.toml` | launcher | `config` |
-| `metrics.jsonl`, `tensorboard/` | master | `records/metrics.py`: one `StepReport` a line |
+| `metrics.jsonl` | master | `records/metrics.py`: one `StepReport` a line |
+| `tensorboard/`, `wandb/` | sinks of the master | `records/sinks.py` |
 | `evaluations.jsonl` | master | `records/evaluation.py`: one `EvaluationReport` a line |
 | `timeline.jsonl` | manager | `records/timeline.py`: one heartbeat or weight update a line |
 | `final.json` | master | `records/final.py`: `Final`, how the run stood at its end |

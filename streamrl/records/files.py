@@ -76,12 +76,12 @@ class LineFile:
 class Lines(Generic[Record]):
     """Reads what was appended to a file of JSON lines since the last look, and keeps its place."""
 
-    def __init__(self, file: Path, kind: Any) -> None:
-        """`kind`: of the records; what decodes to something else is left out."""
+    def __init__(self, file: Path, kind: Any, *, begin: int = 0) -> None:
+        """`kind`: of the records; what decodes to something else is left out. `begin`: bytes that are passed over."""
         self._file = file
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
-        self._offset = 0
-        self._inode = 0
+        self._offset = begin
+        self._inode: int | None = None
         self.unreadable = 0
         """Lines that were left out."""
 
@@ -94,7 +94,8 @@ class Lines(Generic[Record]):
         try:
             with self._file.open("rb") as stream:
                 state = os.fstat(stream.fileno())
-                anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != self._inode)
+                known = self._inode if self._inode is not None else state.st_ino
+                anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != known)
                 if anew:
                     self._offset = 0
                 self._inode = state.st_ino

@@ -35,7 +35,7 @@ QUICK = {"trainer__batch_groups": 16, "rollout__group_size": 8, "trainer__save_a
 
 def overrides(folder: Path, name: str, **settings: Any) -> list[str]:
     """Command-line overrides for a run in `folder`; `a__b` stands for `a.b`."""
-    base = {"run__dir": folder, "run__name": name, "metrics__plots": "false", "metrics__tensorboard": "false"}
+    base = {"run__dir": folder, "run__name": name, "metrics__plots": "false", "metrics__sinks": "[]"}
     return [f"{key.replace('__', '.')}={value}" for key, value in (base | settings).items()]
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
-from streamrl.records.metrics import METRICS_FILE, MetricsWriter, StepReport
+from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.sinks import MetricsWriter
 from streamrl.report.reading import read_run
 from tests.evaluations import make_report
 
@@ -26,8 +26,8 @@ def report(step: int, **metrics: float) -> StepReport:
     )
 
 
-def write(folder: Path, *reports: StepReport, tensorboard: bool = False) -> Path:
-    writer = MetricsWriter(folder, tensorboard=tensorboard)
+def write(folder: Path, *reports: StepReport) -> Path:
+    writer = MetricsWriter(folder)
     for each in reports:
         writer.write(each)
     writer.close()
@@ -40,7 +40,7 @@ def test_reports_come_back_as_they_went(tmp_path: Path) -> None:
 
 
 def test_each_report_is_there_before_the_writer_is_closed(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(report(1))
     assert read_run(tmp_path).steps == [report(1)]
     writer.close()
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.Log
 
 
 def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer = MetricsWriter(tmp_path)
     writer.write(report(1))
     assert not (tmp_path / EVALUATIONS_FILE).exists()
     writer.write_evaluation(make_report(4, pass_at={1: 0.25, 2: 0.5}))
@@ -88,15 +88,3 @@ def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) 
         make_report(4, pass_at={1: 0.25, 2: 0.5})
     ]
     writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("evaluation/pass@1")] == [(4, 0.25)]
-    assert events.Scalars("evaluation/reward_mean")[0].value == 0.5
-
-
-def test_tensorboard_shows_scalars_and_ages(tmp_path: Path) -> None:
-    write(tmp_path, report(1, reward=0.25), report(2, reward=0.5), tensorboard=True)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
-    assert events.Scalars("token_age/2")[0].value == 0.25

@@ -35,7 +35,7 @@ def configured(folder):
     return from_dict(
         {
             "run": {"dir": str(folder), "name": "stale", "total_train_steps": STEPS, "device": "cpu"},
-            "metrics": {"tensorboard": False},
+            "metrics": {"sinks": []},
             "rollout": {"group_size": SIBLINGS, "sampling": {"temperature": TEMPERATURE}},
             "staleness": {"max_staleness": STALENESS},
             "trainer": {

@@ -23,7 +23,8 @@ from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.final import FINAL_FILE, Final
-from streamrl.records.metrics import MetricsWriter, StepReport
+from streamrl.records.metrics import StepReport
+from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
@@ -164,7 +165,7 @@ class Master:
             progress.rewind(config.run_dir, policy_version=begun.policy_version)
             rollouts_writer.rewind(config.run_dir, policy_version=begun.policy_version)
             recording.cut(config.run_dir, policy_version=begun.policy_version)
-        self._metrics = MetricsWriter(config.run_dir, tensorboard=config.metrics.tensorboard)
+        self._metrics = MetricsWriter(config.run_dir, sinks=start_sinks(config))
         self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
         self._workers = ModelWorkers(config, channel=channel)
         self._checkpoints = Checkpoints(config, channel=channel)
@@ -221,10 +222,14 @@ class Master:
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         self._counted = await self._workers.specs()
-        if not at_end:
-            return unwritten
-        self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
-        return unwritten + await self._evaluations.wait_for(self.policy_version)
+        if at_end:
+            self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
+            unwritten += await self._evaluations.wait_for(self.policy_version)
+        if sinks := self._metrics.waits_for:
+            self.membership.waiting_for = f"{sinks} to take the last figures"
+            await asyncio.to_thread(self._metrics.close)
+        self.membership.waiting_for = ""
+        return unwritten
 
     async def write_final(self) -> None:
         """Leave `final.json` for the report, whatever happened."""
@@ -258,7 +263,7 @@ class Master:
             await asyncio.gather(self._publication, return_exceptions=True)
         if self._comparison is not None:
             await self._comparison.close()
-        self._metrics.close()
+        self._metrics.close(timeout=1.0)
 
     async def _initialize(self) -> None:
         self.membership.waiting_for = "model workers to connect"

@@ -29,7 +29,8 @@ from streamrl.device import compute_repeatably, compute_with, resolve_device, ro
 from streamrl.errors import ModelError
 from streamrl.models import ensure_checkpoint
 from streamrl.records import progress
-from streamrl.records.metrics import MetricsWriter, StepReport
+from streamrl.records.metrics import StepReport
+from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import Save, Trained, TrainStep
 from streamrl.trainer.graph import graph_of
@@ -137,7 +138,7 @@ class Rank:
     def run(self, last_step: int, *, stopping: threading.Event) -> None:
         """All steps up to `last_step`, unless `stopping` is set before; rank 0 leaves `replay.json`."""
         tells = self._index == 0
-        writer = MetricsWriter(self._config.run_dir, tensorboard=self._config.metrics.tensorboard) if tells else None
+        writer = MetricsWriter(self._config.run_dir, sinks=start_sinks(self._config)) if tells else None
         began = time.time()
         try:
             for step in range(self._first, last_step + 1):

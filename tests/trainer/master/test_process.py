@@ -27,7 +27,7 @@ def configured(folder, **sections):
     """Batches of 4 groups on one model worker, 6 steps, η = 2, unless `sections` say otherwise."""
     tree = {
         "run": {"dir": str(folder), "name": "pretended", "total_train_steps": 6},
-        "metrics": {"tensorboard": False},
+        "metrics": {"sinks": []},
         "trainer": {"batch_groups": 4},
         "staleness": {"max_staleness": 2},
         "rollout": {"group_size": 2},

@@ -51,7 +51,7 @@ def configured(folder: Path, **sections: dict[str, Any]) -> Config:
         "model": {"path": str(model)},
         "trainer": {"batch_groups": GROUPS, "lr": 1e-2, "dtype": "float32"},
         "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
-        "metrics": {"tensorboard": False, "plots": False},
+        "metrics": {"sinks": [], "plots": False},
         "staleness": {"max_staleness": 2},
     }
     for name, section in sections.items():

@@ -1,0 +1,363 @@
+"""Where the figures of steps and evaluations go: the run's folder, and from there TensorBoard, Weights & Biases and
+trackio (`metrics.sinks`).
+
+Each sink is a process of its own (`python -m streamrl.records.sinks`) that reads `metrics.jsonl` and
+`evaluations.jsonl` as they grow and hands the figures to the sink's package. Invariant: whatever that package does,
+hang, crash or wait for a network, the run only ever writes one byte to a pipe that never blocks it, and loses nothing,
+since the figures are in the files. The process ends with the pipe, or with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.children import describe_exit, die_with_parent, take_standard_streams
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
+from streamrl.records.files import LineFile, Lines
+from streamrl.records.metrics import METRICS_FILE, StepReport
+
+log = logging.getLogger(__name__)
+
+FINISH_SECONDS = 20.0
+"""How long the sinks may take at the end of a run for what they have not sent yet."""
+SLOW_SECONDS = 60.0
+"""A sink that takes longer for one report is named in the log."""
+NICE = 5
+WANDB_ID = "wandb-run-id"
+"""File in the run's folder: the run at Weights & Biases that a resumed run goes on with."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a sink's process is told before anything else, as one line of JSON."""
+
+    sink: str
+    folder: str
+    """The run's."""
+    name: str
+    """The run's."""
+    project: str
+    resumed: bool
+    """The run went on from a checkpoint: it has been told of before."""
+    config: dict[str, Any]
+    """The resolved configuration."""
+    begin: dict[str, int]
+    """File → byte from which on its lines are new."""
+
+
+# --- in the run ---
+
+
+class MetricsWriter:
+    """Writes each report into the run's folder, as one line of the file of its kind, and tells the sinks.
+
+    A line is handed to the operating system before `write` returns. A disk that is full or gone is named once in the
+    log and does not stop the run.
+    """
+
+    def __init__(self, run_dir: Path, *, sinks: Sequence[SinkProcess] = ()) -> None:
+        self._steps = LineFile(run_dir / METRICS_FILE)
+        self._evaluations = LineFile(run_dir / EVALUATIONS_FILE)
+        self._sinks = sinks
+
+    def write(self, report: StepReport) -> None:
+        self._append(self._steps, report.finite())
+
+    def write_evaluation(self, report: EvaluationReport) -> None:
+        self._append(self._evaluations, report)
+
+    def _append(self, file: LineFile, report: msgspec.Struct) -> None:
+        file.append(msgspec.json.encode(report))
+        for sink in self._sinks:
+            sink.tell()
+
+    @property
+    def waits_for(self) -> str:
+        """Names of the sinks that `close` waits for; empty: none."""
+        return " and ".join(sink.name for sink in self._sinks)
+
+    def close(self, *, timeout: float = FINISH_SECONDS) -> None:
+        """Close the files, and wait `timeout` seconds at most until the sinks have all that is in them."""
+        for file in (self._steps, self._evaluations):
+            file.close()
+        until = time.monotonic() + timeout
+        for sink in self._sinks:
+            sink.finish()
+        for sink in self._sinks:
+            sink.close(timeout=max(0.0, until - time.monotonic()))
+        self._sinks = ()
+
+
+def check_installed(sinks: Sequence[str]) -> None:
+    """Raise `ConfigError` if the package of one of `sinks` is not installed."""
+    for sink in sinks:
+        if importlib.util.find_spec(sink) is None:
+            raise ConfigError(
+                f'metrics.sinks: the package {sink} is not installed: pip install "streamrl[{sink}]", '
+                f'or leave "{sink}" out'
+            )
+
+
+def start_sinks(config: Config) -> list[SinkProcess]:
+    """Start the sinks that `config` names, for what is written from now on.
+
+    Raises `ConfigError` if one is not installed. One that cannot be started is named in the log.
+    """
+    sinks = list(dict.fromkeys(config.metrics.sinks))
+    check_installed(sinks)
+    begin = {name: _size(config.run_dir / name) for name in (METRICS_FILE, EVALUATIONS_FILE)}
+    started = []
+    for sink in sinks:
+        task = Task(
+            sink=sink,
+            folder=str(config.run_dir),
+            name=config.run.name,
+            project=config.metrics.project,
+            resumed=bool(config.run.resume_from),
+            config=msgspec.to_builtins(config),
+            begin=begin,
+        )
+        try:
+            started.append(SinkProcess(task))
+        except OSError as error:
+            log.warning("%s cannot be started (%s); the run goes on without", sink, error)
+    return started
+
+
+class SinkProcess:
+    """One sink's process."""
+
+    def __init__(self, task: Task) -> None:
+        """Raises `OSError` if no process can be started."""
+        self.name = task.sink
+        self._over = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin.fileno()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, msgspec.json.encode(task) + b"\n")
+        os.set_blocking(self._pipe, False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self) -> None:
+        """Have it look at the files: there is something new in them. Returns at once."""
+        if self._over:
+            return
+        try:
+            os.write(self._pipe, b"\n")
+        except BlockingIOError:  # it is far behind, and will look at all of the files when it comes to it
+            pass
+        except BrokenPipeError:
+            self._over = True
+            log.warning("%s %s: it gets no more figures, and the run goes on", self.name, self._how_it_ended())
+
+    def finish(self) -> None:
+        """Have it send what it has not sent yet, and end. Returns at once."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self, *, timeout: float) -> None:
+        """Wait until it has ended; after `timeout` seconds end it by force."""
+        self.finish()
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            log.warning("%s has not taken all figures and is ended; they are in the run's folder", self.name)
+        else:
+            if code and not self._over:
+                log.warning("%s %s; the figures are in the run's folder", self.name, describe_exit(code))
+        self._over = True
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return describe_exit(self._process.returncode)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+# --- in the sink's process ---
+
+
+class Sink(Protocol):
+    """A place for figures. Every method may raise whatever its package raises."""
+
+    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
+        """Take `figures` of policy version `step`; `time`: in seconds since the epoch."""
+
+    def close(self) -> None:
+        """Return when all is where it belongs."""
+
+
+class TensorBoard:
+    """An event file in `tensorboard/`."""
+
+    def __init__(self, task: Task) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = Path(task.folder) / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        self._event, self._summary = Event, Summary
+
+    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+        self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run at Weights & Biases. Sent are figures, the configuration and what the package says of the machine; no
+    output, no code."""
+
+    def __init__(self, task: Task) -> None:
+        import wandb
+
+        known = Path(task.folder) / WANDB_ID
+        earlier = known.read_text().strip() if task.resumed and known.exists() else None
+        self._run = wandb.init(
+            project=task.project,
+            name=task.name,
+            config=task.config,
+            dir=task.folder,
+            id=earlier,
+            resume="allow" if earlier else None,
+            settings=wandb.Settings(console="off", disable_code=True, disable_git=True),
+        )
+        known.write_text(f"{self._run.id}\n")
+        # Not the package's own step, which must not go back: an evaluation comes after later training steps.
+        self._run.define_metric("*", step_metric="policy_version")
+
+    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
+        self._run.log({**figures, "policy_version": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, on this machine (`TRACKIO_DIR`) or where its environment variables say."""
+
+    def __init__(self, task: Task) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            task.project,
+            name=task.name,
+            config=task.config,
+            resume="allow" if task.resumed else "never",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: Mapping[str, Callable[[Task], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
+
+
+def figures_of(report: StepReport) -> dict[str, float]:
+    """Return the scalars of `report`, and the share of its tokens of each age."""
+    tokens = max(1, sum(report.token_ages.values()))
+    return report.metrics | {f"token_age/{age}": count / tokens for age, count in report.token_ages.items()}
+
+
+def follow(task: Task, news: Iterator[object], sink: Sink) -> None:
+    """Hand `sink` what is new in the run's files, once for each of `news` and once more at their end."""
+    folder = Path(task.folder)
+    steps: Lines[StepReport] = Lines(folder / METRICS_FILE, StepReport, begin=task.begin[METRICS_FILE])
+    evaluations: Lines[EvaluationReport] = Lines(
+        folder / EVALUATIONS_FILE, EvaluationReport, begin=task.begin[EVALUATIONS_FILE]
+    )
+    while True:
+        more = next(news, None) is not None
+        for step in steps.new()[1]:
+            with _watched(task.sink, f"the figures of step {step.step}"):
+                sink.log(figures_of(step), step=step.step, time=step.time)
+        for report in evaluations.new()[1]:
+            found = {f"evaluation/{name}": value for name, value in scalars(report).items()}
+            with _watched(task.sink, f"the evaluation of version {report.policy_version}"):
+                sink.log(found, step=report.policy_version, time=report.time)
+        if not more:
+            return
+
+
+@contextlib.contextmanager
+def _watched(sink: str, what: str) -> Iterator[None]:
+    """Say so if what runs inside takes long."""
+    timer = threading.Timer(
+        SLOW_SECONDS, log.warning, ("%s has not taken %s for %.0f s; the run goes on", sink, what, SLOW_SECONDS)
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def main() -> None:
+    """Be one sink, until standard input ends."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends with the run, which has figures for it until then
+        signal.signal(number, signal.SIG_IGN)
+    news, _ = take_standard_streams()
+    os.nice(NICE)
+    task = msgspec.json.decode(news.readline(), type=Task)
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)-7s {task.sink} %(message)s")
+    try:
+        with _watched(task.sink, "its start"):
+            sink = SINKS[task.sink](task)
+        try:
+            follow(task, iter(news), sink)
+        finally:
+            with _watched(task.sink, "the last figures"):
+                sink.close()
+    except Exception as error:  # tolerance point: a package of somebody else's, in a process that nothing depends on
+        log.warning("%s: %s", type(error).__name__, error, exc_info=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -130,7 +130,9 @@ class Run:
             self._clear_steps()
         if not steps:
             return anew
-        self.steps.extend([{**step.metrics, "step": float(step.step), "time": step.time} for step in steps])
+        self.steps.extend(
+            [step.metrics for step in steps], step=[step.step for step in steps], time=[step.time for step in steps]
+        )
         for step in steps:
             self._ages.append(step.token_ages)
             self._masked_ages.append(step.masked_ages)
@@ -158,7 +160,7 @@ class Run:
                 beats.setdefault(f"{entry.role}/{entry.index}", []).append(entry)
         for name, of_process in beats.items():
             process = self.processes.setdefault(name, Process(of_process[0].role, of_process[0].index))
-            process.stats.extend([{**beat.stats, "time": beat.time} for beat in of_process])
+            process.stats.extend([beat.stats for beat in of_process], time=[beat.time for beat in of_process])
             process.waits.extend(beat.waiting_for for beat in of_process)
             self._last_heard = max(self._last_heard, of_process[-1].time)
         return anew or bool(entries)

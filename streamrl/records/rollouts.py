@@ -312,8 +312,7 @@ def read_rows(
         line = opened.readline(65536)
         own = dtype if dtype is not None else _described(line, file)
         opened.seek(skip * own.itemsize, os.SEEK_CUR)
-        content = opened.read()
-    found = np.frombuffer(content, own, count=len(content) // own.itemsize)
+        found = np.fromfile(opened, own)
     if own == ROW:
         return found, len(line), own
     rows = np.zeros(len(found), ROW)
@@ -443,19 +442,25 @@ class Rollouts:
         self._folder = run_dir / FOLDER
         self._loaded: dict[tuple[str, SegmentName], _Loaded] = {}
         self._unreadable: set[Path] = set()
-        self._rows = np.zeros(0, ROW)
-        self._ends: list[int] = []
+        self._rows: NDArray[np.void] | None = np.zeros(0, ROW)
+        """Of all segments; None: they are put together when they are asked for."""
         self._orders: dict[tuple[str, bool, str], NDArray[np.intp]] = {}
         self._zstd = zstandard.ZstdDecompressor()
         self.refresh()
 
     def __len__(self) -> int:
         """Number of responses."""
-        return len(self._rows)
+        return sum(len(found.rows) for found in self._loaded.values())
 
     @property
     def rows(self) -> NDArray[np.void]:
         """`[responses]` of `ROW`: the figures of all, for computing with them; not to be changed."""
+        if self._rows is None:
+            self._rows = np.concatenate([found.rows for found in self._loaded.values()])
+            first = 0
+            for found in self._loaded.values():  # in memory once only
+                found.rows = self._rows[first : first + len(found.rows)]
+                first += len(found.rows)
         return self._rows
 
     def refresh(self) -> bool:
@@ -471,9 +476,7 @@ class Rollouts:
         self._loaded = loaded
         changed = before != ([len(found.rows) for found in loaded.values()], list(loaded))
         if changed:
-            parts = [found.rows for found in loaded.values()]
-            self._rows = np.concatenate(parts) if parts else np.zeros(0, ROW)
-            self._ends = np.cumsum([len(part) for part in parts]).tolist()
+            self._rows = None if loaded else np.zeros(0, ROW)
             self._orders.clear()
         return changed
 
@@ -499,7 +502,7 @@ class Rollouts:
     def group(self, step: int, seq: int) -> KeptGroup:
         """Return group `seq` of `step` with all responses and their arrays; raises `DataError` if it is not there."""
         for attempt in (1, 2):
-            positions = np.flatnonzero((self._rows["seq"] == seq) & (self._rows["step"] == step))
+            positions = np.flatnonzero((self.rows["seq"] == seq) & (self.rows["step"] == step))
             if len(positions):
                 try:
                     return self._read(int(positions[0]))
@@ -529,18 +532,18 @@ class Rollouts:
         deadline = time.monotonic() + seconds
         wanted = text.casefold()
         chosen = self._order("step", True, filter)
-        keys = self._rows[["step", "seq"]][chosen]
+        keys = self.rows[["step", "seq"]][chosen]
         if before is not None:
             chosen = chosen[(keys["step"] < before[0]) | ((keys["step"] == before[0]) & (keys["seq"] < before[1]))]
-        groups = _groups_in(self._rows, chosen)
+        groups = _groups_in(self.rows, chosen)
         found: list[Rollout] = []
         for number, positions in enumerate(groups, start=1):
             head = self._head_or_none(int(positions[0]))
             if head is not None:
-                hits = [p for p in positions.tolist() if wanted in head.texts[self._rows["index"][p]].casefold()]
-                found += [_rollout(self._rows[position], head) for position in hits]
+                hits = [p for p in positions.tolist() if wanted in head.texts[self.rows["index"][p]].casefold()]
+                found += [_rollout(self.rows[position], head) for position in hits]
             if number < len(groups) and (len(found) >= limit or time.monotonic() > deadline):
-                last = self._rows[int(positions[0])]
+                last = self.rows[int(positions[0])]
                 return Found(found, number, (int(last["step"]), int(last["seq"])))
         return Found(found, len(groups), None)
 
@@ -581,14 +584,14 @@ class Rollouts:
                 raise DataError(f"rollouts have no column {sort!r}; they have {', '.join((*_NUMBERS, *_NAMES))}")
             if len(self._orders) > 8:
                 self._orders.clear()
-            self._orders[key] = _sorted(self._rows, conditions(filter), sort=sort, descending=descending)
+            self._orders[key] = _sorted(self.rows, conditions(filter), sort=sort, descending=descending)
         return self._orders[key]
 
     def _described(self, positions: NDArray[np.intp], *, texts: bool) -> list[Rollout]:
         heads: dict[tuple[int, int], Head | None] = {}
         described = []
         for position in positions.tolist():
-            row = self._rows[position]
+            row = self.rows[position]
             group = int(row["step"]), int(row["seq"])
             if texts and group not in heads:
                 heads[group] = self._head_or_none(position)
@@ -603,11 +606,14 @@ class Rollouts:
             return None
 
     def _segment_of(self, position: int) -> _Loaded:
-        number = int(np.searchsorted(self._ends, position, side="right"))
-        return list(self._loaded.values())[number]
+        for found in self._loaded.values():
+            if position < len(found.rows):
+                return found
+            position -= len(found.rows)
+        raise AssertionError("rows and segments are read together")
 
     def _head(self, position: int) -> Head:
-        row = self._rows[position]
+        row = self.rows[position]
         found = self._segment_of(position)
         file = found.name.file(found.folder, FRAMES)
         content = _read_part(file, int(row["place"]), int(row["head_bytes"]))
@@ -620,7 +626,7 @@ class Rollouts:
         return head
 
     def _read(self, position: int) -> KeptGroup:
-        row = self._rows[position]
+        row = self.rows[position]
         found = self._segment_of(position)
         file = found.name.file(found.folder, FRAMES)
         head = self._head(position)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import psutil
 
 from streamrl.children import describe_exit, die_with_parent, take_standard_streams
 from streamrl.config import Config
@@ -185,7 +186,9 @@ class SinkProcess:
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._process.wait()
             log.warning("%s has not taken all figures and is ended; they are in the run's folder", self.name)
         else:

@@ -28,13 +28,14 @@ class Table:
         """Of the columns, in the order in which they came."""
         return list(self._columns)
 
-    def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Append `rows`."""
+    def extend(self, rows: Sequence[Mapping[str, float]], **more: Sequence[float]) -> None:
+        """Append `rows`; `more`: columns that they do not have themselves, one value for each of them."""
         if not rows:
             return
         end = self._rows + len(rows)
         names = list({name: None for row in rows for name in row})
-        for name, values in zip(names, _columns(rows, names), strict=True):
+        columns = dict(zip(names, _columns(rows, names), strict=True)) | more
+        for name, values in columns.items():
             column = self._columns.get(name)
             if column is None or len(column) < end:
                 grown = np.full(max(64, 2 * end), np.nan)

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +39,11 @@ def configured(folder: Path, *names: str, resume_from: str | None = None) -> Con
     config = configuration.from_dict(tree)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     return config
+
+
+REWARDS = [(1, 0.25), (2, 0.5), (3, 0.25), (4, 0.5)]
+PASSED = [(1, 0.5), (3, 0.5)]
+"""Policy version and figure, of what `write_run` writes when it is called for steps 1 and 3."""
 
 
 def write_run(config: Config, *, first: int = 1) -> None:
@@ -75,41 +82,43 @@ def test_tensorboard_shows_steps_ages_and_evaluations(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("evaluation/pass@1")] == [(1, 0.25)]
 
 
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What Weights & Biases has written to `file`: LevelDB's log format behind 7 bytes, a `Record` in each entry."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, entry = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        length, part = struct.unpack_from("<HB", data, place + 4)
+        if not part or 32768 - place % 32768 < 7:  # the rest of a block that has no room for another part
+            place += 32768 - place % 32768
+            continue
+        entry += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if part in (1, 4):  # whole, or the last part
+            yield Record.FromString(entry)
+            entry = b""
+
+
 def test_wandb_has_them_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = configured(tmp_path, "wandb")
     write_run(config)
     write_run(configured(tmp_path, "wandb", resume_from="somewhere"), first=3)
-    ids, history, settings = set(), [], {}
+    runs, history, settings = set(), [], {}
     for file in sorted(config.run_dir.glob("wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = Record()
-            record.ParseFromString(data)
+        for record in wandb_records(file):
             if record.HasField("run"):
-                ids.add((record.run.project, record.run.display_name, record.run.run_id))
+                runs.add((record.run.project, record.run.display_name, record.run.run_id))
                 settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
             if record.HasField("history"):
-                row = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+                row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 history.append({name: json.loads(value) for name, value in row.items()})
-    assert len(ids) == 1  # a resumed run is the same one
-    assert next(iter(ids))[:2] == ("sums", "addition")
+    ((project, name, _),) = runs  # a resumed run is the same one
+    assert (project, name) == ("sums", "addition")
     assert settings["staleness"]["max_staleness"] == config.staleness.max_staleness
-    assert [(row["policy_version"], row["reward_mean"]) for row in history if "reward_mean" in row] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.25),
-        (4, 0.5),
-    ]
-    assert [(row["policy_version"], row["evaluation/pass@2"]) for row in history if "evaluation/pass@2" in row] == [
-        (1, 0.5),
-        (3, 0.5),
-    ]
+    assert [(r["policy_version"], r["reward_mean"]) for r in history if "reward_mean" in r] == REWARDS
+    assert [(r["policy_version"], r["evaluation/pass@2"]) for r in history if "evaluation/pass@2" in r] == PASSED
 
 
 def test_trackio_has_them_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +131,8 @@ def test_trackio_has_them_on_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
         rows = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
     assert {name for name, _, _ in rows} == {"addition"}
     figures = [(step, json.loads(values)) for _, step, values in rows]
-    assert [(step, row["reward_mean"]) for step, row in figures if "reward_mean" in row] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.25),
-        (4, 0.5),
-    ]
-    assert [(step, row["evaluation/pass@2"]) for step, row in figures if "evaluation/pass@2" in row] == [
-        (1, 0.5),
-        (3, 0.5),
-    ]
+    assert [(step, row["reward_mean"]) for step, row in figures if "reward_mean" in row] == REWARDS
+    assert [(step, row["evaluation/pass@2"]) for step, row in figures if "evaluation/pass@2" in row] == PASSED
 
 
 # --- what goes wrong ---

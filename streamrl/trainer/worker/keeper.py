@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -240,16 +241,20 @@ class TokenizerTexts:
             self._tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer = self._tokenizer
         stream = DecodeStream(skip_special_tokens=False)
-        prompt = _pieces(tokenizer, stream, group.packed_input_ids[: group.prompt_length].tolist())
-        texts, ends = [], []
-        for index in range(group.size):
-            first, end = group.bounds(index)
-            own = group.packed_input_ids[first + group.prompt_length : end].tolist()
+        token_ids = group.packed_input_ids.tolist()
+        prompt = _pieces(tokenizer, stream, token_ids[: group.prompt_length])
+        texts: list[str] = []
+        ends: list[int] = []
+        first = 0
+        for length in group.seqlens.tolist():
+            own = token_ids[first + group.prompt_length : first + length]
             pieces = [*prompt, *_pieces(tokenizer, copy.copy(stream), own)]
-            pieces[-1] += _unfinished(tokenizer, group.packed_input_ids[first:end].tolist(), "".join(pieces))
+            if not pieces[-1]:
+                pieces[-1] = _unfinished(tokenizer, token_ids[first : first + length], "".join(pieces))
             texts.append("".join(pieces))
-            ends.append(np.cumsum([len(piece) for piece in pieces], dtype=np.int32))
-        return texts, np.concatenate(ends), len("".join(prompt))
+            ends += accumulate(map(len, pieces))
+            first += length
+        return texts, np.array(ends, np.int32), len("".join(prompt))
 
 
 def _pieces(tokenizer: Tokenizer, stream: DecodeStream, token_ids: Sequence[int]) -> list[str]:

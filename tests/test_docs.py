@@ -26,6 +26,7 @@ OF_A_RUN = {
     "state/",
     "summary.json",
     "tensorboard/",
+    "wandb/",
     "weights/",
 }
 """What a run leaves, or a user writes or makes; not in the repository."""

@@ -69,8 +69,10 @@ class MicroBatch(msgspec.Struct):
 
     @property
     def branched(self) -> bool:
-        """Whether some token of a row does not see all before it; if not, plain causal attention is right."""
-        return bool((self.visible_until < self.visible_until[:, :1]).any())
+        """Whether plain causal attention would be wrong: a token of a row's first tree does not see all before it, or
+        there are other trees behind that one (padding predicts nothing, and may see what it likes)."""
+        end = self.visible_until[:, :1]
+        return bool((self.visible_until < end).any() or (self.column_index >= end[self.row_index, 0]).any())
 
     @property
     def tokens(self) -> int:

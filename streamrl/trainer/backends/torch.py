@@ -27,14 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from streamrl.errors import ModelError, TrainingError
+from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, dealt, spread
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.optimizer import AdamW
-from streamrl.trainer.packing import MicroBatch, attention_mask
+from streamrl.trainer.packing import MicroBatch
 
 # --- shards ---
 
@@ -254,14 +255,11 @@ class TorchModel:
         return self._optimizer
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
-        mask = self._tensor(attention_mask(micro.visible_until)) if micro.branched else None
-        # without a mask positions count up from 0 anyway, and saying so would look like packing
-        positions = self._tensor(micro.position_ids) if micro.branched else None
         with torch.autocast(self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16):
             values, entropy = self._net(
                 self._tensor(micro.input_ids),
-                mask,
-                positions,
+                TreeMask(micro, self._spec.device),
+                self._tensor(micro.position_ids),
                 self._tensor(micro.row_index),
                 self._tensor(micro.column_index),
                 self._tensor(micro.target_ids),
@@ -312,8 +310,8 @@ class _Net(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
+        tree: TreeMask,
+        position_ids: Tensor,
         rows: Tensor,
         columns: Tensor,
         ids: Tensor,
@@ -321,7 +319,7 @@ class _Net(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`(values, entropy)` of `Output`."""
         hidden = self.model.base_model(
-            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, tree=tree
         ).last_hidden_state
         states = hidden[rows, columns]
         if self._spec.head == "scalar":
@@ -367,6 +365,26 @@ _EMPTY = MicroBatch(
 """What a rank computes, for nothing, while the others go through their layers."""
 
 
+def _attend(
+    _layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    tree: TreeMask,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`[rows, length, heads, head_dim]`: what transformers calls for the attention of each layer."""
+    return tree.attend(query, key, value, scale=scaling).transpose(1, 2), None
+
+
+TREE_ATTENTION = "streamrl_tree"
+"""The name of `_attend` among the attentions of transformers, which makes no mask for it."""
+AttentionInterface.register(TREE_ATTENTION, _attend)
+
+
 def _load(spec: ModelSpec) -> Any:
     dtype = spec.dtype if spec.lr is None else torch.float32
     kind = AutoModelForCausalLM if spec.head == "tokens" else AutoModelForSequenceClassification
@@ -375,12 +393,13 @@ def _load(spec: ModelSpec) -> Any:
     logging.set_verbosity_error()  # that a policy has no scalar head is no news
     try:
         model = kind.from_pretrained(
-            spec.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, **options
+            spec.folder, dtype=dtype, attn_implementation=TREE_ATTENTION, local_files_only=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{spec.folder}: transformers cannot load this model: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
+    _refuse_unsupported(model.config, spec.folder)
     if spec.head == "scalar" and "score.weight" not in TensorFiles(spec.folder, "model"):
         nn.init.zeros_(model.score.weight)
     model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
@@ -391,6 +410,16 @@ def _load(spec: ModelSpec) -> Any:
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()  # it is the mapped file, which `offload` could not give back
     return model
+
+
+def _refuse_unsupported(config: Any, folder: Path) -> None:
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ModelError(f"the torch backend cannot train {folder}: sliding-window attention is not supported")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ModelError(
+            f"the torch backend cannot train {folder}: attention_dropout = {config.attention_dropout} is not supported; "
+            "set it to 0 in config.json"
+        )
 
 
 def _shard(net: _Net, device: torch.device, world: int) -> None:

@@ -16,13 +16,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel
 from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.packing import pack
 from streamrl.trainer.roles.items import RoleState
 from streamrl.types import TrajectoryGroup
+from tests.trainer.models import branching_group
 from tests.trainer.backends.reference import (
     OPTIMIZER,
     SCALAR,
@@ -47,6 +51,23 @@ def tensor_bytes() -> int:
         if isinstance(thing, Tensor) and not isinstance(thing, DTensor)
     }
     return sum(storages.values())
+
+
+class Largest(TorchDispatchMode):
+    """While it is entered, notes the largest tensor that an operation gives."""
+
+    numbers = 0
+    """Elements of its memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [
+            tensor.untyped_storage().nbytes() // tensor.element_size()
+            for tensor in tree_leaves(found)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+        ]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return found
 
 
 class Checks:
@@ -75,6 +96,7 @@ class Checks:
             self.offloaded_models_come_back(shard=shard)
         self.nothing_to_learn(shard=bool(sharded))
         self.recomputation_changes_nothing(shard=not sharded)
+        self.long_rows_make_nothing_large()
         for shard in (False, True):
             self.bfloat16_is_near(shard=shard)
         self._outputs_equal(alive, Reference(self._models / "odd"), share_prefix=True)
@@ -215,6 +237,22 @@ class Checks:
         reference.step(make_groups())
         self.step(model, make_groups())
         self._weights_equal(model, reference, tolerance=1e-5)
+        model.close()
+
+    def long_rows_make_nothing_large(self) -> None:
+        """A long row with branches gives the numbers of the reference, and no tensor of the size length × length."""
+        model = self._make(make_spec(self._models / "llama", gradient_checkpointing=True), self._layout)
+        reference = Reference(self._models / "llama")
+        group = branching_group(0, np.random.default_rng(0), prompt=150, turn=60)
+        micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=10**6) if self._data == 0 else []
+        with Largest() as largest:
+            model.accumulate(micros, loss_of([group], micros))
+        wanted = reference.step([group])
+        assert model.update(lambda: None).grad_norm == pytest.approx(wanted.norm, rel=1e-5)
+        self._weights_equal(model, reference, tolerance=1e-5)
+        if micros:
+            assert micros[0].branched
+            assert largest.numbers < micros[0].tokens ** 2 / 2
         model.close()
 
     def bfloat16_is_near(self, *, shard: bool) -> None:

@@ -33,13 +33,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import ModelSpec, Output
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.packing import MicroBatch, attention_mask
+from streamrl.trainer.packing import MicroBatch
 
 # --- layers ---
 
@@ -70,29 +71,22 @@ def _take_from_transformer_engine(modules: Any, *, qk_norm: bool) -> None:
 
 
 class TreeAttention(torch.nn.Module):
-    """Attention by torch's `scaled_dot_product_attention`: causal, or by the batch's mask."""
+    """Attention by the tree mask of the micro-batch.
+
+    It comes as Megatron's `attention_bias`, since that, unlike a mask, need not be a tensor where layers are computed
+    again in the backward pass.
+    """
 
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self._scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, attention_bias: TreeMask, **__: Any
+    ) -> Tensor:
         """`[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if attention_mask is not None and query.shape[1] != key.shape[1]:
-            # the fast kernels take either a mask or fewer key than query heads
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        mixed = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None,
-            scale=self._scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        return attention_bias.attend(query, key, value, scale=self._scale).permute(2, 0, 1, 3).flatten(2)
 
 
 # --- distribution ---
@@ -182,8 +176,7 @@ class Batch(NamedTuple):
     """`[rows, length]`."""
     rotation: Tensor
     """`[length, rows, 1, head_dim]` float32: the rotary angles of each token."""
-    mask: Tensor | None
-    """`[rows, 1, length, length]`, True where a token sees another; None: it sees those before it."""
+    tree: TreeMask
     columns: Tensor
     rows: Tensor
     targets: Tensor
@@ -201,7 +194,7 @@ def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device, *, temp
     return Batch(
         input_ids=tensor(micro.input_ids),
         rotation=shape.rotation(tensor(micro.position_ids)),
-        mask=tensor(attention_mask(micro.visible_until)) if micro.branched else None,
+        tree=TreeMask(micro, device),
         columns=tensor(micro.column_index),
         rows=tensor(micro.row_index),
         targets=tensor(micro.target_ids),
@@ -293,7 +286,9 @@ class Network(LanguageModule):  # type: ignore[misc]
     def forward(self, batch: Batch) -> Tensor | Output:
         """`[length, rows, hidden]` for the next stage; from the last, its output."""
         embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
-        hidden = self.decoder(hidden_states=embedded, attention_mask=batch.mask, rotary_pos_emb=batch.rotation)
+        hidden = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=batch.rotation, attention_bias=batch.tree
+        )
         self.decoder.set_input_tensor(None)  # else it lives on between steps, and while the model is offloaded
         if not self.post_process:
             assert isinstance(hidden, Tensor)

@@ -26,7 +26,6 @@ from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import pack
 from streamrl.trainer.roles.items import RoleState
 from streamrl.types import TrajectoryGroup
-from tests.trainer.models import branching_group
 from tests.trainer.backends.reference import (
     OPTIMIZER,
     SCALAR,
@@ -37,6 +36,7 @@ from tests.trainer.backends.reference import (
     make_spec,
     micro_batches,
 )
+from tests.trainer.models import branching_group
 
 MakeModel = Callable[[ModelSpec, Layout], ParallelModel]
 """Of this rank."""

@@ -53,7 +53,7 @@ class TreeBlocks(NamedTuple):
     below: list[Descendants]
 
     @classmethod
-    def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int = DENSE_TOKENS) -> TreeBlocks:
+    def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int) -> TreeBlocks:
         """From `visible_until` `[length]` of a row. Neighbouring subtrees of up to `dense_tokens` tokens together
         become one block with a dense mask, so that many short branches are not as many calls."""
         length = len(visible_until)
@@ -132,7 +132,7 @@ class TreeMask:
         # row behind row they are one forest
         forest = (micro.visible_until + length * np.arange(rows)[:, None]).reshape(-1)
         if device.type == "cpu":
-            self._forest = TreeBlocks.of(forest)
+            self._forest = TreeBlocks.of(forest, dense_tokens=DENSE_TOKENS)
         else:
             self._forest = tree_tiles(torch.from_numpy(forest).to(device, non_blocking=True))
 

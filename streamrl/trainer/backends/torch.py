@@ -417,8 +417,8 @@ def _refuse_unsupported(config: Any, folder: Path) -> None:
         raise ModelError(f"the torch backend cannot train {folder}: sliding-window attention is not supported")
     if getattr(config, "attention_dropout", 0.0):
         raise ModelError(
-            f"the torch backend cannot train {folder}: attention_dropout = {config.attention_dropout} is not supported; "
-            "set it to 0 in config.json"
+            f"the torch backend cannot train {folder}: attention_dropout = {config.attention_dropout} is not "
+            "supported; set it to 0 in config.json"
         )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from streamrl.trainer.backends import attention
-from streamrl.trainer.backends.attention import TreeBlocks, TreeMask, tree_tiles
+from streamrl.trainer.backends.attention import TreeMask, tree_tiles
 from streamrl.trainer.packing import MicroBatch
 
 
@@ -55,8 +55,9 @@ def micro_of(rows):
     return MicroBatch(until, until, until, row, column, row, row, row)
 
 
-def by_the_definition(query, key, value, mask):
+def by_the_definition(inputs, mask):
     """Softmax of the scores, with the keys and values of a head repeated for its queries."""
+    query, key, value = inputs
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.mT * query.shape[-1] ** -0.5
@@ -75,7 +76,6 @@ def drawn(rows, length, *, heads, kv_heads, dtype, seed=0):
 def blockwise(request, monkeypatch):
     """Dense masks for so many tokens at most, so that small rows are cut into blocks."""
     monkeypatch.setattr(attention, "DENSE_TOKENS", request.param)
-    monkeypatch.setattr(TreeBlocks.of.__func__, "__kwdefaults__", {"dense_tokens": request.param})
 
 
 @settings(deadline=None, max_examples=40)
@@ -90,7 +90,7 @@ def test_blocks_give_the_numbers_of_a_dense_mask(parents, heads, precision):
     inputs, gradient = drawn(1, len(parents), heads=heads[0], kv_heads=heads[1], dtype=dtype)
     ours = TreeMask(micro_of([parents]), torch.device("cpu")).attend(*inputs)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    wanted = by_the_definition(*exact, dense(parents))
+    wanted = by_the_definition(exact, dense(parents))
     torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
     found = torch.autograd.grad(ours, inputs, gradient)
     for mine, theirs in zip(found, torch.autograd.grad(wanted, exact, gradient.double()), strict=True):
@@ -114,7 +114,7 @@ def test_rows_of_a_micro_batch_are_computed_together(length, trees):
     with torch.no_grad():
         gradient[2, :, length - 19 :] = 0
     ours = TreeMask(micro, torch.device("cpu")).attend(*inputs)
-    wanted = by_the_definition(*inputs, torch.stack([dense(parents) for parents in rows])[:, None])
+    wanted = by_the_definition(inputs, torch.stack([dense(parents) for parents in rows])[:, None])
     real = gradient != 0
     torch.testing.assert_close(ours[real], wanted[real])
     for mine, theirs in zip(*(torch.autograd.grad(x, inputs, gradient) for x in (ours, wanted)), strict=True):
@@ -145,4 +145,4 @@ def test_flex_attention_gives_the_numbers_of_a_dense_mask():
     query, key, value = (tensor.detach() for tensor in inputs)
     tiles = tree_tiles(torch.from_numpy(visible_until(parents)))
     found = flex_attention(query, key, value, block_mask=tiles, enable_gqa=True)
-    torch.testing.assert_close(found, by_the_definition(query, key, value, dense(parents)))
+    torch.testing.assert_close(found, by_the_definition((query, key, value), dense(parents)))

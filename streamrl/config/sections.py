@@ -371,6 +371,9 @@ class WeightsConfig(Section, frozen=True):
     """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
     checksum: bool = True
     """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
+    delta: bool = False
+    """Broadcast indices and values alone of a weight of which less than a tenth has changed since the version that all
+    gservers serve. Each sender then keeps a copy of what it has sent. Not with SGLang servers."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -274,7 +274,10 @@ class Published(msgspec.Struct, frozen=True):
     seconds: float
     pause_seconds: float
     bytes: int
+    """What was sent or written in all attempts, once however many received it."""
     attempts: int
+    sent_share: float = 0.0
+    """How many numbers that were, as a share of all weights: of a delta, those that have changed."""
 
 
 class Stored(msgspec.Struct, frozen=True):

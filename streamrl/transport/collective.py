@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
+from streamrl.delta import Delta, apply, delta
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
@@ -217,6 +218,13 @@ class Broadcaster:
         self._checksums: dict[str, str] = {}
         """Of what was sent of these weights, in whichever attempt."""
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
+        self._kept: dict[str, Tensor] = {}
+        """With `weights.delta`, what was sent last, by name."""
+        self._kept_version: int | None = None
+        """Which version that is; None: some of it did not arrive."""
+        self._version = 0
+        self.sent_numbers = 0
+        """How many numbers it has broadcast of weights so far: of a delta, those that have changed."""
         self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
         """Used in turn: when the turn of one comes again, it has been sent."""
 
@@ -226,6 +234,7 @@ class Broadcaster:
         self._weights = weights
         self._transfer = uuid.uuid4().hex
         self._checksums = {}
+        self._version = version
         self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
 
     def announce(self) -> Broadcast:
@@ -247,6 +256,7 @@ class Broadcaster:
             backend=self._backend,
             group_name=self._group_name,
             transfer=self._transfer,
+            base=self._kept_version,
         )
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
@@ -260,9 +270,11 @@ class Broadcaster:
                 if number < first:
                     deque(islice(weights, len(bucket)), maxlen=0)
                     continue
+                contents = self._deltas(bucket, weights) if begin.as_deltas else self._contents(bucket, weights)
                 # One bucket after another: no gserver gets far ahead of one that fails.
-                for _, weight in broadcasts(self._contents(bucket, weights), self._group):
-                    self.sent_bytes += weight.nbytes
+                for _, content in broadcasts(contents, self._group):
+                    self.sent_bytes += content.nbytes
+        self._kept_version = self._version if self._config.delta else None
         return self._checksums
 
     def abort(self) -> None:
@@ -273,6 +285,7 @@ class Broadcaster:
         """
         self._leave()
         self._store = None
+        self._kept_version = None
 
     def close(self) -> None:
         self.abort()
@@ -299,24 +312,61 @@ class Broadcaster:
     def _contents(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
         """Yield the names and contents of a `bucket`, which are the next of `weights`."""
         for place, (name, shape) in enumerate(bucket):
-            found, tensor = next(weights, ("nothing", torch.empty(0)))
-            if found != name or tuple(tensor.shape) != tuple(shape):
-                raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
-            weight = tensor.detach()
-            if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
-                sums = tensor_sums(weight) if self._config.checksum else ""
+            weight = _next(weights, name, shape)
+            if self._config.delta:
+                if name not in self._kept:
+                    self._kept[name] = torch.empty(shape, dtype=self.dtype, device=self._device)
+                weight = self._converted(name, weight, self._kept[name])
+            elif self._is_as_sent(weight):
+                self._take_sums(name, weight)
             else:
-                weight = self._buffer(place, weight.numel()).view(shape)
-                sums = self._convert(weight, tensor.detach())
-            if sums:
-                self._checksums[name] = sums
+                weight = self._converted(name, weight, self._buffer(place, weight.numel()).view(shape))
+            self.sent_numbers += weight.numel()
             yield name, weight
 
-    def _convert(self, target: Tensor, source: Tensor) -> str:
+    def _deltas(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return what is broadcast of a `bucket` whose base the others have: for each weight how many of its numbers
+        have changed (int64; -1: too many); the `places` of all deltas, and their `values`; the other weights whole."""
+        counts: list[int] = []
+        deltas: list[Delta] = []
+        whole: list[tuple[str, Tensor]] = []
+        for name, shape in bucket:
+            new = _next(weights, name, shape)
+            kept = self._kept[name]
+            if not self._is_as_sent(new):
+                buffer = self._buffer(0, new.numel()).view(shape)
+                new = buffer.copy_(new)
+            changed = delta(kept, new)
+            if changed is None:
+                kept.copy_(new)
+                whole.append((name, kept))
+            else:
+                apply(changed, kept)
+                deltas.append(changed)
+            counts.append(-1 if changed is None else len(changed.places))
+            self._take_sums(name, kept)
+            self.sent_numbers += kept.numel() if changed is None else len(changed.places)
+        what = f"what has changed of {len(bucket)} weights from {bucket[0][0]} on"
+        sent = [(what, torch.tensor(counts, device=self._device))]
+        if any(count > 0 for count in counts):
+            sent.append((what, torch.cat([changed.places for changed in deltas])))
+            sent.append((what, torch.cat([changed.values for changed in deltas])))
+        return sent + whole
+
+    def _is_as_sent(self, weight: Tensor) -> bool:
+        return weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous()
+
+    def _converted(self, name: str, source: Tensor, target: Tensor) -> Tensor:
+        """Copy `source` to `target`, and return that."""
         if self._config.checksum:
-            return copy_and_sum(target, source)
-        target.copy_(source)
-        return ""
+            self._checksums[name] = copy_and_sum(target, source)
+        else:
+            target.copy_(source)
+        return target
+
+    def _take_sums(self, name: str, weight: Tensor) -> None:
+        if self._config.checksum:
+            self._checksums[name] = tensor_sums(weight)
 
     def _buffer(self, place: int, numbers: int) -> Tensor:
         """Return a buffer for the weight at this `place` in the order."""
@@ -324,6 +374,14 @@ class Broadcaster:
         if self._buffers[which].numel() < numbers:
             self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
         return self._buffers[which][:numbers]
+
+
+def _next(weights: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the next of `weights`, which has to be the one that was announced."""
+    found, tensor = next(weights, ("nothing", torch.empty(0)))
+    if found != name or tuple(tensor.shape) != tuple(shape):
+        raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
+    return tensor.detach()
 
 
 def backend_for(config: WeightsConfig, device: torch.device) -> Literal["gloo", "nccl"]:

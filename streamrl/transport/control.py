@@ -433,6 +433,8 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
     """The weight group that the senders have now; empty: none."""
     transfer: str = ""
     """Names these weights: what a gserver has staged of them counts when they are sent again. Empty: nothing does."""
+    base: int | None = None
+    """The version from which deltas can be sent to gservers that serve it; None: there is none."""
 
 
 def group_of_sender(group_name: str, number: int) -> str:
@@ -476,6 +478,8 @@ class PublishBeginReply(msgspec.Struct, frozen=True):
     """A sender and the ranks of all gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
     first_buckets: list[int] = []
     """For each sender the bucket to begin with: all gservers have staged the ones before it. Empty: the first."""
+    as_deltas: bool = False
+    """Send deltas: all gservers serve the base."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):

@@ -220,6 +220,8 @@ class ReceiveWeights(msgspec.Struct, frozen=True):
     first_buckets: list[int]
     """For each sender the bucket that it begins with; those before are staged."""
     weight_version: str
+    base: str | None = None
+    """Each bucket comes as `delta.Delta`s from the weights of this version, which has to be served; None: whole."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -328,6 +330,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Whether tensors received between begin and end wait aside until /end_weight_update."""
     sends_weights: bool = False
     """Whether it can send what it serves to another gserver."""
+    applies_deltas: bool = False
+    """Whether it can receive what has changed of the weights that it serves, rather than all."""
+    weight_version: str = ""
+    """As in `ModelInfo`."""
     max_running_requests: int | None = None
     """Requests that it runs together; None: it does not say."""
     max_total_num_tokens: int | None = None

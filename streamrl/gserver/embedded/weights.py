@@ -77,6 +77,9 @@ class DoubleBufferedWeights:
     def place(self, name: str) -> Tensor | None:
         return self._writable().place(name) if self._compute_dtype == self.dtype else None
 
+    def served_weight(self, name: str) -> Tensor:
+        return self.served.named[name].to(self.dtype)
+
     def sums(self, name: str) -> str:
         return tensor_sums(self._writable().named[name])
 

@@ -185,6 +185,9 @@ class WeightsAside(Protocol):
     def place(self, name: str) -> Tensor | None:
         """The memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
 
+    def served_weight(self, name: str) -> Tensor:
+        """`name` as it is served now, which stays as it is while an update is staged."""
+
     def sums(self, name: str) -> str:
         """`checksum.tensor_sums` of `name`, which was written to its place."""
 
@@ -224,7 +227,7 @@ class Engine(Served, Protocol):
     max_context: int
     """Prompt and response, in tokens."""
     sends_weights: bool
-    """Whether `lend` can be asked for."""
+    """Whether `served_weights` can be asked for, and deltas from them can be received."""
 
     @property
     def weight_version(self) -> str: ...

@@ -474,6 +474,7 @@ class Server:
                 "engine": self._engine.name,
                 "staged_weight_update": True,
                 "sends_weights": self._engine.sends_weights,
+                "applies_deltas": self._engine.sends_weights,
                 "staged": self._engine.staged(),
                 "stats": self._engine.stats(),
                 "model_path": self._engine.model_path,
@@ -530,6 +531,9 @@ class Server:
     async def _receive_all(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events with a `Received` whenever there is more of the weights, then `[DONE]`."""
         message = await _read(request, ReceiveWeights)
+        if message.base not in (None, self._engine.weight_version):
+            served = self._engine.weight_version
+            raise Refused(f"deltas from weights {message.base} were announced, and {served!r} are served here")
         told = list(message.first_buckets)
         here = told
 

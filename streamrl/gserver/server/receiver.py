@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streamrl import checksum
 from streamrl.checksum import dtype_name, tensor_sums
+from streamrl.delta import Delta, apply
 from streamrl.device import compute_with
 from streamrl.errors import ModelError, PublicationError, StreamRLError
 from streamrl.gserver.server.engine import Refused, WeightsAside
@@ -200,7 +201,8 @@ class WeightReceiver:
         buckets = message.senders[number]
         for bucket in buckets[message.first_buckets[number] :]:
             names, dtypes, shapes = _columns(bucket)
-            self._receive(message.group_name, names, dtypes, shapes, staged, sender=number)
+            as_deltas = message.base is not None
+            self._receive(message.group_name, names, dtypes, shapes, staged, sender=number, as_deltas=as_deltas)
             staged.buckets[number] += 1
             on_progress(list(staged.buckets))
 
@@ -302,14 +304,22 @@ class WeightReceiver:
         if self._staged is staged:
             self._staged = None
 
-    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
+    def _keep(self, received: Iterable[tuple[str, Tensor | Delta | None]], staged: Staged) -> None:
         """Store what is `received`, while more of it comes; None: it lies where it is kept."""
         staged.sums.update(self._copiers.each(self._store, received))
 
-    def _store(self, name: str, tensor: Tensor | None) -> str:
-        if self._aside is None or self._is_ignored(name):
+    def _store(self, name: str, received: Tensor | Delta | None) -> str:
+        aside = self._aside
+        if aside is None or self._is_ignored(name):
             return ""
-        return self._aside.sums(name) if tensor is None else self._aside.store(name, tensor)
+        if received is None:
+            return aside.sums(name)
+        if isinstance(received, Tensor):
+            return aside.store(name, received)
+        base, place = aside.served_weight(name), aside.place(name)
+        whole = base.clone() if place is None else place.copy_(base)
+        apply(received, whole)
+        return aside.store(name, whole) if place is None else aside.sums(name)
 
     def _is_ignored(self, name: str) -> bool:
         return self._expected is not None and name in self._expected.ignored
@@ -408,12 +418,17 @@ class WeightReceiver:
         *,
         sender: int = 0,
         flattened: bool = False,
+        as_deltas: bool = False,
     ) -> None:
         """Receive and keep one bucket. `flattened`: all of it comes in one broadcast."""
         groups, device = self._groups[group_name]
         try:
             specs = list(zip(names, dtypes, shapes, strict=True))
-            self._keep(self._arriving(groups[sender], device, specs, sender=sender, flattened=flattened), staged)
+            if as_deltas:
+                arriving = self._deltas(groups[sender], device, specs, sender=sender)
+            else:
+                arriving = self._arriving(groups[sender], device, specs, sender=sender, flattened=flattened)
+            self._keep(arriving, staged)
         except PublicationError:
             if device.type != "cpu":  # who knows who still writes there
                 self._buffers.clear()
@@ -431,7 +446,7 @@ class WeightReceiver:
         *,
         sender: int,
         flattened: bool,
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    ) -> Iterator[tuple[str, Tensor | Delta | None]]:
         """The tensors, as soon as each is here."""
         names = [name for name, _, _ in specs]
         places = {} if flattened else self._places(names, device)
@@ -440,8 +455,7 @@ class WeightReceiver:
         flat = self._room(sum(sizes), device, sender=sender)
         if flattened:
             what = f"a bucket of {len(others)} tensors from {names[0]} on"
-            for _ in broadcasts([(what, flat)], group, unsettled=self._unsettled):
-                pass
+            self._come([(what, flat)], group)
         views = {
             name: _aligned(piece, dtype).view(dtype).view(shape)
             for (name, dtype, shape), piece in zip(others, torch.split(flat, sizes) if sizes else (), strict=True)
@@ -452,6 +466,36 @@ class WeightReceiver:
             tensors = [(name, (places | views)[name]) for name in names]
             for name, _ in broadcasts(tensors, group, unsettled=self._unsettled):
                 yield name, views.get(name)
+
+    def _deltas(
+        self, group: Any, device: torch.device, specs: Sequence[tuple[str, str, Sequence[int]]], *, sender: int
+    ) -> Iterator[tuple[str, Tensor | Delta | None]]:
+        """The deltas of those tensors that have changed little, and the others, as `Broadcaster` sends them."""
+        counts = torch.empty(len(specs), dtype=torch.int64, device=device)
+        what = f"what has changed of {len(specs)} weights from {specs[0][0]} on"
+        self._come([(what, counts)], group)
+        changed = dict(zip([name for name, _, _ in specs], counts.tolist(), strict=True))
+        for name, _, shape in specs:
+            if not -1 <= changed[name] <= math.prod(shape):
+                raise PublicationError(f"{changed[name]} numbers of {name} {list(shape)} are said to have changed")
+        few = [spec for spec in specs if changed[spec[0]] >= 0]
+        sizes = [changed[name] for name, _, _ in few]
+        places = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        values = torch.empty(sum(sizes), dtype=DTYPES[specs[0][1]], device=device)
+        if len(places):
+            self._come([(what, places), (what, values)], group)
+        end = 0
+        for (name, _, _), size in zip(few, sizes, strict=True):
+            begin, end = end, end + size
+            yield name, Delta(places[begin:end], values[begin:end])
+        others = [spec for spec in specs if changed[spec[0]] < 0]
+        if others:
+            yield from self._arriving(group, device, others, sender=sender, flattened=False)
+
+    def _come(self, tensors: Iterable[tuple[str, Tensor]], group: Any) -> None:
+        """Wait until `tensors` have been received."""
+        for _ in broadcasts(tensors, group, unsettled=self._unsettled):
+            pass
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Where those tensors are kept that can be received there."""

@@ -32,7 +32,8 @@ class WeightSender:
         """`listening`: where the other end meets this one."""
         self._engine = engine
         # Nobody needs this end's checksums: the other's are compared with those of the weights as they were trained.
-        self._config = msgspec.structs.replace(config, checksum=False)
+        # And nobody serves what a delta would be from.
+        self._config = msgspec.structs.replace(config, checksum=False, delta=False)
         self._listening = listening
         self._offers: dict[str, Broadcaster] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}

@@ -128,6 +128,7 @@ class WeightUpdates:
             else:
                 members = await self._members_of_update(message)
             members, first_buckets = _resumed(message.weights, members)
+            base = _common_base(message.weights, members)
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
@@ -138,10 +139,16 @@ class WeightUpdates:
                 config=self._config,
                 current=lambda: self.version,
                 first_buckets=first_buckets,
+                base=base,
                 on_swapped=None if message.resync else self._swapped,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
-            return PublishBeginReply(group_name=group.name, world_size=group.world_size, first_buckets=first_buckets)
+            return PublishBeginReply(
+                group_name=group.name,
+                world_size=group.world_size,
+                first_buckets=first_buckets,
+                as_deltas=base is not None,
+            )
 
     async def commit(self, message: PublishCommit) -> PublishReply:
         """The publisher has sent everything, or failed. Return how the update went, the same however often this is
@@ -280,6 +287,15 @@ def _resumed(weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[lis
     if not any(first_buckets):
         return members, []
     return list(staged), first_buckets
+
+
+def _common_base(weights: Broadcast | Snapshot, members: list[Gserver]) -> int | None:
+    """Return the version from which deltas may be sent: all members serve it, and can apply them."""
+    if not isinstance(weights, Broadcast) or weights.base is None:
+        return None
+    infos = [gserver.info for gserver in members]
+    able = all(info and info.applies_deltas and info.weight_version == str(weights.base) for info in infos)
+    return weights.base if able else None
 
 
 def _is_of(weights: Broadcast, staged: StagedWeights) -> bool:

@@ -98,11 +98,13 @@ class WeightUpdate:
         config: WeightsConfig,
         current: Callable[[], int],
         first_buckets: Sequence[int] = (),
+        base: int | None = None,
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
-        """`first_buckets`: with which each sender of a broadcast begins; empty: the first. `current` tells the version
-        that gservers have to serve to be given groups; it may grow beyond `version` before this update ends.
-        `on_swapped` is told `version` as soon as the first gserver serves it."""
+        """Of a broadcast, `first_buckets` are those with which each sender begins (empty: the first), and `base` is the
+        version from which deltas are sent (None: weights are sent whole). `current` tells the version that gservers
+        have to serve to be given groups; it may grow beyond `version` before this update ends. `on_swapped` is told
+        `version` as soon as the first gserver serves it."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -113,6 +115,7 @@ class WeightUpdate:
         self._old_version = old_version
         self._weights = weights
         self._first_buckets = first_buckets
+        self._base = base
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
@@ -329,6 +332,7 @@ class WeightUpdate:
                 senders=senders,
                 first_buckets=list(self._first_buckets) or [0] * len(senders),
                 weight_version=str(self.version),
+                base=None if self._base is None else str(self._base),
             )
             await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
             return

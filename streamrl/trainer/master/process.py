@@ -507,6 +507,8 @@ class Master:
             self._groups.wake()
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
+        report.metrics["publish_bytes"] = float(published.bytes)
+        report.metrics["publish_sent_share"] = published.sent_share
         report.spans.append(("publish", begin, time.time()))
         if comparison is not None:
             report.metrics.update(await comparison.figures(trained))

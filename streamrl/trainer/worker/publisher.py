@@ -50,6 +50,10 @@ class Carrier(Protocol):
     """In which weights are sent."""
     reads_once: bool
     """Whether `prepare` reads all there is to read of the weights."""
+    sent_bytes: int
+    """What it has sent, or written, since it exists: once however many receive it."""
+    sent_numbers: int
+    """The numbers of weights in that: of a delta, those that have changed."""
 
     def prepare(self, version: int, weights: WeightSource) -> None:
         """These weights come next."""
@@ -122,7 +126,8 @@ class Publisher:
         began = time.monotonic()
         machines = (await self._client.gserver_machines()).machines if self._carriers.depend_on_machines else []
         carrier = self._carriers.choose(machines)
-        size = sum(math.prod(shape) for _, shape in source.specs()) * carrier.dtype.itemsize
+        numbers = sum(math.prod(shape) for _, shape in source.specs())
+        before = carrier.sent_bytes, carrier.sent_numbers
         reading = True
         problems: list[str] = []
         try:
@@ -146,7 +151,13 @@ class Publisher:
         finally:
             if reading:
                 await self._in_thread(source.end)
-        return Published(seconds=time.monotonic() - began, pause_seconds=pause, bytes=size, attempts=len(problems) + 1)
+        return Published(
+            seconds=time.monotonic() - began,
+            pause_seconds=pause,
+            bytes=carrier.sent_bytes - before[0],
+            sent_share=(carrier.sent_numbers - before[1]) / max(1, numbers),
+            attempts=len(problems) + 1,
+        )
 
     def close(self) -> None:
         """Leave the weight group, or remove the files."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import mmap
 import os
 import shutil
@@ -57,6 +58,8 @@ class WeightFiles:
         self._latest = folder
         self._sums: dict[str, str] = {}
         self._lock = _claim(folder)
+        self.sent_bytes = 0
+        self.sent_numbers = 0
         self._copiers = Copiers()
         self._files: dict[Path, _MappedFile] = {}
         """The files that may be written over, by the folders that they are in."""
@@ -85,6 +88,8 @@ class WeightFiles:
         try:
             self._make_folder(unfinished)
             self._sums = self._write(unfinished, weights)
+            self.sent_numbers += sum(math.prod(shape) for _, shape in weights.specs())
+            self.sent_bytes = self.sent_numbers * self.dtype.itemsize
             if self._durable:
                 _synchronise(unfinished)
             self._rename(unfinished, target)

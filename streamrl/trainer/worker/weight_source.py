@@ -65,6 +65,10 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
     checksums: dict[str, str] = {}
     error: str = ""
     """Why it could not send all."""
+    bytes: int = 0
+    """As `Broadcaster.sent_bytes`: since it exists."""
+    numbers: int = 0
+    """As `Broadcaster.sent_numbers`."""
 
 
 Reply = Done | Broadcast | Sent
@@ -164,10 +168,12 @@ class WeightSource:
             group_name=group_of_sender(begin.group_name, number),
             first_buckets=begin.first_buckets[number : number + 1],
         )
+        error, checksums = "", {}
         try:
-            return Sent(checksums=own.send(mine))
-        except PublicationError as error:
-            return Sent(error=str(error))
+            checksums = own.send(mine)
+        except PublicationError as failure:
+            error = str(failure)
+        return Sent(checksums=checksums, error=error, bytes=own.sent_bytes, numbers=own.sent_numbers)
 
     def _tell(self, order: Order) -> None:
         if self._group is not None:
@@ -201,6 +207,8 @@ class Senders:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.sent_bytes = 0
+        self.sent_numbers = 0
         self._source: WeightSource
 
     def prepare(self, version: int, weights: WeightSource) -> None:
@@ -212,11 +220,14 @@ class Senders:
         """Return what each sender is to send, and where to meet for it."""
         found = [reply for reply in self._source.ask(Announce()) if isinstance(reply, Broadcast)]
         senders = [sender for reply in found for sender in reply.senders if sender.buckets]
-        return msgspec.structs.replace(found[0], senders=senders)
+        base = found[0].base if len({reply.base for reply in found if reply.senders[0].buckets}) == 1 else None
+        return msgspec.structs.replace(found[0], senders=senders, base=base)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Have all ranks send; return the checksum of each weight, by name."""
         sent = [reply for reply in self._source.ask(Send(begin)) if isinstance(reply, Sent)]
+        self.sent_bytes = sum(reply.bytes for reply in sent)
+        self.sent_numbers = sum(reply.numbers for reply in sent)
         if errors := [f"rank {rank}: {reply.error}" for rank, reply in enumerate(sent) if reply.error]:
             raise PublicationError("; ".join(errors))
         return {name: sums for reply in sent for name, sums in reply.checksums.items()}

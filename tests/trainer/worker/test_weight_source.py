@@ -30,6 +30,14 @@ CASES = ["torch", "torch, sharded", "megatron, two tensor ranks", "megatron, two
 BUCKET_MB = 0.005
 
 
+def changed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` after every fiftieth number has changed its sign: a zero, too."""
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        tensor.view(-1)[::50] *= -1
+    return new
+
+
 class Kept:
     """Keeps what comes; a `WeightsAside`."""
 
@@ -42,6 +50,9 @@ class Kept:
 
     def place(self, name: str) -> Tensor | None:
         return None
+
+    def served_weight(self, name: str) -> Tensor:
+        return self.tensors[name]
 
     def sums(self, name: str) -> str:
         return tensor_sums(self.tensors[name])
@@ -79,9 +90,8 @@ def _publish(rank: int, port: int, models: Path) -> None:
     }
     for case in CASES:
         model: Any = made[case]()
-        own = Broadcaster(
-            WeightsConfig(bucket_mb=BUCKET_MB), backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu")
-        )
+        config = WeightsConfig(bucket_mb=BUCKET_MB, delta=True)
+        own = Broadcaster(config, backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu"))
         source = WeightSource(
             model,
             rank=rank,
@@ -91,17 +101,25 @@ def _publish(rank: int, port: int, models: Path) -> None:
             own=own,
             most_senders=2,
         )
-        if rank:
-            source.serve()
-        else:
-            senders = Senders(torch.bfloat16)
-            senders.prepare(1, source)
-            store.set(f"{case} announced", msgspec.json.encode(senders.announce()))
-            sums = senders.send(PublishBeginReply(group_name=f"weights of {case}", world_size=2))
-            source.end()
-            store.set(f"{case} sums", msgspec.json.encode(sums))
-        store.set(f"{case} sent by {rank}", str(own.sent_bytes))
-        store.wait([f"{case} received"])
+        senders = Senders(torch.bfloat16)
+        weights = load_file(models / "llama" / "model.safetensors")
+        for version in (1, 2):
+            model.load_weights(weights.items())
+            if rank:
+                source.serve()
+            else:
+                senders.prepare(version, source)
+                announced = senders.announce()
+                store.set(f"{case} v{version} announced", msgspec.json.encode(announced))
+                begin = PublishBeginReply(
+                    group_name=f"weights of {case}", world_size=2, as_deltas=announced.base is not None
+                )
+                sums = senders.send(begin)
+                source.end()
+                store.set(f"{case} v{version} sums", msgspec.json.encode(sums))
+            store.set(f"{case} v{version} sent by {rank}", str(own.sent_bytes))
+            store.wait([f"{case} v{version} received"])
+            weights = changed(weights)
         source.close()
         model.close()
 
@@ -110,9 +128,13 @@ def _publish(rank: int, port: int, models: Path) -> None:
 async def test_each_rank_sends_its_part_and_the_weights_are_those_that_one_rank_would_send(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     save_models(tmp_path)
-    trained = {name: t.bfloat16() for name, t in load_file(tmp_path / "llama" / "model.safetensors").items()}
-    size = sum(tensor.nbytes for tensor in trained.values())
-    largest = max(tensor.nbytes for tensor in trained.values())
+    first_weights = load_file(tmp_path / "llama" / "model.safetensors")
+    trained = {
+        version: {name: tensor.bfloat16() for name, tensor in weights.items()}
+        for version, weights in ((1, first_weights), (2, changed(first_weights)))
+    }
+    size = sum(tensor.nbytes for tensor in trained[1].values())
+    largest = max(tensor.nbytes for tensor in trained[1].values())
     store = open_store("127.0.0.1")
     world = asyncio.create_task(asyncio.to_thread(run_world, 2, _publish, store.port, tmp_path))
 
@@ -121,39 +143,44 @@ async def test_each_rank_sends_its_part_and_the_weights_are_those_that_one_rank_
         return value
 
     for case in CASES:
-        announced = msgspec.json.decode(await told(f"{case} announced"), type=Broadcast)
-        assert len(announced.senders) == 2, case
         kept = Kept()
         receiver = WeightReceiver(
-            expected=Expected({name: tuple(t.shape) for name, t in trained.items()}, torch.bfloat16),
+            expected=Expected({name: tuple(t.shape) for name, t in trained[1].items()}, torch.bfloat16),
             aside=kept,
             device=torch.device("cpu"),
             timeout=TIMEOUT_SECONDS,
         )
-        first, *further = [Meeting(sender.address, sender.port) for sender in announced.senders]
-        name = f"weights of {case}"
-        await receiver.join_group(
-            InitWeightsUpdateGroup(first.address, first.port, 1, 2, name, "gloo", further_senders=further)
-        )
-        await receiver.begin(announced.transfer)
-        progress: list[list[int]] = []
-        await receiver.receive_all(
-            ReceiveWeights(name, [sender.buckets for sender in announced.senders], [0, 0], "1"), progress.append
-        )
-        await receiver.take()
-        sums = msgspec.json.decode(await told(f"{case} sums"))
-        sent = [int(await told(f"{case} sent by {rank}")) for rank in range(2)]
-        store.set(f"{case} received", "yes")
-        await receiver.close()
+        group = f"weights of {case}"
+        sent = {0: [0, 0]}
+        for version in (1, 2):
+            announced = msgspec.json.decode(await told(f"{case} v{version} announced"), type=Broadcast)
+            assert len(announced.senders) == 2, case
+            assert announced.base == (None if version == 1 else 1)
+            if version == 1:
+                first, *further = [Meeting(sender.address, sender.port) for sender in announced.senders]
+                await receiver.join_group(
+                    InitWeightsUpdateGroup(first.address, first.port, 1, 2, group, "gloo", further_senders=further)
+                )
+            await receiver.begin(announced.transfer)
+            progress: list[list[int]] = []
+            buckets = [sender.buckets for sender in announced.senders]
+            base = None if version == 1 else "1"
+            await receiver.receive_all(ReceiveWeights(group, buckets, [0, 0], str(version), base), progress.append)
+            await receiver.take()
+            sums = msgspec.json.decode(await told(f"{case} v{version} sums"))
+            sent[version] = [int(await told(f"{case} v{version} sent by {rank}")) for rank in range(2)]
+            store.set(f"{case} v{version} received", "yes")
 
-        assert progress[-1] == [len(sender.buckets) for sender in announced.senders]
-        assert all(count > 1 for count in progress[-1]), "of several buckets each"
-        assert kept.tensors.keys() == trained.keys()
-        for key, tensor in trained.items():
-            assert torch.equal(kept.tensors[key].view(torch.int16), tensor.view(torch.int16)), f"{case}: {key}"
-            assert sums[key] == tensor_sums(tensor)
-        assert sum(sent) == size
-        assert max(sent) <= size / 2 + largest
+            assert progress[-1] == [len(own) for own in buckets]
+            assert all(count > 1 for count in progress[-1]), "of several buckets each"
+            assert kept.tensors.keys() == trained[version].keys()
+            for name, tensor in trained[version].items():
+                assert torch.equal(kept.tensors[name].view(torch.int16), tensor.view(torch.int16)), f"{case}: {name}"
+                assert sums[name] == tensor_sums(tensor)
+        assert sum(sent[1]) == size
+        assert max(sent[1]) <= size / 2 + largest
+        assert sum(sent[2]) - sum(sent[1]) < 0.2 * size, "what has changed, alone"
+        await receiver.close()
     await world
 
 

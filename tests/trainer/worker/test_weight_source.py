@@ -27,7 +27,7 @@ from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 CASES = ["torch", "torch, sharded", "megatron, two tensor ranks", "megatron, two stages", "megatron, sharded"]
-BUCKET_MB = 0.005
+BUCKET_MB = 0.02
 
 
 def changed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ GROUND = {
     "checksum",
     "children",
     "config",
+    "delta",
     "device",
     "errors",
     "essential",

@@ -1,7 +1,7 @@
 """What it costs to bring new weights to gservers, by their number, the size of the model, and the way.
 
     python benchmarks/bench_weights.py [--quick] [--sizes 0.5M 5M 135M] [--gservers 1 2 4] [--modes collective ...]
-                                       [--dtype bfloat16] [--engine simulated]
+                                       [--dtype bfloat16] [--engine simulated] [--changed 0.01 0.05 0.2]
 
 A real manager, real gservers (embedded, in processes of their own, otherwise idle) and the trainer's publisher.
 With `--engine simulated` gservers receive the weights and throw them away: for models that have no room here twice.
@@ -13,6 +13,9 @@ The trainer has its weights in float32; with `--dtype bfloat16` they are convert
 | publish | until the publisher knows that all gservers have them |
 | pause | longest pause of generation on any gserver |
 | share | bytes per second of `publish`, relative to bare ones among the same processes in the same run |
+
+With `--changed` the same is measured with `weights.delta`, when so large a share of the numbers of each weight has
+changed since the version before, beside 1 for all of them; what was sent is a column of its own.
 
 Bare is a broadcast (gloo) of as many bytes in as many tensors from and into memory that is there (1 GiB of it, used
 again for what is larger), whatever the way. Repeats of both take turns, and of both the median counts.
@@ -32,6 +35,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +83,11 @@ class Weights:
         self.sizes = [tensor.numel() * dtype.itemsize for tensor in tensors.values()]
         """Of each, in bytes, as it is sent."""
 
+    def change(self, share: float) -> None:
+        """Give so large a share of the numbers of each weight another sign."""
+        for tensor in self.tensors.values():
+            tensor.view(-1)[:: round(1 / share)] *= -1
+
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
@@ -118,7 +127,12 @@ class Point:
         publish_seconds = time.perf_counter() - began
         await self._first_token(version)
         first_token = time.perf_counter() - began
-        return {"publish": publish_seconds, "first_token": first_token, "pause": published.pause_seconds}
+        return {
+            "publish_seconds": publish_seconds,
+            "first_token_seconds": first_token,
+            "pause_seconds": published.pause_seconds,
+            "sent_megabytes": published.bytes / 2**20,
+        }
 
     async def bare(self, weights: Weights) -> float:
         """Seconds of a broadcast of the same bytes without anything around it."""
@@ -188,8 +202,16 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
 
 
 async def measure(
-    size: str, count: int, mode: Mode, *, engine: str, repeats: int, dtype: str = "float32"
+    size: str,
+    count: int,
+    mode: Mode,
+    *,
+    engine: str,
+    repeats: int,
+    dtype: str = "float32",
+    changed: float | None = None,
 ) -> dict[str, Any]:
+    """One row. `changed`: the share of numbers that differ from one version to the next, with deltas."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration.from_dict(
@@ -205,7 +227,7 @@ async def measure(
                     "max_running": 4,
                     "dtype": dtype,
                 },
-                "weights": {"mode": mode},
+                "weights": {"mode": mode, "delta": changed is not None},
                 "manager": {"heartbeat_seconds": 0.5},
             }
         )
@@ -216,6 +238,8 @@ async def measure(
             weights = Weights({name: files.read(name).float() for name in files.names()}, dtype=here.dtype)
             await here.publish(1, weights)  # forms the group, makes the second set of weights
             for version in range(2, repeats + 2):
+                if changed is not None:
+                    weights.change(changed)
                 bare.append(await here.bare(weights))
                 rows.append(await here.publish(version, weights))
         figures = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -229,20 +253,26 @@ async def measure(
             "dtype": dtype,
             "gservers": count,
             "megabytes": sum(weights.sizes) / 2**20,
-            **{f"{key}_seconds": seconds for key, seconds in figures.items()},
+            "changed": changed,
+            **figures,
             "bare_seconds": bare_seconds,
-            "share": bare_seconds / figures["publish"],
+            "share": bare_seconds / figures["publish_seconds"],
         }
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        "way", "model", "weights", "gservers", "MiB", "first token", "publish", "pause", "bare", "share of bare"
+        *("way", "model", "weights", "gservers", "MiB", "changed", "sent MiB"),
+        *("first token", "publish", "pause", "bare", "share of bare"),
     )
     for row in rows:
         simulated = " (simulated engine)" if row["engine"] == "simulated" else ""
         table.add_row(
             *(row["mode"] + simulated, row["size"], row["dtype"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
+            *(
+                "–" if row.get("changed") is None else f"{row['changed']:.0%}",
+                f"{row.get('sent_megabytes', row['megabytes']):.1f}",
+            ),
             *(f"{1000 * row[f'{key}_seconds']:.1f} ms" for key in ("first_token", "publish", "pause", "bare")),
             f"{row['share']:.2f}",
         )
@@ -289,22 +319,27 @@ def main() -> None:
     parser.add_argument("--engine", choices=("embedded", "simulated"), default="embedded")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--changed", nargs="+", type=float, help="shares of changed numbers, by broadcast with deltas")
     parser.add_argument("--append", action="store_true", help="keep the points that the last run has written")
     chosen = parser.parse_args()
     sizes = chosen.sizes or (["0.5M", "5M"] if chosen.quick else ["0.5M", "5M", "135M"])
     counts = chosen.gservers or ([1, 2] if chosen.quick else [1, 2, 4])
     torch.set_num_threads(1)
     console = Console(width=140)
-    rows = earlier_rows("bench_weights") if chosen.append else []
-    for mode in chosen.modes:
-        for size in sizes:
-            for count in counts:
-                measuring = measure(size, count, mode, engine=chosen.engine, repeats=chosen.repeats, dtype=chosen.dtype)
-                rows.append(asyncio.run(measuring))
-                console.print(table_of(rows[-1:]))
+    name = "bench_weights" if chosen.changed is None else "bench_weights_deltas"
+    modes, shares = (chosen.modes, [None]) if chosen.changed is None else (["collective"], [*chosen.changed, 1.0, None])
+    rows = earlier_rows(name) if chosen.append else []
+    for mode, size, count, changed in product(modes, sizes, counts, shares):
+        measuring = measure(
+            size, count, mode, engine=chosen.engine, repeats=chosen.repeats, dtype=chosen.dtype, changed=changed
+        )
+        rows.append(asyncio.run(measuring))
+        console.print(table_of(rows[-1:]))
     console.print(table_of(rows))
     settings = {"checksum": True, "quick": chosen.quick}
-    console.print(f"written: {write_results('bench_weights', settings, rows)}, {plot(rows)}")
+    console.print(f"written: {write_results(name, settings, rows)}")
+    if chosen.changed is None:
+        console.print(f"and {plot(rows)}")
 
 
 if __name__ == "__main__":

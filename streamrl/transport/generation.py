@@ -211,7 +211,7 @@ class BeginWeightUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names the weights that will come: what is staged of them is kept. Empty (and SGLang): nothing is kept."""
 
 
-class ReceiveWeights(msgspec.Struct, frozen=True):
+class ReceiveWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """Receive all weights of an update; the reply is a stream of `Received`. SGLang has no such call."""
 
     group_name: str

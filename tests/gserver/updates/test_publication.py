@@ -311,6 +311,18 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
         assert (await attempt(run, 1))[0].done
 
 
+async def test_an_update_costs_as_many_calls_however_many_buckets_there_are(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for version, buckets in ((1, 1), (2, 500)):
+            for gserver in gservers:
+                gserver.calls.clear()
+            assert (await publish(run, version, buckets=buckets)).done
+            for gserver in gservers:
+                calls = [path for path in calls_of_an_update(gserver) if path != DESTROY]
+                assert calls == [INIT, BEGIN, RECEIVE, PAUSE, END, CONTINUE]
+            assert len(gservers[0].bodies[RECEIVE][-1]["senders"][0]) == buckets
+
+
 async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) -> None:
     """The deadline is on what comes next, so it is the same for a small model and for a large one."""
     async with fleet(tmp_path, timeout_seconds=1.0) as (run, gservers):

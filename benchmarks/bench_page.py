@@ -1,30 +1,47 @@
-"""How long the page takes to open a long run, what memory it takes, and what each view waits for.
+"""How long the page takes to open a long run, what memory it takes, what each view waits for; and what keeping rollouts
+and being watched cost the run that is watched.
 
-    python benchmarks/bench_page.py [--steps 10000] [--responses 1000000]
+    python benchmarks/bench_page.py [--steps 10000] [--responses 1000000] [--rounds 3] [--quick]
 
-The run is made up (`tests/page/made_up.py`); its page is a process of its own, asked over HTTP as a browser does, each
-view for the first time. `seconds` are from the question to the whole answer; `processor` is what the page computed
+The long run is made up (`tests/page/made_up.py`); its page is a process of its own, asked over HTTP as a browser does,
+each view for the first time. `seconds` are from the question to the whole answer; `processor` is what the page computed
 meanwhile; `open` is from the start of the command to the end of the answer, interpreter included.
+
+For the cost the same short run is made with and without: in turns, with no rollouts kept and no page, and with both as
+they are by default and a client that asks for the overview every second. Compared is the processor time of all of the
+run's processes for a step, the page's left out, which gives way to them; beside it what the thread took that keeps the
+rollouts, which is known more exactly than the difference of two runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
-from common import write_results
+from common import ROOT, write_results
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.page.runs import Run
 from tests.page.made_up import long_run
+
+EXAMPLE = ROOT / "examples" / "copy_scratch.toml"
+FIRST_STEPS = 10
+"""Of a run whose cost is measured: left out, since everything is new in them."""
 
 NAMES = (
     "reward_mean,response_length_mean,generated_per_second,tokens_per_second,trainer_wait,generation_idle,"
@@ -40,8 +57,8 @@ VIEWS = {
     "fleet": "api/runs/0/fleet",
     "rollouts": "api/runs/0/rollouts",
     "rollouts sorted by reward": "api/runs/0/rollouts?sort=reward",
-    "rollouts filtered": "api/runs/0/rollouts?filter=reward%3E0.5%20step%3E5000",
-    "a group": "api/runs/0/rollouts/5000/5000",
+    "rollouts filtered": "api/runs/0/rollouts?filter=reward%3E0.5%20step%3E500",
+    "a group": "api/runs/0/rollouts/500/500",
     "search": "api/runs/0/rollouts/search?text=answer%20is%2017",
 }
 
@@ -78,21 +95,96 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--responses", type=int, default=1_000_000)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = long_run(Path(folder) / "made-up", steps=asked.steps, responses=asked.responses)
-        rows = measured(run)
-    table = Table(title=f"{asked.steps:,} steps, {asked.responses:,} responses (made up)")
+def cost(folder: Path, *, kept: bool, steps: int) -> dict[str, Any]:
+    """Make one run in `folder`; return what a step of it took, in milliseconds."""
+    words = [f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.total_train_steps={steps}"]
+    words += ["run.stop_at_reward=1e9", "trainer.save_at_end=false", "metrics.plots=false", "metrics.sinks=[]"]
+    words += ["--page"] if kept else ["metrics.rollouts_per_step=0"]
+    command = [sys.executable, "-m", "streamrl", "run", str(EXAMPLE), *words]
+    watcher = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if watcher is None and (found := re.search(r"http://\S+/", line)) and "browser" in line:
+                watcher = threading.Thread(target=watch, args=(found[0],), daemon=True)
+                watcher.start()
+    if running.returncode or kept != (watcher is not None):
+        sys.exit(f"{' '.join(command)} failed:\n{''.join(said)[-3000:]}")
+    run = Run(folder)
+    run.refresh()
+    times = run.columns()["time"] + run.begin
+    begin, end, count = times[FIRST_STEPS - 1], times[-1], len(times) - FIRST_STEPS
+
+    def used(process: str, counter: str) -> float:
+        beats = run.processes[process]
+        before, after = np.interp([begin, end], beats.times, beats.grown(counter))
+        return float(after - before)
+
+    keeping = sum(used(name, "rollouts_processor_seconds_total") for name in run.processes if "model_worker" in name)
+    return {
+        "kept": kept,
+        "steps": count,
+        "step_ms": 1000 * (end - begin) / count,
+        "processor_ms": 1000 * sum(used(name, "processor_seconds_total") for name in run.processes) / count,
+        "keeping_ms": 1000 * keeping / count,
+    }
+
+
+def watch(url: str) -> None:
+    """Ask for what an overview in front of somebody asks for, until the page is gone."""
+    with contextlib.suppress(OSError):
+        while True:
+            for path in ("api/runs", VIEWS["overview"], VIEWS["health"], VIEWS["rollouts"]):
+                with urllib.request.urlopen(url + path, timeout=60) as answer:
+                    answer.read()
+            time.sleep(1)
+
+
+def shown(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=title)
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "view" else "right")
     for row in rows:
         table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-    write_results(Path(__file__).stem, {"steps": asked.steps, "responses": asked.responses, "made_up": True}, rows)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000, help="of the long run, at least 500")
+    parser.add_argument("--responses", type=int, default=1_000_000, help="of the long run")
+    parser.add_argument("--rounds", type=int, default=3, help="short runs with, and as many without")
+    parser.add_argument("--quick", action="store_true", help="one round of fewer steps")
+    asked = parser.parse_args()
+    console = Console()
+    rounds, short = (1, 40) if asked.quick else (asked.rounds, 120)
+    with tempfile.TemporaryDirectory() as folder:
+        run = long_run(Path(folder) / "made-up", steps=asked.steps, responses=asked.responses)
+        views = measured(run)
+        console.print(shown(f"{asked.steps:,} steps, {asked.responses:,} responses (made up)", views))
+        costs = [
+            cost(Path(folder) / f"run-{number}-{kept}", kept=kept, steps=short)
+            for number in range(rounds)
+            for kept in (False, True)
+        ]
+    console.print(shown(f"{EXAMPLE.name}, of each step", costs))
+    without, with_ = ([row for row in costs if row["kept"] is kept] for kept in (False, True))
+    ratio = median(row["processor_ms"] for row in with_) / median(row["processor_ms"] for row in without)
+    share = median(row["keeping_ms"] / row["processor_ms"] for row in with_)
+    console.print(
+        f"processor time of a step with / without: {ratio:.3f}; the thread that keeps rollouts: {share:.2%} of it"
+    )
+    settings = {
+        "quick": asked.quick,
+        "steps": asked.steps,
+        "responses": asked.responses,
+        "made_up": True,
+        "example": EXAMPLE.name,
+    }
+    settings |= {"processor_ratio": ratio, "keeping_share": share}
+    write_results(Path(__file__).stem, settings, [*views, *costs])
 
 
 if __name__ == "__main__":

@@ -201,6 +201,53 @@ def agents(results: Results) -> str:
     )
 
 
+def page_views(results: Results) -> str:
+    """What each view of a long run waits for."""
+    return markdown(
+        [
+            "view, asked for the first time",
+            "waits",
+            "processor time",
+            "memory of the page",
+            "since the start of the command",
+        ],
+        [
+            [
+                row["view"],
+                f"{row['seconds']:.2f} s",
+                f"{row['processor']:.2f} s",
+                f"{row['memory_mb']:,.0f} MB",
+                f"{row['open']:.2f} s",
+            ]
+            for row in results["rows"]
+            if "view" in row
+        ],
+    )
+
+
+def page_cost(results: Results) -> str:
+    """What keeping rollouts and being watched cost the run."""
+    rows = [row for row in results["rows"] if "kept" in row]
+    header = "rollouts kept, page watched", "runs", "a step", "processor time of a step, all processes"
+    header += "of that in the thread that keeps rollouts", "its share"
+    cells = []
+    for kept in (False, True):
+        mine = [row for row in rows if row["kept"] is kept]
+        each = [row["processor_ms"] for row in mine]
+        processor, keeping = median(each), median(row["keeping_ms"] for row in mine)
+        cells.append(
+            [
+                "yes" if kept else "no",
+                f"{len(mine)}",
+                f"{median(row['step_ms'] for row in mine):.0f} ms",
+                f"{processor:.0f} ms ({min(each):.0f} to {max(each):.0f})",
+                f"{keeping:.2f} ms",
+                f"{keeping / processor:.2%}",
+            ]
+        )
+    return markdown(header, cells)
+
+
 def weights(results: Results) -> str:
     def line(row: dict[str, Any]) -> str:
         mebibytes = row["megabytes"]
@@ -471,6 +518,8 @@ TABLES = (
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/agents.md", "bench_agents", agents),
+    Table("docs/page.md", "bench_page", page_views),
+    Table("docs/page.md", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),
@@ -568,7 +617,7 @@ def unmeasured(benchmark: str, results: Results, options: argparse.Namespace) ->
     """Return the contenders that `benchmark` should have measured and that no row of `results` has."""
     found: set[str] = set()
     for row in results["rows"]:
-        found |= {row["contender"]} if "contender" in row else set(row["tokens_per_second"])
+        found |= {row["contender"]} if "contender" in row else set(row.get("tokens_per_second", ()))
     needed = NEEDED.get(benchmark, {}).items()
     return [name for name, one in needed if name not in options.without and one.name not in found]
 

@@ -65,6 +65,15 @@ def made_up_group(step: int, seq: int, texts: list[str], *, rewards: list[float]
     )
 
 
+def branching_group(step: int, seq: int) -> KeptGroup:
+    """One episode of an agent in three trajectories, which begin alike."""
+    group = made_up_group(step, seq, ["abcdefghi", "abcdefxyz", "abcxyz"], rewards=[1.0, 1.0, 0.0])
+    group.episodes = np.zeros(3, np.int32)
+    ids = [[*range(5), *own] for own in ([10, 11, 12], [10, 11, 22], [10, 31])]
+    group.input_ids = np.concatenate(ids).astype(np.int32)
+    return group
+
+
 def made_up_run(folder: Path, *, steps: int = 40, hostile: bool = False) -> Path:
     """A run with evaluations, rollouts and logs; `hostile`: what is text in it tries to be HTML."""
     write_run(folder, steps=steps, gservers=2)
@@ -102,7 +111,7 @@ def long_run(folder: Path, *, steps: int = 10_000, responses: int = 1_000_000) -
             metrics = {f"figure_{i}": math.sin(step / 50 + i) for i in range(40)} | report.metrics
             file.write(encoder.encode(msgspec.structs.replace(report, metrics=metrics)) + b"\n")
     beats = []
-    for second in range(0, 2 * steps, max(1, 2 * steps // 10_000)):
+    for second in range(0, 2 * steps, max(1, 2 * steps // 7_000)):  # as much as a run keeps (`timeline.MAX_BYTES`)
         for role, count in (("gserver", 4), ("rollout", 2), ("master", 1), ("manager", 1)):
             for index in range(count):
                 stats = {

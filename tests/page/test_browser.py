@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from streamrl.page.bundle import write_overview
+from streamrl.records.rollouts import FOLDER
+from streamrl.records.rollouts_writer import RolloutWriter
+from tests.e2e import harness
 from tests.page.browser import Tab, browser, chromium
-from tests.page.made_up import made_up_run
+from tests.page.made_up import branching_group, made_up_run
 from tests.page.test_server import serving
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium (apt-get install chromium)")
@@ -25,6 +31,11 @@ VIEWS = {
     "rollouts?group=9/9": "all('.response').length == 4",
 }
 """Where → what has to be there; `all`: `document.querySelectorAll`."""
+COUNTED = ("configuration?part=logs", "rollouts?group=9/9")
+"""Views of which `VIEWS` says exactly what the made-up run has."""
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\S+/")
+NEWEST = "document.querySelector('.rollouts tbody td').innerText"
+"""The step of the first row."""
 SIDEWAYS = "document.documentElement.scrollWidth > innerWidth"
 DRAWN = """(() => {
     const c = document.querySelector('canvas');
@@ -111,6 +122,55 @@ async def test_what_a_run_says_is_text(tmp_path: Path) -> None:
         assert await tab.value(refused) == "TypeError"  # the policy lets no text become HTML, whoever tries
 
 
+async def test_runs_compared_and_smoothed(tmp_path: Path) -> None:
+    runs = [made_up_run(tmp_path / "one"), made_up_run(tmp_path / "two", steps=25)]
+    async with serving(*runs) as page, browser() as tab:
+        await tab.open(str(page.url))
+        await until(tab, VIEWS["overview"])
+        both = "[...all('.chart .legend')].some((l) => l.innerText.includes('one') && l.innerText.includes('two'))"
+        if not await tab.value(f"((all) => {both})((what) => document.querySelectorAll(what))"):
+            await tab.value("document.querySelectorAll('.run input')[1].click()")
+        await until(tab, both)
+        rough = (
+            "location.hash = location.hash.replace(/smooth=[^&]*&?/, '') + (location.hash.includes('?') ? '&' : '?')"
+        )
+        said = "document.querySelector('.chart .legend').innerText"
+        before = await tab.value(said)
+        await tab.value(f"{rough} + 'smooth=0'")
+        await tab.until(f"{said} != {json.dumps(before)}")  # the last value itself, and not its mean with those before
+        assert tab.problems == []
+
+
+async def test_colours_and_branches(tmp_path: Path) -> None:
+    """An agent's episode as a tree, its tokens in every colour that is offered."""
+    run = made_up_run(tmp_path / "run", steps=4)
+    writer = RolloutWriter(run / FOLDER / "rank-1", most_bytes=2**20, policy_version=0)
+    writer.append(branching_group(4, 99))
+    writer.close()
+    async with serving(run) as page, browser() as tab:
+        await tab.open(f"{page.url}#/rollouts?group=4/99")
+        await says(tab, "begins like response 0, for 2 tokens")
+        offered = await tab.value(
+            "[...document.querySelectorAll('select[aria-label=colour] option')].map((o) => o.value)"
+        )
+        assert {"logprob", "version", "advantage", "difference", "mask", "none"} <= set(offered)
+        drawn = set()
+        for colour in offered:
+            await tab.value(
+                f"(() => {{ const s = document.querySelector('select[aria-label=colour]'); s.value = '{colour}';"
+                "s.dispatchEvent(new Event('change')); })()"
+            )
+            await tab.until(f"document.querySelector('select[aria-label=colour]').value == '{colour}'")
+            await asyncio.sleep(0.05)
+            drawn.add(
+                await tab.value(
+                    "[...document.querySelectorAll('.tok')].map((t) => getComputedStyle(t).backgroundColor).join()"
+                )
+            )
+        assert len(drawn) >= 5
+        assert tab.problems == []
+
+
 async def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", steps=30)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -126,6 +186,33 @@ async def test_a_run_that_goes_on(tmp_path: Path) -> None:
             file.write(b"".join(lines[20:]))
         await says(tab, "step 30")
         assert tab.problems == []
+
+
+async def test_a_real_run_while_it_goes_on(tmp_path: Path) -> None:
+    """Every view of a run under way, and the tokens of a step that it has just made."""
+    arguments = harness.overrides(tmp_path, "live", run__total_train_steps=10_000, **harness.QUICK)
+    run = harness.start(harness.COPY_SCRATCH, [*arguments, "--page"])
+    try:
+        await asyncio.to_thread(harness.until, lambda: ADDRESS.search(run.said), "the page's address", seconds=120)
+        address = ADDRESS.search(run.said)
+        assert address is not None
+        async with browser() as tab:
+            await tab.open(address[0])
+            await says(tab, "running")
+            for view in VIEWS:
+                if view not in COUNTED:
+                    await shows(tab, view)
+            await shows(tab, "rollouts")
+            shown = int(await tab.value(NEWEST))
+            await tab.until(f"Number({NEWEST}) > {shown + 2}")  # by itself
+            await tab.value("document.querySelector('.rollouts tbody tr').click()")
+            await until(tab, f"all('.response').length == {harness.QUICK['rollout__group_size']}")
+            await tab.until("document.querySelector('.response .tokens').innerText.length > 2")
+            assert tab.problems == []
+    finally:
+        run.signal(signal.SIGINT)
+        run.exit_code(seconds=60)
+    assert harness.processes_of(tmp_path) == []
 
 
 async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from streamrl.records.rollouts import FOLDER, TOKEN_USES, Rollouts
 from streamrl.records.rollouts_writer import RolloutWriter
 from streamrl.report.reading import figures, read_run
 from tests.launch.statuses import EPOCH
-from tests.page.made_up import long_run, made_up_group, made_up_run
+from tests.page.made_up import branching_group, long_run, made_up_run
 from tests.runs import write_lines, write_run
 
 TOKEN = "a-token-of-the-tests"
@@ -357,12 +357,8 @@ async def test_rollouts_and_their_tokens(tmp_path: Path) -> None:
 async def test_branches_of_an_episode(tmp_path: Path) -> None:
     """Of what an agent's trajectories share, each piece is told of one and named by the others."""
     run = write_run(tmp_path / "run", steps=2)
-    group = made_up_group(1, 1, ["abcdefghi", "abcdefxyz", "abcxyz"], rewards=[1.0, 1.0, 0.0])
-    group.episodes = np.zeros(3, np.int32)
-    ids = [[*range(5), *own] for own in ([10, 11, 12], [10, 11, 22], [10, 31])]
-    group.input_ids = np.concatenate(ids).astype(np.int32)
     writer = RolloutWriter(run / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
-    writer.append(group)
+    writer.append(branching_group(1, 1))
     writer.close()
     async with serving(run) as page:
         responses = (await page.json("api/runs/0/rollouts/1/1"))["responses"]

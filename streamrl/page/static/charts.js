@@ -7,11 +7,13 @@ import * as state from "./state.js";
 import { variable, theme } from "./colours.js";
 
 const HEIGHT = 190;
+/** Distances between ticks of an axis that has whole numbers only. */
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((figure) => figure * 10 ** power)).flat();
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
 /** What the x axis can be. */
 export const AXES = {
-  step: { label: "step", format: (value) => `step ${Math.round(value).toLocaleString("en-US")}`, tick: (value) => compact(value) },
+  step: { label: "step", whole: true, format: (value) => `step ${Math.round(value).toLocaleString("en-US")}`, tick: (value) => compact(value) },
   time: { label: "time since the begin", format: (value) => duration(value), tick: (value) => duration(value) },
   tokens: { label: "tokens trained on", format: (value) => `${compact(value)} tokens`, tick: (value) => compact(value) },
 };
@@ -143,7 +145,7 @@ export class Chart {
           : { range: (u, least, most) => this.rangeOfY(least, most) },
       },
       axes: [
-        { stroke: text, grid: { show: false }, ticks: { stroke: variable("--grid"), size: 4 }, font, size: 26, space: 60, values: (u, at) => at.map(axis.tick) },
+        { stroke: text, grid: { show: false }, ticks: { stroke: variable("--grid"), size: 4 }, font, size: 26, space: 60, ...(axis.whole ? { incrs: WHOLE } : {}), values: (u, at) => at.map(axis.tick) },
         {
           stroke: text, grid: this.kind.log ? { ...grid, filter: decades } : grid, ticks: { show: false }, font, size: 48, space: 28,
           values: (u, at) => at.map((v) => (v === null ? "" : this.kind.percent ? share(v) : tickOf(v))),

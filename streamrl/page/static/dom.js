@@ -60,6 +60,11 @@ export function number(value, unit = "") {
   return unit ? `${text} ${unit}` : text;
 }
 
+/** `count` things in words, for example `1 version`. */
+export function counted(count, thing) {
+  return `${count.toLocaleString("en-US")} ${thing}${count === 1 ? "" : "s"}`;
+}
+
 /** Seconds as `3:07`, `1:02:03` or `2 d 03:10`. */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";

@@ -1,6 +1,6 @@
 // Is it learning, and is it healthy? Figures of all runs that are chosen, over steps, time or tokens.
 
-import { h, fill, empty, number, duration } from "../dom.js";
+import { h, fill, empty, number, counted, duration } from "../dom.js";
 import * as data from "../data.js";
 import * as state from "../state.js";
 import { Chart, smoothed, dash, AXES } from "../charts.js";
@@ -148,7 +148,7 @@ export function mount(root) {
       tile(one.run.state === "running" ? "left" : "took", duration(one.run.state === "running" && left !== null ? left : one.run.seconds), ""),
       FIGURES.filter(([, name]) => lastOf(one, name) !== null).map(([label, name, unit]) => {
         const [value, ...rest] = number(lastOf(one, name), unit ?? "").split(" ");
-        const limit = name === "token_age_max" && one.run.max_staleness !== null ? `of ${one.run.max_staleness} versions` : rest.join(" ");
+        const limit = name === "token_age_max" && one.run.max_staleness !== null ? `of ${counted(one.run.max_staleness, "version")}` : rest.join(" ");
         return tile(label, value, limit);
       })));
   }

@@ -1,6 +1,6 @@
 // Who does what when: every process as a lane of time, and how each one stands.
 
-import { h, s, fill, empty, number, duration, later } from "../dom.js";
+import { h, s, fill, empty, number, duration, counted, later } from "../dom.js";
 import * as data from "../data.js";
 import * as state from "../state.js";
 import { ofKind, variable } from "../colours.js";
@@ -233,18 +233,18 @@ export function mount(root) {
     }
     const versions = standing.served_version === null ? "no weight update yet" : `weights of version ${standing.served_version} are served`;
     fill(fleet,
-      h("header", {}, h("h3", { text: "Fleet" }), h("span", { class: "unit", text: `${versions} · ${standing.updates} updates${standing.updates_failed ? `, ${standing.updates_failed} failed` : ""}` })),
+      h("header", {}, h("h3", { text: "Fleet" }), h("span", { class: "unit", text: `${versions} · ${counted(standing.updates, "update")}${standing.updates_failed ? `, ${standing.updates_failed} failed` : ""}` })),
       h("div", { class: "scroll" }, h("table", {},
         h("thead", {}, h("tr", {}, ["process", ["running", "silent"].includes(state.run()?.state) ? "standing" : "standing at the end", "version", "load", "speed", "busy", "restarts", "waits for"].map((name) => h("th", { class: ["restarts", "version"].includes(name) ? "n" : "", text: name })))),
         h("tbody", {}, standing.processes.map((one) => h("tr", {},
           h("th", { text: one.name }),
           h("td", { class: `state ${one.standing === "live" ? "" : "silent"}`, text: STANDING[one.standing] ?? one.standing }),
           h("td", { class: "n", text: String(one.version ?? "–") }),
-          h("td", { text: load(one) }),
-          h("td", { text: speed(one) }),
+          h("td", { class: "wraps", text: load(one) }),
+          h("td", { class: "wraps", text: speed(one) }),
           h("td", {}, one.busy.length ? sparkline(one.busy) : null),
           h("td", { class: "n", text: String(one.restarts) }),
-          h("td", { class: "muted", text: one.waiting_for || "–" })))))));
+          h("td", { class: "wraps muted", text: one.waiting_for || "–" })))))));
   }
 
   function drawWaits(standing) {

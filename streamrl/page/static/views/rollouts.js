@@ -127,12 +127,12 @@ export function mount(root) {
     const shown = COLUMNS.filter(([name]) => !lacks(name) || name === sort);
     const heading = ([name, label, note]) => {
       const here = name === sort && !fixed;
-      return h("th", { class: name === "finish" ? "" : "n", "aria-sort": here ? (descending ? "descending" : "ascending") : null },
+      return h("th", { class: `of-${name}${name === "finish" ? "" : " n"}`, "aria-sort": here ? (descending ? "descending" : "ascending") : null },
         fixed ? label : h("button", { class: "sort", title: note ?? null, onclick: () => state.set({ sort: name, order: here && descending ? "up" : "", offset: "" }) }, label, here ? (descending ? " ↓" : " ↑") : ""));
     };
     let last = "";
     return h("div", { class: "scroll card" }, h("table", { class: "rollouts" },
-      h("thead", {}, h("tr", {}, shown.map(heading), h("th", { text: "prompt" }), h("th", { text: "response" }))),
+      h("thead", {}, h("tr", {}, shown.map(heading), h("th", { class: "of-prompt", text: "prompt" }), h("th", { text: "response" }))),
       h("tbody", { onkeydown: walked }, found.map((row) => {
         const key = `${row.step}/${row.seq}`;
         const open = () => state.set({ group: key, response: row.index });
@@ -140,7 +140,7 @@ export function mount(root) {
         last = key;
         return h("tr", { tabIndex: 0, "data-row": `${key}/${row.index}`, class: first ? "first" : "", onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
           shown.map(([name]) => cell(name, row[name])),
-          h("td", { class: "text from-end", title: row.prompt }, h("bdi", { text: flat(row.prompt) })),
+          h("td", { class: "of-prompt text from-end", title: row.prompt }, h("bdi", { text: flat(row.prompt) })),
           h("td", { class: "text", title: row.response, text: flat(row.response) }));
       }))));
   }
@@ -197,12 +197,13 @@ function flat(text) {
 }
 
 function cell(name, value) {
-  if (name === "finish") return h("td", { text: value || "–" });
-  if (["step", "seq", "index", "length", "age", "turns", "masked"].includes(name)) return h("td", { class: "n", text: String(value) });
+  const kind = `of-${name} n`;
+  if (name === "finish") return h("td", { class: "of-finish", text: value || "–" });
+  if (["step", "seq", "index", "length", "age", "turns", "masked"].includes(name)) return h("td", { class: kind, text: String(value) });
   if (name === "reward") {
-    return h("td", { class: "n scored" }, h("span", { class: "level", "aria-hidden": "true" }, h("i", { style: { width: `${Math.round(100 * Math.min(1, Math.max(0, value)))}%` } })), h("b", { text: number(value) }));
+    return h("td", { class: `${kind} scored` }, h("span", { class: "level", "aria-hidden": "true" }, h("i", { style: { width: `${Math.round(100 * Math.min(1, Math.max(0, value)))}%` } })), h("b", { text: number(value) }));
   }
-  return h("td", { class: "n", text: name === "advantage" ? signed(value) : number(value) });
+  return h("td", { class: kind, text: name === "advantage" ? signed(value) : number(value) });
 }
 
 /** A group: what its siblings share once, and the siblings side by side. */

@@ -105,7 +105,7 @@ export function mount(root) {
       fill(body, empty("The graph is not drawn", problem));
       return;
     }
-    const [W, H, GX, GY] = [214, 52, 104, 46];
+    const [W, H, GX, GY] = [264, 52, 104, 46];
     const columns = Math.max(...boxes.map((box) => box.column)) + 1;
     const rows = Math.max(...boxes.map((box) => box.row)) + 1;
     const place = Object.fromEntries(boxes.map((box) => [box.name, [box.column * (W + GX) + 1, box.row * (H + GY) + 40]]));
@@ -125,7 +125,7 @@ export function mount(root) {
     });
     const nodes = boxes.map((box) => {
       const [x, y] = place[box.name];
-      return s("g", {}, s("rect", { x, y, width: W, height: H, rx: 8, class: "node" }), s("text", { x: x + W / 2, y: y + 21, class: "name", text: box.name }), s("text", { x: x + W / 2, y: y + 38, class: "note", text: box.note.length > 38 ? `${box.note.slice(0, 37)}…` : box.note }, s("title", { text: box.note })));
+      return s("g", {}, s("rect", { x, y, width: W, height: H, rx: 8, class: "node" }), s("text", { x: x + W / 2, y: y + 21, class: "name", text: box.name }), s("text", { x: x + W / 2, y: y + 38, class: "note", text: box.note.length > 48 ? `${box.note.slice(0, 47)}…` : box.note }, s("title", { text: box.note })));
     });
     const [w, tall] = [columns * (W + GX) - GX + 4, rows * (H + GY) + 44];
     fill(body, h("div", { class: "card scroll graph" }, s("svg", { viewBox: `0 0 ${w} ${tall}`, width: w, height: tall, role: "img", "aria-label": "graph of model function calls" },

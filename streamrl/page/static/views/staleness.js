@@ -1,6 +1,6 @@
 // How old the tokens are that are trained on, what became of those that were too old, and who waited for whom.
 
-import { h, fill, empty, number } from "../dom.js";
+import { h, fill, empty, counted, number } from "../dom.js";
 import * as data from "../data.js";
 import * as state from "../state.js";
 import { Chart, smoothed } from "../charts.js";
@@ -55,7 +55,7 @@ export function mount(root) {
     }
     const rule = { mask: "older tokens stay as context and are left out of the loss", wait: "the trainer waits for groups in the order of their admission", drop: "groups with an older token are discarded" }[run.over_age];
     fill(told, run.max_staleness === null ? `${run.name}: its configuration cannot be read.` : [
-      h("b", { text: run.name }), ` trains on no token older than `, h("b", { text: `${run.max_staleness} versions` }), " (", h("code", { text: `staleness.max_staleness = ${run.max_staleness}` }), "); ",
+      h("b", { text: run.name }), ` trains on no token older than `, h("b", { text: counted(run.max_staleness, "version") }), " (", h("code", { text: `staleness.max_staleness = ${run.max_staleness}` }), "); ",
       h("code", { text: `over_age = "${run.over_age}"` }), rule ? `: ${rule}.` : "."]);
     ages.show(ageLines([one]));
     masked.show(ageLines([one], "masked"));

@@ -64,7 +64,9 @@ async def end_group(process: Process, *, grace: float = 0.0) -> int:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace):
             await process.wait()
-    kill_group(process.pid)
+    if not kill_group(process.pid):  # it has ended, or was just started and leads no group yet
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
     if process.stdin is not None:
         process.stdin.close()
     return await process.wait()

@@ -120,11 +120,9 @@ def manager(
     """Start the gserver manager, which all others join. Tells its URL."""
 
     from streamrl import config as configuration
-    from streamrl.launch.role import run_manager
+    from streamrl.launch.role import begin_anew, run_manager
 
     if resume:
-        from streamrl.launch.going_on import begin_anew
-
         overrides = _from_where(config, overrides, resume)
         begin_anew(configuration.load(config, overrides))
 
@@ -647,7 +645,7 @@ def _from_where(config: Path, overrides: list[str] | None, resume: bool) -> list
     """Return the overrides, with the one that has the run go on where it was if it is to."""
     if not resume:
         return list(overrides or ())
-    from streamrl.launch.going_on import from_latest
+    from streamrl.launch.role import from_latest
 
     return from_latest(config, overrides or ())
 

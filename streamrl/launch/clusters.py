@@ -1,17 +1,21 @@
-"""What the launchers for clusters have in common: the pools of a run, what each process needs, and how they are spread.
+"""What the launchers for clusters have in common: the pools of a run, what each process needs, how they are spread, and
+asking a cluster's own command.
 
-Pure. The processes are those of `launch.processes.plan`, as `streamrl run` starts them.
+The processes are those of `launch.processes.plan`, as `streamrl run` starts them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import shlex
+from asyncio.subprocess import PIPE
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from streamrl.config import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
 
 PoolName = Literal["manager", "trainer", "gserver", "rollout", "evaluator"]
@@ -85,3 +89,26 @@ def _gpus(process: ProcessPlan, config: Config) -> int:
     if not process.device.startswith("cuda"):
         return 0
     return config.gserver.sglang.tensor_parallel if process.role == "gserver" else 1
+
+
+async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
+    """Run a cluster's own command and return what it prints; `given`: its input.
+
+    Raises `ConfigError` where there is no such command, with what to do `otherwise`, `DeadlineExceeded` after
+    `seconds`, and `StreamRLError` with what it says if it fails.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
+    try:
+        async with asyncio.timeout(seconds):
+            said, wrong = await process.communicate(given.encode())
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"waited {seconds:.0f} s for an answer to `{shlex.join(words)}` in vain") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise StreamRLError(f"{shlex.join(words)}: {wrong.decode().strip() or f'exit code {process.returncode}'}")
+    return said.decode().strip()

@@ -7,7 +7,6 @@ the run's folder. A pod that starts anew goes on from the run's latest checkpoin
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,8 @@ import msgspec
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools
+from streamrl.errors import ConfigError
+from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools, said_by
 from streamrl.launch.processes import ProcessPlan
 from streamrl.transport.secret import VARIABLE, Secret
 
@@ -201,24 +200,10 @@ def as_yaml(whole: Sequence[Manifest]) -> str:
 
 
 async def apply(text: str) -> str:
-    """Hand the manifests to `kubectl apply`; return what it prints. Raises `StreamRLError` with what it says."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            "kubectl", "apply", "-f", "-",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "there is no kubectl on this machine: show the manifests with --dry-run, and apply them where there is one"
-        ) from error
-    try:
-        async with asyncio.timeout(APPLY_SECONDS):
-            said, wrong = await process.communicate(text.encode())
-    except TimeoutError as error:
-        raise StreamRLError(f"waited {APPLY_SECONDS:.0f} s for `kubectl apply` in vain") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        raise StreamRLError(f"kubectl apply: {wrong.decode().strip() or f'exit code {process.returncode}'}")
-    return said.decode().strip()
+    """Hand the manifests to `kubectl apply`; return what it prints. Raises as `said_by` does."""
+    return await said_by(
+        *("kubectl", "apply", "-f", "-"),
+        given=text,
+        seconds=APPLY_SECONDS,
+        otherwise="show the manifests with --dry-run, and apply them where there is one",
+    )

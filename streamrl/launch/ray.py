@@ -288,10 +288,6 @@ class KeptChildren(Children):
         self._watch(process, actor, pid)
         return str(url)
 
-    def kill(self) -> None:
-        for child in self.running:
-            child.signal(signal.SIGKILL)
-
     async def _placed(self, process: ProcessPlan, started: Any) -> int:
         """Wait until the actor of `process` has a node, and the process has begun."""
         waiting = asyncio.ensure_future(_future(started))

@@ -23,7 +23,9 @@ from streamrl.launch.model import fetched_model, is_elsewhere
 from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
+from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
+from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
@@ -78,6 +80,20 @@ async def _drain(client: ControlClient, role: Role, index: int) -> None:
 # --- role ---
 
 log = logging.getLogger(__name__)
+
+
+def from_latest(config_file: Path, overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` with the one that has the run go on from its latest checkpoint, if there is one."""
+    found = progress.checkpoints(configuration.load(config_file, overrides).run_dir)
+    return [*overrides, f"run.resume_from={found[-1].absolute()}"] if found else list(overrides)
+
+
+def begin_anew(config: Config) -> None:
+    """Take the records of a run that has no checkpoint back to nothing: all its steps are about to be made again."""
+    if config.run.resume_from is None and config.run_dir.exists():
+        progress.rewind(config.run_dir, policy_version=0)
+        recording.cut(config.run_dir, policy_version=0)
+
 
 Arguments = Callable[[Config], dict[str, Any]]
 REPLAY = "streamrl.trainer.replay.process:serve"

@@ -18,8 +18,8 @@ import msgspec
 
 from streamrl.config import Config, to_toml
 from streamrl.config.sections import SlurmNodesConfig
-from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
-from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools
+from streamrl.errors import ConfigError, StreamRLError
+from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools, said_by
 from streamrl.launch.processes import ProcessPlan
 from streamrl.local_cache import cache_home
 from streamrl.transport.secret import Secret, given
@@ -275,24 +275,6 @@ async def until_ended(job: str) -> None:
 
 
 async def _slurm(*words: str) -> str:
-    """Run a command of Slurm and return what it prints."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no {words[0]} on this machine: start this where jobs are submitted, or show the script with "
-            "--dry-run and submit it there"
-        ) from error
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            said, wrong = await process.communicate()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"waited {ANSWER_SECONDS:.0f} s for an answer of Slurm to {words[0]} in vain") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        raise StreamRLError(f"{shlex.join(words)}: {wrong.decode().strip() or f'exit code {process.returncode}'}")
-    return said.decode().strip()
+    """Run a command of Slurm and return what it prints; raises as `said_by` does."""
+    otherwise = "start this where jobs are submitted, or show the script with --dry-run and submit it there"
+    return await said_by(*words, seconds=ANSWER_SECONDS, otherwise=otherwise)

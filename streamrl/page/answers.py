@@ -224,7 +224,7 @@ def _process_facts(process: Process, run: Run, *, standing: str) -> ProcessFacts
         role=process.role,
         standing=standing or ("live" if heard < STANDING_BEATS else "silent"),
         heard=heard,
-        restarts=restarts(process),
+        restarts=process.restarts,
         waiting_for=process.waits[-1],
         rates=rates,
         gauges=gauges,
@@ -277,7 +277,7 @@ def health(run: Run) -> list[Finding]:
             evaluations=run.evaluations,
             stats={process.name: _last_stats(process) for process in run.processes.values()},
             generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
-            restarts={process.name: count for process in run.processes.values() if (count := restarts(process))},
+            restarts={process.name: process.restarts for process in run.processes.values() if process.restarts},
             failed_updates=sum(not update.done for update in run.publications),
             config=_config(run),
             state=state,
@@ -308,11 +308,6 @@ def _last_stats(process: Process) -> dict[str, float]:
     """The figures of its last heartbeat."""
     last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
     return {name: value for name, value in last.items() if value == value}
-
-
-def restarts(process: Process) -> int:
-    """How often a process was started again, as far as its counters tell."""
-    return int((np.diff(process.stats.column("processor_seconds_total")) < 0).sum())
 
 
 def _config(run: Run) -> Config | None:

@@ -24,8 +24,14 @@ from streamrl.records.files import Lines
 from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.rollouts import Rollouts
-from streamrl.records.table import Column, Table, growth
-from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
+from streamrl.records.table import Column, Table, growth, restarts
+from streamrl.records.timeline import (
+    PROCESSOR_SECONDS,
+    TIMELINE_FILE,
+    HeartbeatEntry,
+    PublicationEntry,
+    TimelineEntry,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +81,11 @@ class Process:
     def grown(self, counter: str) -> Column:
         """How much `counter` has grown until each heartbeat."""
         return growth(self.stats.column(counter))
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again, as far as its heartbeats tell."""
+        return restarts(self.stats.column(PROCESSOR_SECONDS))
 
 
 class Run:

@@ -78,6 +78,11 @@ def growth(counts: Column) -> Column:
     return np.cumsum(np.where(steps >= 0, steps, held))
 
 
+def restarts(counts: Column) -> int:
+    """Return how often a counter that only grows began anew. NaN is passed over."""
+    return int((np.diff(counts[np.isfinite(counts)]) < 0).sum())
+
+
 def thinned(x: Column, columns: Mapping[str, Column], *, points: int) -> tuple[Column, dict[str, Column]]:
     """At most `points` rows that look like all of them when drawn: of each stretch, the least and the greatest value.
 

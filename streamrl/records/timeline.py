@@ -25,6 +25,8 @@ TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 32 * 2**20
 HEARTBEATS_PER_SECOND = 100
 """That are written, of all processes together."""
+PROCESSOR_SECONDS = "processor_seconds_total"
+"""The counter that each process has: where it falls, the process was started again."""
 CLOSING_SECONDS = 5.0
 """Longest wait for a disk that does not respond."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -22,14 +22,17 @@ from streamrl.records.files import read_records
 from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.health import ENOUGH, WINDOW, RunFigures
 from streamrl.records.metrics import METRICS_FILE, StepReport
-from streamrl.records.timeline import TIMELINE_FILE, HeartbeatEntry, PublicationEntry, TimelineEntry
+from streamrl.records.table import Column, growth, restarts
+from streamrl.records.timeline import (
+    PROCESSOR_SECONDS,
+    TIMELINE_FILE,
+    HeartbeatEntry,
+    PublicationEntry,
+    TimelineEntry,
+)
 from streamrl.transport.control import Status
 
 log = logging.getLogger(__name__)
-
-
-PROCESSOR_SECONDS = "processor_seconds_total"
-"""The counter that each process has: where it falls, the process was started again."""
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +119,11 @@ def figures(records: Records) -> RunFigures:
         evaluations=records.evaluations,
         stats={process: entries[-1].stats for process, entries in records.heartbeats.items()},
         generation_busy=generation_busy(records, since=time_range(recent)[0]),
-        restarts={process: count for process, entries in records.heartbeats.items() if (count := restarts(entries))},
+        restarts={
+            process: count
+            for process, entries in records.heartbeats.items()
+            if (count := restarts(_column(entries, PROCESSOR_SECONDS)))
+        },
         failed_updates=sum(not update.done for update in records.publications),
         config=records.config,
         state=status.state if status is not None else "",
@@ -126,19 +133,14 @@ def figures(records: Records) -> RunFigures:
     )
 
 
-def restarts(entries: Sequence[HeartbeatEntry]) -> int:
-    """Return how often a process was started again, as far as its heartbeats tell."""
-    seconds = [entry.stats[PROCESSOR_SECONDS] for entry in entries if PROCESSOR_SECONDS in entry.stats]
-    return sum(after < before for before, after in pairwise(seconds))
-
-
 def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
     """Return the share of the gservers' time in which they computed; `since`: seconds since the epoch."""
     busy = seconds = 0.0
     for process, entries in records.heartbeats.items():
         recent = [entry for entry in entries if entry.time >= since]
         if process.startswith("gserver/") and len(recent) > 1:
-            busy += growth(recent, "busy_seconds_total") - recent[0].stats.get("busy_seconds_total", 0.0)
+            grown = growth(_column(recent, "busy_seconds_total"))
+            busy += float(grown[-1] - grown[0])
             seconds += recent[-1].time - recent[0].time
     return busy / seconds if seconds > 0 else None
 
@@ -167,11 +169,10 @@ def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
     return ages
 
 
-def growth(entries: Sequence[HeartbeatEntry], counter: str) -> float:
-    """Return how much `counter` grew in all; a process that was restarted begins at 0 again."""
-    total, last = 0.0, 0.0
-    for entry in entries:
-        now = entry.stats.get(counter, last)
-        total += now - last if now >= last else now
-        last = now
-    return total
+def total(entries: Sequence[HeartbeatEntry], counter: str) -> float:
+    """Return how much `counter` of a process grew in all, over all its starts."""
+    return float(growth(_column(entries, counter))[-1]) if entries else 0.0
+
+
+def _column(entries: Sequence[HeartbeatEntry], counter: str) -> Column:
+    return np.array([entry.stats.get(counter, np.nan) for entry in entries])

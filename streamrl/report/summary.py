@@ -18,7 +18,7 @@ from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.final import Final
 from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import StepReport
-from streamrl.report.reading import Records, figures, generation_busy, growth, read_run, time_range, total_ages, values
+from streamrl.report.reading import Records, figures, generation_busy, read_run, time_range, total, total_ages, values
 from streamrl.transport.control import Status
 
 log = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ def ratio(part: float, whole: float) -> float | None:
 def _counted(records: Records, role: str, name: str) -> float:
     """How much the counter `name` has grown in all processes of `role`."""
     found = records.heartbeats.items()
-    return sum(growth(entries, name) for process, entries in found if process.startswith(f"{role}/"))
+    return sum(total(entries, name) for process, entries in found if process.startswith(f"{role}/"))
 
 
 _METRIC_TOTAL, _METRIC_COUNT = "agent_metric_total/", "agent_metric_count/"

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.records.timeline import HeartbeatEntry
-from streamrl.report.reading import PROCESSOR_SECONDS, Records
+from streamrl.records.timeline import PROCESSOR_SECONDS, HeartbeatEntry
+from streamrl.report.reading import Records
 
 TRAINER, UPDATES, FIRST_PROCESS = 1, 2, 3
 """Numbers of the trace's processes."""

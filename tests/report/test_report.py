@@ -14,7 +14,7 @@ from rich.console import Console
 
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import HeartbeatEntry
-from streamrl.report.reading import growth, read_run
+from streamrl.report.reading import read_run, total
 from streamrl.report.summary import evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
@@ -202,7 +202,7 @@ def test_growth_survives_restarts(lives: list[list[int]]) -> None:
             count += increment
             entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
         expected += count
-    assert growth(entries, "n") == expected
+    assert total(entries, "n") == expected
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from streamrl.children import describe_exit, kill_group, reading
+from streamrl.children import describe_exit, end_group, kill_group, reading
 from streamrl.config import GserverConfig, SecurityConfig
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
@@ -261,21 +261,14 @@ class SglangProcess:
         if not self._ending.done():
             with contextlib.suppress(ProcessLookupError):
                 self._handle.terminate()
-            await asyncio.wait({self._ending}, timeout=STOP_SECONDS)
-        if not self._ending.done():
-            self._kill_group()
+            await end_group(self._handle, grace=STOP_SECONDS)
         os.close(self._lifeline)
         await self._ending
 
     async def _see_end(self) -> None:
         await self._handle.wait()
-        self._kill_group()  # the server's own processes, which would keep its memory and its pipe
+        kill_group(self.pid)  # the server's own processes, which would keep its memory and its pipe
         await self._reading
-
-    def _kill_group(self) -> None:
-        if not kill_group(self.pid):  # it has ended, or was just started and leads no group yet
-            with contextlib.suppress(ProcessLookupError):
-                self._handle.kill()
 
     async def _read(self) -> None:
         rest = b""

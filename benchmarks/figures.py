@@ -518,8 +518,6 @@ TABLES = (
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/agents.md", "bench_agents", agents),
-    Table("docs/page.md", "bench_page", page_views),
-    Table("docs/page.md", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),

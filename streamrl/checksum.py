@@ -22,7 +22,7 @@ class WeightsChecksum(msgspec.Struct, frozen=True):
     """The reply to POST /weights_checker: compare `total`, and look at `tensors` when it differs."""
 
     dtype: str
-    """Of the weights as served, for example `float32`; several are joined with `+`."""
+    """Dtype of the weights as served, for example `float32`; several are joined with `+`."""
     total: str
     """Over all tensors in the order of their names."""
     tensors: dict[str, str]

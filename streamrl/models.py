@@ -35,7 +35,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 SCRATCH = "scratch"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 SAMPLES, SAMPLE_BYTES = 256, 1024
-"""Of each file, for `weights_fingerprint`."""
+"""What is read of each file for `weights_fingerprint`."""
 EOS = "<eos>"
 PAD = "<pad>"
 CACHE_FORMAT = 1

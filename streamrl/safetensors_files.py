@@ -29,7 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
 """Bytes; where the first tensor begins in a file."""
 LENGTH_BYTES = 8
-"""Of the header's length, at the beginning of a file."""
+"""Bytes of the header's length, at the beginning of a file."""
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -105,7 +105,7 @@ class Copiers:
         self._pool = ThreadPoolExecutor(THREADS, "copying", initializer=compute_with, initargs=(1,))
 
     def each(self, copy: Callable[[str, Source], Result], weights: Iterable[tuple[str, Source]]) -> dict[str, Result]:
-        """Call `copy` with each of `weights`, some of them at once; answers what it answered, by name.
+        """Call `copy` with each of `weights`, some of them at once; return what it returned, by name.
 
         Takes few more of `weights` than are being copied. Raises what `copy` raises, after the others have ended.
         """

@@ -144,7 +144,7 @@ class TrajectoryGroup(msgspec.Struct):
 
     @property
     def mean_reward(self) -> float:
-        """Of its episodes."""
+        """Mean reward of its episodes."""
         return fmean(self.scores or _means(self.rewards.tolist(), self.episodes.tolist()))
 
     @property

@@ -64,7 +64,7 @@ def every(*, epochs: int = 0, steps: int = 0, seconds: float = 0.0) -> Every:
 
 
 class Frequency:
-    """Answers, again and again, whether it is time.
+    """Says, again and again, whether it is time.
 
     Epochs and steps are due at their multiples, counted from the beginning of the run: a run that was resumed
     goes on in the same rhythm. Seconds are counted from the last time that they were due.

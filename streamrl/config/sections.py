@@ -178,7 +178,7 @@ class AgentConfig(Section, frozen=True):
     """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
     and its own at the loopback address."""
     port: NonNegative = 0
-    """Of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
+    """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
     api_key_env: str = ""
     """Name of the environment variable with the key that whoever asks for an episode must show; empty: none. Agents
     have keys of their own, one for each episode."""
@@ -384,8 +384,8 @@ class WeightsConfig(Section, frozen=True):
     senders: Positive = 8
     """Model workers that each broadcast a part of the weights, at most. With NCCL or SGLang servers one sends all."""
     bucket_mb: PositiveFloat = 256.0
-    """Of weights that are broadcast: so much is sent again when a broadcast breaks off, and has to come within
-    `timeout_seconds` (a larger weight is alone)."""
+    """Size of the pieces in which weights are broadcast. One is sent again when a broadcast breaks off, and has to come
+    within `timeout_seconds` (a larger weight is alone)."""
     timeout_seconds: PositiveFloat = 120.0
     """How long each wait in a weight update may take."""
     attempts: Positive = 3
@@ -441,7 +441,7 @@ class EvaluationConfig(Section, frozen=True):
     """How long the run waits for the evaluation at its end."""
     data: EvaluationDataConfig = EvaluationDataConfig()
     seed: NonNegative | None = None
-    """Of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
+    """Seed of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
     make row i from seed + i)."""
     prompts: Positive | None = None
     """How many, the same ones each time; None: all rows."""
@@ -474,15 +474,15 @@ class SlurmNodesConfig(Section, frozen=True):
     nodes: NonNegative = 1
     """0, for rollout workers only: they are on the nodes of the gservers."""
     options: list[str] = []
-    """Of sbatch, for these nodes, besides those of [launch.slurm], each as `--name=value`. If pools differ in them, the
-    job is a heterogeneous one."""
+    """Options of sbatch for these nodes, besides those of [launch.slurm], each as `--name=value`. If pools differ in
+    them, the job is a heterogeneous one."""
 
 
 class SlurmConfig(Section, frozen=True):
     """What `streamrl launch slurm` asks for."""
 
     options: list[str] = []
-    """Of sbatch, for all nodes, each as `--name=value`: partition, time, account."""
+    """Options of sbatch for all nodes, each as `--name=value`: partition, time, account."""
     trainer: SlurmNodesConfig = SlurmNodesConfig()
     """Nodes of the model workers; manager, master and evaluator are on the first one."""
     gserver: SlurmNodesConfig = SlurmNodesConfig()

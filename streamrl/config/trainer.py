@@ -63,7 +63,7 @@ class TrainerConfig(Section, frozen=True):
     """P: groups in a training batch."""
     lr: PositiveFloat = 1e-5
     dtype: DType = "auto"
-    """Of the computation; master weights are float32."""
+    """Dtype of the computation; master weights are float32."""
     threads: Positive = 1
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
@@ -79,7 +79,7 @@ class TrainerConfig(Section, frozen=True):
     """How many checkpoints stay, besides that of the end."""
     save_at_end: bool = True
     step_timeout_seconds: PositiveFloat = 1800.0
-    """Of one model function call."""
+    """Longest time for one model function call."""
     wait_warning_seconds: PositiveFloat = 30.0
     """A wait for data longer than this is named in the log."""
     logprob_diff_warning: PositiveFloat = 0.05

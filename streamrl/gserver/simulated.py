@@ -58,14 +58,14 @@ class _Simulated:
         self.timer: asyncio.TimerHandle | None = None
 
     def advance(self, now: float) -> int:
-        """Count the tokens made until `now`; answers how many are new."""
+        """Count the tokens made until `now`; return how many are new."""
         new = min(int((now - self.since) / self.pace), self.length - self.produced)
         self.produced += new
         self.since += new * self.pace
         return new
 
     def complete(self) -> int:
-        """Count all tokens that are left; answers how many."""
+        """Count all tokens that are left; return how many."""
         new = self.length - self.produced
         self.produced = self.length
         return new

@@ -44,7 +44,7 @@ PROMPTS = 16
 ROWS, ROWS_SECONDS = 100_000, 10.0
 """Rows that are read at most, and for how long."""
 NAMED_ROWS = 3
-"""Of those that cannot be used; the others are counted."""
+"""Rows that cannot be used and are named; the others are counted."""
 SGLANG_SECONDS = 60.0
 TRACEBACK_LINES = 6
 

@@ -24,7 +24,7 @@ from streamrl.transport.secret import VARIABLE, Secret
 Manifest = dict[str, Any]
 
 PORT = 7000
-"""Of the manager, unless `manager.port` says another."""
+"""Port of the manager, unless `manager.port` says another."""
 CONFIG_FOLDER = "/etc/streamrl"
 RUN_FOLDER = "/streamrl"
 """Where the claim is mounted; relative paths of the configuration begin there."""

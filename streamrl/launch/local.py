@@ -68,7 +68,7 @@ WORK_GOES_ON: Mapping[PlanRole, str] = {
 
 
 def claim_run_dir(config: Config) -> Config:
-    """Make the run's folder, with the next free number where it exists; answers the configuration with its name."""
+    """Make the run's folder, with the next free number where it exists; return the configuration with its name."""
     for number in itertools.count(1):
         name = config.run.name if number == 1 else f"{config.run.name}-{number}"
         claimed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
@@ -112,7 +112,7 @@ def run_locally(
     components: Mapping[str, str] = COMPONENTS,
     page: bool = False,
 ) -> int:
-    """Carry the run out in `config.run_dir` (claimed before); answers the exit code.
+    """Carry the run out in `config.run_dir` (claimed before); return the exit code.
 
     0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
     no process of the run is left. `page`: the run is shown in a browser, too, while it goes on.
@@ -267,7 +267,7 @@ class Launcher:
         await children.start(process, words)
 
     async def _goes_on(self, child: Child, status: Status | None) -> bool:
-        """Have a process that died started again, if its role allows it; answers whether the run can go on.
+        """Have a process that died started again, if its role allows it; return whether the run can go on.
 
         One that never came up is not tried again. One that has died too often is left out for a while, unless it was
         the last of its pool.

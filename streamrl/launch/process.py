@@ -187,7 +187,7 @@ def allow_many_connections() -> None:
 def run_component(
     prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Component] = ()
 ) -> int:
-    """Run the component that `prepare` answers to its end; answers the exit code, and logs why where it is not 0.
+    """Run the component that `prepare` returns to its end; return the exit code, and log why where it is not 0.
 
     `on_first_signal` (at most one) may be put there by `prepare`.
 

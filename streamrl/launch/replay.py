@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     config: Config
     """Its `run_dir` is the new folder, made already."""
     run_dir: Path
-    """Of the recorded run."""
+    """Folder of the recorded run."""
     steps: Stretch
     """What is replayed of the record."""
 
@@ -84,7 +84,7 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
 
 
 def replay(prepared: Prepared) -> int:
-    """Carry the replay out; answers the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` when it fails."""
+    """Carry the replay out; return the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` when it fails."""
     avoid_broken_instructions()  # once, here: the processes inherit what it finds
     children = Children(logs=None)
     return run_until_stopped(lambda: _replay(prepared, children), before_force=children.kill)

@@ -110,7 +110,7 @@ def run_manager(
     on_ready: Callable[[str], None],
     component: str | None,
 ) -> int:
-    """The manager; answers its exit code. `host` and `port` replace those of the configuration; `advertise`: the
+    """Run the manager; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
     address that others are told."""
 
     def arguments(config: Config) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def run_member(
     component: str | None,
     advertise: str = "",
 ) -> int:
-    """A process that joins the manager at `manager_url`; answers its exit code.
+    """Run a process that joins the manager at `manager_url`; return its exit code.
 
     `advertise`: the address by which others reach it; empty: that from which it reaches the manager.
 
@@ -181,7 +181,7 @@ def run_checkpoint(
     component: str | None,
     manager_url: str = "",
 ) -> int:
-    """Make the run's model folder and tell where it is; answers the exit code. `manager_url`: where to get what this
+    """Make the run's model folder and tell where it is; return the exit code. `manager_url`: where to get what this
     host does not have."""
     set_up_logging("checkpoint")
     lifeline = Lifeline.from_environment()
@@ -199,7 +199,7 @@ def run_checkpoint(
 
 
 def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: int, meeting_place: Path) -> int:
-    """One rank of a replay of the record in `run_dir`; answers its exit code."""
+    """Run one rank of a replay of the record in `run_dir`; return its exit code."""
 
     def arguments(config: Config) -> dict[str, Any]:
         use_interface_of(LOCAL.local)

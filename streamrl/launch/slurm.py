@@ -51,11 +51,11 @@ class Nodes(msgspec.Struct, frozen=True):
     pools: Sequence[PoolName]
     count: int
     options: Sequence[str]
-    """Of sbatch, for these nodes only."""
+    """Options of sbatch for these nodes only."""
     cores: int
     """That what runs on one of them keeps busy."""
     gpus: int
-    """Of each that something is computed on."""
+    """GPUs of each node that something is computed on."""
 
     @property
     def kind(self) -> tuple[Sequence[str], int]:

@@ -117,7 +117,7 @@ class Run:
         """What the trainer did when: name → (begin, end), in seconds since the epoch."""
         self.health = HEALTHY
         self.response_lengths: list[list[int]] = []
-        """Of the last step."""
+        """Sampled tokens of each sibling of the last step's first groups."""
 
     def _clear_timeline(self) -> None:
         self.processes: dict[str, Process] = {}
@@ -329,7 +329,7 @@ class Run:
         return {name: np.where(rows >= 0, column[np.maximum(rows, 0)], np.nan) for name, column in values.items()}
 
     def _generation(self, starts: Column, ends: Column) -> dict[str, Column]:
-        """Of the gservers, for stretches of time that begin at `starts` and end at `ends`."""
+        """Rates and shares of time of all gservers, for stretches of time that begin at `starts` and end at `ends`."""
         seconds = np.maximum(ends - starts, 1e-9)
         tokens, busy, paused, present = (np.zeros(len(ends)) for _ in range(4))
         for process in self.processes.values():

@@ -72,7 +72,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Whose figures these are, for people."""
     steps: int
     seconds: float
-    """Of the run that the figures are of."""
+    """Length of the run that the figures come from."""
     notes: list[str] = []
     """What could not be told from it, and was assumed."""
 
@@ -92,7 +92,7 @@ def check_plannable(config: Config, *, calibrated: bool) -> None:
 
 
 def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Make a short run of `config` below `folder`, without checkpoints; answers its folder. `tell` hears how it goes.
+    """Make a short run of `config` below `folder`, without checkpoints; return its folder. `tell` hears how it goes.
 
     Raises `StreamRLError` when the run fails, or makes too few steps in `PATIENCE_SECONDS`.
     """
@@ -329,7 +329,7 @@ class _Reader:
         return step, request, prompt
 
     def _prompt_tokens(self) -> float:
-        """Of one prompt."""
+        """Return the mean number of tokens of a prompt."""
         requests = self._counted("gserver", "requests_total")
         computed = self._counted("gserver", "prompt_tokens_total")
         cached = self._counted("gserver", "prompt_tokens_cached_total")
@@ -363,7 +363,7 @@ class _Reader:
 
 
 def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """Of a counter, which begins anew where a process was started anew."""
+    """Return how much a counter grew, which begins anew where a process was started anew."""
     old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
     return new - old if new >= old else new
 

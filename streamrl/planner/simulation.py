@@ -69,9 +69,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     """Fixed part of a decode step's time, the same however many requests are in it."""
     request_seconds: float
-    """Of each request in a decode step."""
+    """Cost of each request in a decode step."""
     prompt_token_seconds: float = 0.0
-    """Of each token of a prompt, which siblings share."""
+    """Cost of each token of a prompt, which siblings share."""
     pace_sigma: float = 0.0
     """Spread of the requests' paces: standard deviation of their logarithm. 0: a token in each step."""
     group_seconds: float = 0.0
@@ -84,17 +84,17 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     overhead_seconds: float = 0.0
     """Processor time of manager and master for one group."""
     train_seconds: float
-    """Of a training step, however many tokens are in it, on each rank."""
+    """Cost of a training step, however many tokens are in it, on each rank."""
     train_token_seconds: float
-    """Of each computed token of a training step, shared by the ranks. A group's prompt is computed once."""
+    """Cost of each computed token of a training step, shared by the ranks. A group's prompt is computed once."""
     between_seconds: float = 0.0
     """From the end of a training step to the next batch, at least."""
     publish_seconds: float = 0.0
-    """Of a publication, pause not included."""
+    """Duration of a publication, pause not included."""
     pause_seconds: float = 0.0
     """For which generation pauses in a publication."""
     rejected_share: float = 0.0
-    """Of all groups made."""
+    """Share of all groups made that are rejected."""
     thread_gain: float = 1.8
     """How many times as much two threads compute as one."""
     gserver_threads: int = 1
@@ -128,19 +128,19 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Age in policy versions → share of the tokens that entered a loss."""
     mean_token_age: float
     masked_share: float
-    """Of the sampled tokens of training batches."""
+    """Share of the sampled tokens of training batches that are too old for the loss."""
     dropped_share: float
-    """Of all finished groups."""
+    """Share of all finished groups that are dropped as too old."""
     mean_group_seconds: float
     """From admission to arrival at the trainer."""
     seconds: float
-    """Of virtual time that the figures are of."""
+    """Virtual time that the figures cover."""
     events: int
     """Simulated in all."""
 
 
 def simulate(config: Config, costs: Costs, *, steps: int = 40, warm_up: int | None = None, seed: int = 0) -> Prediction:
-    """Play a run of `config` at `costs`; answers the figures of `steps` training steps.
+    """Play a run of `config` at `costs`; return the figures of `steps` training steps.
 
     Those of the first `warm_up` (by default as many as staleness takes to build up) are left out. The graph is taken to
     be the asynchronous one. Raises `ConfigError` where nothing would ever be trained on.
@@ -194,7 +194,7 @@ class _Processor:
         return self._now + max(0.0, self._due[0][0] - self.got) / self._rate if self._due else math.inf
 
     def end_next(self) -> Callable[[], None]:
-        """End the job that is done now; answers what follows from it."""
+        """End the job that is done now; return what follows from it."""
         _, _, job = heapq.heappop(self._due)
         self.got = max(self.got, job.end)
         job.ended = True
@@ -268,7 +268,7 @@ class _Gserver:
         self._first_end = 0.0
         """What a thread will have got when the first step of the job is done."""
         self._each = 0.0
-        """Of each further step."""
+        """Seconds of each further step."""
         self._planned = 0
         """Steps of the job."""
         self._count = 0
@@ -350,7 +350,7 @@ class _Gserver:
         self._job = self._device.begin(prefill + self._planned * self._each, self._stepped, threads=self._threads)
 
     def _admit(self) -> float:
-        """Put waiting requests into free slots; answers how many tokens of prompts that costs."""
+        """Put waiting requests into free slots; return how many tokens of prompts that costs."""
         free = self._slots - len(self.running)
         if not (free and self.waiting):
             return 0.0
@@ -563,7 +563,7 @@ class _Run:
                     gserver.show(reason)
 
     def _draw_lengths(self) -> list[int]:
-        """Of one group's siblings, which are alike in a group that was seen."""
+        """Draw the lengths of one group's siblings, which are alike in a group that was seen."""
         size = self.config.rollout.group_size
         seen = self._draw.choice(self._lengths)
         limit = self.config.rollout.sampling.max_new_tokens * (self.config.rollout.workflow.name == "single_turn")

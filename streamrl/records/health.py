@@ -84,13 +84,13 @@ class RunFigures(msgspec.Struct, kw_only=True):
     steps: Sequence[Mapping[str, float]] = ()
     """`StepReport.metrics` of the last `WINDOW` steps or more, the latest last."""
     first: Sequence[Mapping[str, float]] = ()
-    """Of the first few steps of the run."""
+    """The same of the first few steps of the run."""
     best_reward: float | None = None
     """Largest `reward_mean` of a step."""
     health: Health = HEALTHY
-    """Of the last step."""
+    """What the watch said at the last step."""
     response_lengths: Sequence[Sequence[int]] = ()
-    """Of the last step."""
+    """Sampled tokens of each sibling of the last step's first groups."""
     evaluations: Sequence[EvaluationReport] = ()
     stats: Mapping[str, Mapping[str, float]] = {}
     """Process → the figures of its last heartbeat."""

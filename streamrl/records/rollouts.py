@@ -244,8 +244,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: list[dict[str, float]] = []
     scores: list[float] = []
     arrays: list[tuple[str, str, int]]
-    """Of the second frame, in order: name, dtype, length. Of numbers of several bytes first come all first bytes, then
-    all second ones, and so on, which compresses better."""
+    """What the second frame holds, in order: name, dtype, length. Of numbers of several bytes first come all first
+    bytes, then all second ones, and so on, which compresses better."""
 
 
 _head_decoder = msgspec.json.Decoder(Head)
@@ -443,7 +443,7 @@ class Rollouts:
         self._loaded: dict[tuple[str, SegmentName], _Loaded] = {}
         self._unreadable: set[Path] = set()
         self._rows: NDArray[np.void] | None = np.zeros(0, ROW)
-        """Of all segments; None: they are put together when they are asked for."""
+        """The rows of all segments; None: they are put together when they are asked for."""
         self._orders: dict[tuple[str, bool, str], NDArray[np.intp]] = {}
         self._zstd = zstandard.ZstdDecompressor()
         self.refresh()

@@ -110,7 +110,7 @@ class RolloutWriter:
         self._closed = [_Closed(name, self._bytes_of(name)) for name in segments_in(folder)]
         self._number = max((segment.name.last for segment in self._closed), default=0)
         self._files: tuple[BinaryIO, BinaryIO] | None = None
-        """Of rows and of frames."""
+        """The files of rows and of frames; None: no segment is open."""
         self._sizes = (0, 0)
 
     @property

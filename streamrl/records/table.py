@@ -25,7 +25,7 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns, in the order in which they came."""
+        """Names of the columns, in the order in which they came."""
         return list(self._columns)
 
     def extend(self, rows: Sequence[Mapping[str, float]], **more: Sequence[float]) -> None:

@@ -102,7 +102,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
     episodes: int = 0
-    """Of agents, that ended with something to train on; 0 where a workflow made the responses."""
+    """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
     calls_per_episode: float | None = None
     """Answers of the policy."""
     trajectories_per_episode: float | None = None

@@ -58,7 +58,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """Microseconds."""
     cat: str = ""
     s: str = ""
-    """Of ph i: p, across all tracks of the process."""
+    """Scope of an instant (`ph` = "i"): `p`, all tracks of the process."""
     args: dict[str, Any] = {}
 
 

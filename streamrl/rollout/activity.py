@@ -40,7 +40,7 @@ class Activity:
         self.groups_uniform = 0
         self.reward_errors = 0
         self.episodes: Counter[str] = Counter()
-        """Of agents: figures of those that ended with something to train on, by name."""
+        """Figures of agents' episodes that ended with something to train on, by name."""
         self.agent_retries: Callable[[], int] = int
         """Returns how many requests of agents were answered with an earlier one's answer."""
         self.reward_busy_seconds: Callable[[], float] = float
@@ -52,7 +52,7 @@ class Activity:
         self._reward_seconds = 0.0
         self._agent_seconds = 0.0
         self._metrics: dict[str, tuple[float, int]] = {}
-        """Of agents: name → sum and count."""
+        """Agents' own metrics: name → sum and count."""
         self._agent_generation_seconds = 0.0
         self._agent_tokens = 0
         self._agent_tokens_trained = 0

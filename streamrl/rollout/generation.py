@@ -52,7 +52,7 @@ FIRST_PAUSE_SECONDS = 0.05
 
 
 STREAM_EVENTS = 128
-"""Of one streamed request, at most: each tells all tokens so far."""
+"""Most events of one streamed request: each tells all tokens so far."""
 OnTokens = Callable[[list[int]], None]
 """Is told further tokens of a response."""
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class GroupRoute:
         requests for the manager; None: the manager does not want to know."""
         self.gserver = gserver
         self.name = name or gserver
-        """Of the gserver; its URL where the name is not known."""
+        """Name of the gserver; its URL where the name is not known."""
         self._find_another = find_another
         self._requests = requests
         self._asking = asyncio.Lock()

@@ -69,7 +69,7 @@ class EvaluateHook(msgspec.Struct, frozen=True, tag=True):
 
 
 Hook = DataTransfer | ParamRealloc | Offload
-"""Of workers."""
+"""What workers do before or after a call."""
 MasterHook = SaveHook | EvaluateHook
 
 
@@ -224,7 +224,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 class ModelFacts(msgspec.Struct, frozen=True):
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     tensors: int
     hidden_size: int
 
@@ -237,7 +237,7 @@ class StoreOpened(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True):
     compute_seconds: float
     rewards: dict[int, list[float]] = {}
-    """Of each group that `rew_inf` scored, by sequence number (DP heads only)."""
+    """Rewards of each group that `rew_inf` scored, by sequence number (DP heads only)."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -261,7 +261,7 @@ class Trained(msgspec.Struct, frozen=True):
     """Log-probabilities, at temperature 1, of the first `MOST_COMPARED` sampled tokens of the response that was named;
     empty if another rank computes it."""
     update_seconds: float = 0.0
-    """Of `compute_seconds`, in the optimizer."""
+    """The part of `compute_seconds` that the optimizer took."""
 
 
 class BeingScored(msgspec.Struct, frozen=True):

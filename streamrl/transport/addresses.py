@@ -35,7 +35,7 @@ RESOLVE_SECONDS = 1.0
 
 
 class Listening(NamedTuple):
-    """Of one socket."""
+    """Where one socket listens."""
 
     at: str
     """The address where it listens; a wildcard address: at all of the machine's."""
@@ -44,7 +44,7 @@ class Listening(NamedTuple):
 
 
 LOOPBACK = Listening("127.0.0.1", "127.0.0.1")
-"""Of what only this machine reaches."""
+"""For what only this machine reaches."""
 
 
 class Reach(NamedTuple):
@@ -69,7 +69,7 @@ class Reach(NamedTuple):
 
 
 LOCAL = Reach(*LOOPBACK)
-"""Of a process that talks to others of its machine alone."""
+"""For a process that talks to others of its machine alone."""
 
 
 def reach_towards(manager_url: str, *, advertise: str = "", patience: float = 0.0) -> Reach:

@@ -216,7 +216,7 @@ class Broadcaster:
         """What it has broadcast so far, each byte once however many receive it."""
         self._transfer = ""
         self._checksums: dict[str, str] = {}
-        """Of what was sent of these weights, in whichever attempt."""
+        """Checksums of what was sent of these weights, in whichever attempt."""
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
         self._kept: dict[str, Tensor] = {}
         """With `weights.delta`, what was sent last, by name."""

@@ -21,7 +21,7 @@ call, and joins with it; each role has a token for its own.
 | POST /place | owner | a number for a process that joins a running run |
 | POST /drain | owner | a gserver or rollout worker finishes what it has and leaves |
 | POST /leave | gserver, rollout | it has left |
-| POST /heartbeat | all | it lives, and how it does; answers whether to stop |
+| POST /heartbeat | all | it lives, and how it does; the reply says whether to stop |
 | GET /silent | owner | waits until others are silent than before the n-th change; who is |
 | GET /model | all | the files of the model, for a host that does not have it |
 | GET /model/part | all | some bytes of one of them |
@@ -286,7 +286,7 @@ class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
     requests: int
     """That run or are still to begin."""
     tokens: int
-    """Of the contexts of those that run."""
+    """Tokens in the contexts of the requests that run."""
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -533,7 +533,7 @@ class Scores(msgspec.Struct, frozen=True):
     gserver: str
     """Its name, for example `gserver/0`."""
     logprobs: list[float] = []
-    """Of the tokens from `start` on, at temperature 1, in nats."""
+    """Log-probabilities of the tokens from `start` on, at temperature 1, in nats."""
     seconds: float = 0.0
     """From the question to the answer, the wait for a place included."""
     computed: int = 0
@@ -568,7 +568,7 @@ class LedgerStatus(msgspec.Struct, frozen=True):
     next_seq: int
     accepted: int
     trained: int
-    """Of those accepted, the ones that the policy version was trained on."""
+    """Accepted groups that the policy version was trained on."""
     running: int
     returned: int
     rejected: int
@@ -576,7 +576,7 @@ class LedgerStatus(msgspec.Struct, frozen=True):
     expired: int
     room: int
     given_up: int = 0
-    """Of those rejected, prompts whose workers died again and again."""
+    """Rejected prompts whose workers died again and again."""
 
 
 class Status(msgspec.Struct, frozen=True):

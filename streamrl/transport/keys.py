@@ -55,9 +55,9 @@ class GserverKeys(NamedTuple):
     """What one gserver asks its callers for; empty: nothing."""
 
     generation: str = ""
-    """Of those who have it generate, and look at it: rollout workers and evaluators."""
+    """Key of those who have it generate, and look at it: rollout workers and evaluators."""
     control: str = ""
-    """Of those who change it: the manager."""
+    """Key of those who change it: the manager."""
 
     @classmethod
     def of(cls, config: Config, secret: Secret, index: int) -> GserverKeys:

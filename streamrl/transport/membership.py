@@ -28,9 +28,9 @@ UNKNOWN = 401
 PROCESSOR_SECONDS = "processor_seconds_total"
 """In each heartbeat: processor seconds of the process, all threads of it."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
-"""Of the children that it has: reward processes, a real SGLang server."""
+"""Processor time of the children that it has: reward processes, a real SGLang server."""
 MACHINE_SECONDS = "machine_processor_seconds_total"
-"""Of all processes on the machine, whosever they are."""
+"""Processor time of all processes on the machine, whosever they are."""
 
 
 class Membership:

@@ -50,7 +50,7 @@ MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
 """How much a head receives, and for how long, before it sends acknowledgements and grants."""
 REFUSED_AT_ONCE = 16
-"""Of the groups that somebody offers who may not; those beyond hear of it when they are offered again."""
+"""Groups refused at once to somebody who may not offer any; those beyond hear of it when they are offered again."""
 LONGEST_REASON = 1000
 """Characters in the reason for refusing a message."""
 

@@ -25,7 +25,7 @@ from streamrl.errors import ConfigError
 from streamrl.transport.secret import Secret
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the group of P-256 (FIPS 186-5): private keys are from 1 to one less."""
+"""Order of the group of P-256 (FIPS 186-5): private keys are from 1 to one less."""
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "streamrl run")])
 _BEGIN = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)

@@ -139,10 +139,10 @@ class EmbeddedEngine:
         self._requests_total = 0
         self._weight_updates = 0
         self._freeing: asyncio.Task[None] | None = None
-        """Of weights that are no longer served; generation does not wait for it."""
+        """The release of weights that are no longer served; generation does not wait for it."""
         self._pause_seconds = 0.0
         self._pause_mode: PauseMode = "in_place"
-        """Of the latest pause."""
+        """Mode of the latest pause."""
         self._paused_at: float | None = None
 
     @property

@@ -72,7 +72,7 @@ class Matrix:
 # --- Packing ----------------------------------------------------------------------------------------------------------
 
 HOST_SHARE = 0.25
-"""Of the host's memory, that packed copies of both sets of weights may take."""
+"""Share of the host's memory that packed copies of both sets of weights may take."""
 
 
 def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -53,7 +53,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     logprobs: list[float]
-    """Of the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
+    """Log-probabilities under the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Sampled:

@@ -57,7 +57,7 @@ LEAST_PAUSE_SECONDS = 0.02
 REPORTS_PER_SECOND = 1000.0
 """That all workers together may make of that."""
 REMEMBERED_TICKETS = 16
-"""Of each worker."""
+"""Tickets of each worker that are remembered."""
 
 
 class Admissions:
@@ -151,7 +151,7 @@ class Admissions:
             self._consider(group)
 
     def expire(self, *, now: float) -> bool:
-        """Prompts whose lease ran out go back; answers whether there are any. Silence alone is no prompt's fault."""
+        """Prompts whose lease ran out go back; return whether there are any. Silence alone is no prompt's fault."""
         lost = self._ledger.expire(now=now)
         self._came_back(lost, "their leases ran out")
         return bool(lost)
@@ -234,7 +234,7 @@ class Groups:
         long_poll_seconds: float,
     ) -> None:
         self.data_rows = 0
-        """Of the training data; 0: not known yet."""
+        """Rows of the training data; 0: not known yet."""
         self._epochs = config.run.total_train_epochs
         self._ledger = ledger
         self._admissions = admissions

@@ -16,7 +16,7 @@ from streamrl.transport.control import ModelFile, ModelListing, ModelPart
 
 PART_BYTES = 8 * 2**20
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
-"""Of the files of a checkpoint; never of pickles."""
+"""Endings of a checkpoint's files that are given out; never those of pickles."""
 
 
 class ModelFiles:

@@ -56,7 +56,7 @@ class Member:
         """What it shows with each call."""
         self.last_heard = LastHeard(now=now, patience=patience)
         self.stats: dict[str, float] = {}
-        """Of its last heartbeat."""
+        """Figures of its last heartbeat."""
         self.waiting_for = ""
         self.gave_up = False
         """It said that it ends; it stays silent, whatever it says until then."""

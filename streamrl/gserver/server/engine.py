@@ -107,7 +107,7 @@ class Output(msgspec.Struct, frozen=True):
     top_logprobs: list[list[tuple[float, int]]] = []
     """`[len(output_ids)]`, each `top_logprobs_num` pairs of log-probability and token."""
     input_logprobs: list[float | None] = []
-    """Of the prompt from `logprob_start_len` on; None for a token without one before it."""
+    """Log-probabilities of the prompt from `logprob_start_len` on; None for a token without one before it."""
     input_top_logprobs: list[list[tuple[float, int]] | None] = []
     cached_tokens: int = 0
     """Prompt tokens that were not computed again."""
@@ -180,7 +180,7 @@ class WeightsAside(Protocol):
     """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
 
     def store(self, name: str, tensor: Tensor) -> str:
-        """Keep a copy of `tensor`; answers `checksum.tensor_sums` of it as it is kept. Several at a time."""
+        """Keep a copy of `tensor`; return `checksum.tensor_sums` of it as it is kept. Several at a time."""
 
     def place(self, name: str) -> Tensor | None:
         """The memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
@@ -245,7 +245,7 @@ class Engine(Served, Protocol):
         """End a job with what it has; False: there is none of this name."""
 
     async def abort_all(self) -> int:
-        """End all jobs with what they have; answers how many."""
+        """End all jobs with what they have; return how many."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop between two steps; new jobs wait."""
@@ -273,7 +273,7 @@ class Engine(Served, Protocol):
         sender are staged; those are kept when it fails."""
 
     async def end_update(self) -> str:
-        """Swap the staged weights in between two steps; answers what was done."""
+        """Swap the staged weights in between two steps; return what was done."""
 
     async def load(self, folder: Path, version: str | None) -> str:
         """Take the weights in `folder`: aside in an update that has begun, else they are swapped in at once.

@@ -67,7 +67,7 @@ from streamrl.transport.seldom import Seldom
 # --- api ---
 
 MAX_RESPONSES = 4096
-"""Of one request: prompts times `n`."""
+"""Most responses of one request: prompts times `n`."""
 MAX_TOP_LOGPROBS = 1024
 HARMLESS_KEYS = frozenset(("log_metrics", "priority", "modalities", "background", "conversation_id"))
 NEUTRAL = {

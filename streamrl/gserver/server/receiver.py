@@ -70,7 +70,7 @@ class Staged(msgspec.Struct):
     transfer: str = ""
     """Names the weights, if they may come in several attempts."""
     buckets: list[int] = []
-    """Of such weights, for each sender how many of its buckets are here."""
+    """For each sender of such weights, how many of its buckets are here."""
 
 
 class WeightReceiver:

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 BODY_LIMIT = 8 << 20
 CONCURRENT_REQUESTS = 64
-"""Of one episode: how many answers are generated at a time."""
+"""Answers of one episode that are generated at a time."""
 KEPT_REQUESTS = 256
-"""Of one episode: how many can be asked again, or continued by a `previous_response_id`."""
+"""Requests of one episode that can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
 ABANDONED_SECONDS = 30.0
 """A generation whose clients have hung up goes on for so long; the SDKs ask again within 8 seconds."""
@@ -150,7 +150,7 @@ class _Generation:
 
     def __init__(self, digest: bytes, call: Call, task: asyncio.Task[Sequence[Completion]], pieces: _Pieces) -> None:
         self.digest = digest
-        """Of the path and the body."""
+        """Fingerprint of path and body."""
         self.call = call
         """Without the prompt; with the conversation, less its instructions, where a later call may continue it."""
         self.task = task

@@ -33,9 +33,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: str = ""
     """What the policy thought before `content`, where the model's template tells the two apart."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant."""
+    """The calls in an assistant's message."""
     tool_call_id: str = ""
-    """Of a tool's result: the call that it belongs to."""
+    """In a tool's result: the call that it belongs to."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     n: int = 1
     """How many answers are wanted."""
     max_tokens: int | None = None
-    """Of each answer; None: as many as the run allows."""
+    """Most tokens of each answer; None: as many as the run allows."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, which does not include them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Completion(msgspec.Struct, frozen=True):
     output_ids: tuple[int, ...]
     """The tokens that it sampled, the one that ended the answer included."""
     logprobs: tuple[float, ...]
-    """Of each sampled token, in nats."""
+    """Log-probability of each sampled token, in nats."""
     token_texts: tuple[str, ...]
     """Each sampled token as text, where that is wanted."""
     matched_stop: str = ""

@@ -9,7 +9,7 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LARGEST_CORRECTION = 0.2
-"""Of one update of the adaptive coefficient, as a share."""
+"""Largest change in one update of the adaptive coefficient, as a share."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KLEstimator) -> Tensor:

@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     logprobs: Tensor
     """Under the current policy; with a gradient."""
     entropy: Tensor
-    """Of the current policy's whole distribution; with a gradient if `entropy_coef > 0`."""
+    """Entropy of the current policy's whole distribution; with a gradient if `entropy_coef > 0`."""
     behavior_logprobs: Tensor
     proximal_logprobs: Tensor
     ref_logprobs: Tensor | None
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Of the whole minibatch, over all ranks."""
+    """Counts of the whole minibatch, over all ranks."""
 
     tokens: int
     """That enter the loss."""

@@ -114,7 +114,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: Head
     device: torch.device
     dtype: torch.dtype
-    """Of the computation. Trained weights are kept in float32 whatever it is, others in `dtype`."""
+    """Dtype of the computation. Trained weights are kept in float32 whatever it is, others in `dtype`."""
     temperature: float = 1.0
     """Logits are divided by it (head `tokens`)."""
     entropy_gradient: bool = False

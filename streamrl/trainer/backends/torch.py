@@ -44,7 +44,7 @@ class Shard(msgspec.Struct):
     """One weight."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole weight."""
     local: Tensor
     """This rank's rows; shares memory with the model."""
 
@@ -276,7 +276,7 @@ class TorchModel:
         return int(most) - mine
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of this rank's part of each weight, summed over all ranks."""
+        """Return the gradients of this rank's part of each weight, summed over all ranks."""
         found = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is None:

@@ -87,7 +87,7 @@ class Comparison:
         client: ControlClient,
         have_scored: Callable[[Sibling], Awaitable[list[int]]],
     ) -> None:
-        """`response`: what is compared; None: nothing is. `have_scored` has the gservers score it, and answers the
+        """`response`: what is compared; None: nothing is. `have_scored` has the gservers score it, and returns the
         places of its sampled tokens among those that they score."""
         self.response = response
         self._version = version

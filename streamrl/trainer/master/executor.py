@@ -45,7 +45,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
     spans: list[Span]
     trained: list[Trained]
-    """Of all training MFCs and workers."""
+    """What all workers say of all training MFCs."""
 
 
 class ModelFunctionCall:

@@ -24,7 +24,7 @@ class Span(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     end: float
     compute_seconds: float = 0.0
-    """Of that, computing on the slowest worker."""
+    """The part of it in which the slowest worker computed."""
 
 
 MEAN_OF_PART = {

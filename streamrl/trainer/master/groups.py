@@ -43,7 +43,7 @@ STREAM_DTYPES = {
     "rewards": "float32",
     "episodes": "int32",
 }
-"""Of the arrays that a group brings. Those that model function calls give are float32."""
+"""Dtypes of the arrays that a group brings. Those that model function calls give are float32."""
 OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
 """Keys with one number for each trajectory; `prompt_length` has one for the group, all others one for each token."""
 

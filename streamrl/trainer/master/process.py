@@ -193,7 +193,7 @@ class Master:
         }
 
     async def run(self) -> str:
-        """All steps; answers why the run ended."""
+        """Make all steps; return why the run ended."""
         async with asyncio.TaskGroup() as helpers:
             background = [
                 helpers.create_task(self._report_changes(), name="group changes"),
@@ -212,7 +212,7 @@ class Master:
         return reason
 
     async def finish(self) -> str:
-        """Save, count what is left, and wait for the last evaluation; answers what to add to why the run ended."""
+        """Save, count what is left, and wait for the last evaluation; return what to add to why the run ended."""
         self.membership.waiting_for = "the last checkpoint"
         at_end = self._config.evaluation.at_end
         if at_end:
@@ -327,7 +327,7 @@ class Master:
             await self._stop_collapsing()
 
     def _tell(self, before: Health) -> bool:
-        """Log how the run's health has changed, `before` being that of the last step; answers whether the run has to
+        """Log how the run's health has changed, `before` being that of the last step; return whether the run has to
         stop."""
         health = self._history.watch.health
         if health.state == before.state:
@@ -359,7 +359,7 @@ class Master:
             self._history.watch = self._history.watch.evaluated(report.reward_mean)
 
     async def _train(self, batch: Sequence[SampleMeta], *, version: int, begin: float) -> bool:
-        """Train on `batch` and begin to publish the new weights; answers whether a checkpoint is due."""
+        """Train on `batch` and begin to publish the new weights; return whether a checkpoint is due."""
         formed = time.time()
         comparison = self._comparison = self._compare(batch, version=version)
         result = await self._executor.execute_step(

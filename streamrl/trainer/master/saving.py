@@ -43,7 +43,7 @@ class Checkpoints:
         log.info("saved %s", self._folder / FINAL)
 
     async def finish(self) -> str:
-        """Wait for what is being written; answers what to add to why the run ended."""
+        """Wait for what is being written; return what to add to why the run ended."""
         saved: Saved = await self._channel.call(0, FinishSave(), Saved, timeout=self._limit)
         self._note(saved, then="it was the last")
         return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""

@@ -46,7 +46,7 @@ class SynchronousGeneration:
         self._timeout = config.trainer.step_timeout_seconds
 
     async def make(self, groups: int, *, formed: asyncio.Event) -> list[Span]:
-        """Have groups generated, scored and stored until a batch of `groups` is `formed`; answers what ran when."""
+        """Have groups generated, scored and stored until a batch of `groups` is `formed`; return what ran when."""
         await self._channel.wait_for(set(self._workers), patience=self._timeout)
         spans: list[Span] = []
         while not formed.is_set():

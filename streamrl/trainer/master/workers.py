@@ -70,7 +70,7 @@ class ModelWorkers:
         await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
 
     async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
-        """Have `worker`, who received its group, ask those who serve `version`; answers `BeingScored.sampled`."""
+        """Have `worker`, who received its group, ask those who serve `version`; return `BeingScored.sampled`."""
         call = HaveScored(version, response)
         return (await self._channel.call(worker, call, BeingScored, timeout=SPEC_SECONDS)).sampled
 

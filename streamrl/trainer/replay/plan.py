@@ -188,7 +188,7 @@ class Batch:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights before the step."""
+        """Version of the weights before the step."""
         return self.step - 1
 
     @property

@@ -211,7 +211,7 @@ class Rank:
                 self._data.put(seq, key, np.frombuffer(bytearray(array), np.float32))
 
     def _gather(self, mine: bytes) -> list[bytes]:
-        """Of all ranks, by rank."""
+        """Return what all ranks have, in order of rank."""
         if self._world == 1:
             return [mine]
         sizes = torch.zeros(self._world, dtype=torch.int64, device=self._device)

@@ -91,7 +91,7 @@ class RecordedStep(msgspec.Struct):
     calls: list[BatchCall]
     """What the rank was asked to compute on the batch, in order, without the transfers of data."""
     answers: list[Trained]
-    """Of the `TrainStep`s among `calls`."""
+    """Answers to the `TrainStep`s among `calls`."""
     groups: list[TrajectoryGroup]
     """The groups that this rank trained on. Of those that reached another rank first, `worker`, `finish_reasons` and
     `generation_seconds` are blank; when read back, of all."""
@@ -101,7 +101,7 @@ class RecordedStep(msgspec.Struct):
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Size of all arrays."""
         return sum(map(group_bytes, self.groups)) + sum(
             int(array.nbytes) for arrays in self.given.values() for array in arrays
         )
@@ -400,7 +400,7 @@ class PartOnDisk(msgspec.Struct, frozen=True):
     """A part as it is found: what all of its ranks have."""
 
     facts: list[Part]
-    """Of each data-parallel head, by rank."""
+    """What each data-parallel head wrote, by rank."""
     folders: list[Path]
     """Likewise."""
     last: int

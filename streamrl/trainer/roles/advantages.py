@@ -23,7 +23,8 @@ AddUp = Callable[[Tensor], Tensor]
 
 
 class Credit(NamedTuple):
-    """Of one group's tokens, each `[tokens]` and packed like the group's own arrays; 0 where not sampled."""
+    """Advantages and returns of one group's tokens, each `[tokens]` and packed like its own arrays; 0 where not
+    sampled."""
 
     advantages: Tensor
     returns: Tensor | None

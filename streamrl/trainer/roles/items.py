@@ -44,7 +44,7 @@ class TrainItem(msgspec.Struct):
     values: NDArray[np.float32] | None = None
     """The critic's, of the state in which each token was sampled; None: no critic."""
     advantages: NDArray[np.float32] | None = None
-    """Of each token, from a model function call of the user's; None: as `algorithm.advantage` says."""
+    """Advantage of each token, from a model function call of the user's; None: as `algorithm.advantage` says."""
 
 
 class Outputs(NamedTuple):
@@ -64,7 +64,7 @@ class StepStatistics(msgspec.Struct):
     update_seconds: float = 0.0
     """In the optimizer."""
     outputs: dict[int, Outputs] = {}
-    """Of `Minibatch.kept`, by sequence number, as far as they were computed here."""
+    """Outputs for the groups of `Minibatch.kept`, by sequence number, as far as they were computed here."""
 
 
 class Minibatch(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._writing = folder, self._thread.submit(self._write, folder, write)
 
     def settle(self, *, limit: float) -> str:
-        """Wait for what is being written; answers why it could not be, or nothing if it was.
+        """Wait for what is being written; return why it could not be, or nothing if it was.
 
         Raises `DeadlineExceeded` after `limit` seconds. A reason is given once.
         """

@@ -227,7 +227,7 @@ class Events:
         self._number = 0
         self._items = 0
         self._item_id = ""
-        """Of the item that was begun last; it is number `_items`."""
+        """Id of the item that was begun last; it is number `_items`."""
         self._begun = False
         self._told = Told()
         self._open = ""

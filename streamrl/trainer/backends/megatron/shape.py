@@ -33,7 +33,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     qk_norm: bool
     inverse_frequencies: tuple[float, ...]
-    """Of the rotary embedding, `head_dim / 2`."""
+    """Frequencies of the rotary embedding, `head_dim / 2`."""
 
     def rotation(self, positions: Tensor) -> Tensor:
         """`[length, rows, 1, head_dim]` float32: the angles of `positions`, `[rows, length]`."""

@@ -141,7 +141,7 @@ class Weight(msgspec.Struct, frozen=True):
             yield name, whole
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
-        """Of each of `size` shards."""
+        """Return the shape of each of `size` shards."""
         wholes = [torch.empty(shape, device="meta") for _, shape in self.sources]
         return tuple(self.split(wholes, 0, size).shape)
 
@@ -250,7 +250,7 @@ class WholeTensors:
         self._group = group
         self._stage = layout.coordinates(rank).pipeline
         self.shapes = whole_shapes(stages)
-        """Of all tensors of the model by name, in order."""
+        """Shapes of all tensors of the model by name, in order."""
         table = torch.zeros(max(len(weights) for weights in stages), 2, dtype=torch.int64, device=device)
         for number, range_ in enumerate(ranges):
             table[number] = torch.tensor(range_)

@@ -28,6 +28,8 @@ from streamrl.config import Config, ScratchConfig
 from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
 from streamrl.local_cache import cache_home, making
+from streamrl.lora import SETTINGS as ADAPTER_SETTINGS
+from streamrl.lora import check_adapter
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,16 @@ CACHE_FORMAT = 1
 
 
 def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
-    """Return the folder of the run's first weights: `config.run.resume_from`, or else `initial_checkpoint`."""
+    """Return the folder of the run's first weights: `config.run.resume_from`, or else `initial_checkpoint`; with
+    [model.lora] always the latter, whose weights stay."""
     if config.run.resume_from is None:
         return initial_checkpoint(config, cache=cache)
     folder = Path(config.run.resume_from).expanduser()
+    if config.model.lora is not None:
+        check_adapter(folder, config.model.lora)
+        return initial_checkpoint(config, cache=cache)
+    if (folder / ADAPTER_SETTINGS).exists():
+        raise ModelError(f"the checkpoint {folder} is an adapter: go on with the section [model.lora] that made it")
     check_checkpoint(folder)
     return folder
 
@@ -73,9 +81,10 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
 
 
 def named_folder(config: Config) -> Path | None:
-    """Return the folder that `model.path` names; None where the model is made here, or the run goes on from a
+    """Return the folder that `model.path` names; None where the model is made here, or the run goes on from a whole
     checkpoint."""
-    if config.run.resume_from is not None or config.model.path in (SMOLLM2, SCRATCH):
+    goes_on = config.run.resume_from is not None and config.model.lora is None
+    if goes_on or config.model.path in (SMOLLM2, SCRATCH):
         return None
     return Path(config.model.path).expanduser()
 

@@ -23,6 +23,7 @@ from streamrl.config.sections import DataConfig as DataConfig
 from streamrl.config.sections import EvaluationConfig as EvaluationConfig
 from streamrl.config.sections import EvaluationDataConfig as EvaluationDataConfig
 from streamrl.config.sections import GserverConfig as GserverConfig
+from streamrl.config.sections import LoraConfig as LoraConfig
 from streamrl.config.sections import ManagerConfig as ManagerConfig
 from streamrl.config.sections import MetricsConfig as MetricsConfig
 from streamrl.config.sections import ModelConfig as ModelConfig

@@ -77,6 +77,7 @@ def found_in(config: Config) -> list[str]:
         + _sglang_problems(config)
         + _mismatch_problems(config)
         + _layout_problems(config)
+        + _lora_problems(config)
         + _length_problems(config)
         + _evaluation_problems(config)
     )
@@ -166,6 +167,27 @@ def _layout_problems(config: Config) -> list[str]:
         problems.append('trainer.graph = "synchronous" needs staleness.max_staleness = 0')
     if "actor" in trainer.offload:
         problems.append("trainer.offload: the actor is never idle (its weights are published beside the next step)")
+    return problems
+
+
+def _lora_problems(config: Config) -> list[str]:
+    """What does not go together with [model.lora], if there is one."""
+    lora, trainer = config.model.lora, config.trainer
+    if lora is None:
+        return []
+    problems = []
+    if not lora.target_modules or len(set(lora.target_modules)) != len(lora.target_modules):
+        problems.append("model.lora.target_modules must name at least one linear layer, and each once")
+    if trainer.backend != "torch":
+        problems.append(f'model.lora: adapters are trained with trainer.backend = "torch", not "{trainer.backend}"')
+    if role_config(trainer, "ref") != role_config(trainer, "actor"):
+        problems.append("trainer.roles.ref: with model.lora the reference is the actor's model without its adapter")
+    if "ref" in trainer.offload:
+        problems.append("trainer.offload: with model.lora the reference is the actor's model, and takes no memory")
+    if config.algorithm.ref_update_every:
+        problems.append("algorithm.ref_update_every: with model.lora the reference is the model without its adapter")
+    if config.gserver.engine == "sglang" and config.weights.lora == "adapter":
+        problems.append('weights.lora = "adapter" is of the embedded engine; SGLang servers need "merged"')
     return problems
 
 

@@ -77,6 +77,24 @@ class ScratchConfig(Section, frozen=True):
     max_position_embeddings: Positive = 512
 
 
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Section, frozen=True):
+    """Low-rank adapters, which are trained instead of the model (docs/lora.md)."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is multiplied by `alpha / rank`."""
+    target_modules: list[str] = msgspec.field(default_factory=lambda: list(LINEAR_LAYERS))
+    """Linear layers that have one, by the last part of their names."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter adds is multiplied by it."""
+        return self.alpha / self.rank
+
+
 class ModelConfig(Section, frozen=True):
     """The policy's initial weights and tokenizer."""
 
@@ -86,6 +104,8 @@ class ModelConfig(Section, frozen=True):
     """Only with `path = "scratch"`."""
     chat_template: str | None = None
     """A Jinja chat template in place of the tokenizer's own."""
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
 
 
 class DataConfig(Section, frozen=True):
@@ -367,6 +387,8 @@ class WeightsConfig(Section, frozen=True):
     mode: Literal["auto", "collective", "disk", "shared_memory"] = "auto"
     """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host. `auto`:
     shared memory while all gservers are on the trainer's host, without GPUs, and it has room; else a broadcast."""
+    lora: Literal["adapter", "merged"] = "adapter"
+    """With [model.lora], what is published: the adapter alone, or the model's weights with the adapter added."""
     dir: str = ""
     """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
     checksum: bool = True

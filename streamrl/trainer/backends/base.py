@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.config import OptimizerConfig
+from streamrl.config import LoraConfig, OptimizerConfig
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 
@@ -131,6 +132,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     distributed optimizer)."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
+    lora: LoraConfig | None = None
+    """Train an adapter of the model (torch): it is what the model's weights are then, and the model itself is frozen,
+    in `dtype`."""
+    adapter: Path | None = None
+    """Folder with the first adapter; None: a new one."""
+    seed: int = 0
+    """Draws a new adapter."""
 
 
 class Output(NamedTuple):
@@ -154,7 +162,32 @@ LossOf = Callable[[int, Output], Tensor]
 """From the number of a micro-batch and its output: its share of the minibatch's loss, a scalar."""
 
 
-class ParallelModel(Protocol):
+class WholeWeights(Protocol):
+    """Named tensors that are spread over the ranks of one layout, and can be had whole."""
+
+    def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Hugging Face name and whole shape of every weight, tied ones once, in the order of `gather_weights`."""
+        ...
+
+    def weight_senders(self, *, most: int) -> list[int]:
+        """For each of `weight_specs` the rank that is to send it to others, so that about `most` ranks have as much to
+        send as each other; with 1 it is rank 0."""
+        ...
+
+    def gather_weights(
+        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
+
+        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other than the one that
+        `to` names for each weight (0 without it) get empty tensors. What has to travel does so as `dtype`, if that is
+        given. No rank holds more than a few weights at a time; nobody writes to one that was given out before the
+        caller has dropped it, or ends the iteration.
+        """
+        ...
+
+
+class ParallelModel(WholeWeights, Protocol):
     """One model over the ranks of one layout."""
 
     @property
@@ -186,27 +219,6 @@ class ParallelModel(Protocol):
         `lr_scale`: what the schedule's learning rate is multiplied by; the answer has the product.
         `before_update` is called when the weights are about to change. Raises `TrainingError`, with the
         weights as they were, when the norm is not finite.
-        """
-        ...
-
-    def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Hugging Face name and whole shape of every weight, tied ones once, in the order of `gather_weights`."""
-        ...
-
-    def weight_senders(self, *, most: int) -> list[int]:
-        """For each of `weight_specs` the rank that is to send it to others, so that about `most` ranks have as much to
-        send as each other; with 1 it is rank 0."""
-        ...
-
-    def gather_weights(
-        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
-
-        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other than the one that
-        `to` names for each weight (0 without it) get empty tensors. What has to travel does so as `dtype`, if that is
-        given. No rank holds more than a few weights at a time; nobody writes to one that was given out before the
-        caller has dropped it, or ends the iteration.
         """
         ...
 
@@ -244,4 +256,16 @@ class ParallelModel(Protocol):
 
     def close(self) -> None:
         """Leave all communicators."""
+        ...
+
+
+class AdaptedModel(ParallelModel, Protocol):
+    """A model of which an adapter is trained (`ModelSpec.lora`): what is called its weights above are the adapter's."""
+
+    def merged(self) -> WholeWeights:
+        """The model's own weights with the adapter added, each as it is when it is gathered."""
+        ...
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Inside, `infer` computes as the frozen model does."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
+from streamrl.lora import SETTINGS, TENSORS, adapter_settings
 
 FILE_BYTES = 4 * 2**30
 """A file is closed once it holds so much."""
@@ -94,6 +97,13 @@ def export(folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path,
     """Write whole `weights` into `folder` as a Hugging Face checkpoint like `source`, tokenizer included."""
     copy_settings(source, folder, scalar_head=scalar_head)
     write_tensors(folder, "model", weights)
+
+
+def export_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, lora: LoraConfig, base: Path) -> None:
+    """Write an adapter of the model in `base` into `folder`, as peft has it, with the model's tokenizer."""
+    shutil.copytree(base, folder, ignore=_ignored, dirs_exist_ok=True)
+    (folder / SETTINGS).write_text(json.dumps(adapter_settings(lora, str(base.absolute())), indent=2))
+    write_tensors(folder, TENSORS, tensors, limit=sys.maxsize)  # peft reads one file
 
 
 def copy_settings(source: Path, target: Path, *, scalar_head: bool) -> None:

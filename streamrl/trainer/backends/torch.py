@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForS
 from transformers.utils import logging
 
 from streamrl.errors import ModelError, TrainingError
+from streamrl.lora import pair_of
 from streamrl.trainer.backends.attention import TreeMask
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, dealt, spread
+from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, WholeWeights, dealt, spread
 from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
 from streamrl.trainer.packing import MicroBatch
 
@@ -76,17 +79,20 @@ class Shards:
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors from `parts`, one after another, each on the rank that `to` names for it (rank 0 without it);
         empty ones elsewhere. What travels does so as `dtype`. Collective when sharded."""
-        for (name, shard), target in zip(self._weights.items(), to or [0] * len(self._weights), strict=True):
-            mine = parts[name].detach()
-            if self._group is None:
-                yield name, mine if self._rank == target else mine.new_empty(0)
-                continue
-            rows = self._rows(shard.shape[0])
-            padded = mine.new_zeros((rows, *shard.shape[1:]), dtype=dtype)
-            padded[: len(mine)] = mine
-            found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == target else None
-            dist.gather(padded, found, dst=target, group=self._group)
-            yield name, mine.new_empty(0) if found is None else torch.cat(found)[: shard.shape[0]]
+        for name, target in zip(self._weights, to or [0] * len(self._weights), strict=True):
+            yield name, self.whole(name, parts[name], dtype=dtype, to=target)
+
+    def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None, to: int) -> Tensor:
+        """The tensor of which each rank has `part`, as `gather` gives it. Collective when sharded."""
+        mine = part.detach()
+        if self._group is None:
+            return mine if self._rank == to else mine.new_empty(0)
+        total, *rest = self._weights[name].shape
+        padded = mine.new_zeros((self._rows(total), *rest), dtype=dtype)
+        padded[: len(mine)] = mine
+        found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == to else None
+        dist.gather(padded, found, dst=to, group=self._group)
+        return mine.new_empty(0) if found is None else torch.cat(found)[:total]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, into: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of each whole tensor; raises `ModelError` unless exactly the weights' come."""
@@ -137,14 +143,21 @@ class TorchModel:
         self._spec = spec
         self._world = world
         self._net = _Net(_load(spec), spec)
+        self._frozen: Shards | None = None
+        """The weights that are not trained, where an adapter is."""
         self._sharded = spec.shard and world > 1
         if self._sharded:
             _shard(self._net, spec.device, world)
         names = {name.removeprefix("model."): p for name, p in self._net.named_parameters()}
+        if spec.lora is not None:
+            adapters = {peft_name(name): p for name, p in names.items() if p.requires_grad}
+            self._frozen = self._spread({name: p for name, p in names.items() if not p.requires_grad})
+            names = adapters
         self._parameters = names
-        self._shards = Shards(
-            {name: Shard.of(parameter) for name, parameter in names.items()}, world=world, sharded=self._sharded
-        )
+        self._shards = self._spread(names)
+        if spec.lora is not None:
+            found = first_adapter(self._shards.specs(), spec.lora, folder=spec.adapter, seed=spec.seed)
+            self._shards.load(found, into=self._shards.local())
         self._optimizer = None
         if spec.lr is not None:
             self._net.train()
@@ -208,8 +221,7 @@ class TorchModel:
         return self._shards.specs()
 
     def weight_senders(self, *, most: int) -> list[int]:
-        sizes = [math.prod(shape) for _, shape in self.weight_specs()]
-        return dealt(sizes, [spread(range(self._world), most)] * len(sizes))
+        return _senders(self.weight_specs(), world=self._world, most=most)
 
     def gather_weights(
         self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
@@ -238,15 +250,32 @@ class TorchModel:
     def offload(self) -> None:
         if self._offloaded is None:
             moments = [] if self._optimizer is None else self._optimizer.on_device()
-            self._offloaded = Offloaded([*self._shards.local().values(), *self._net.buffers(), *moments])
+            frozen = self._frozen.local() if self._frozen is not None else {}
+            self._offloaded = Offloaded(
+                [*self._shards.local().values(), *frozen.values(), *self._net.buffers(), *moments]
+            )
 
     def onload(self) -> None:
         if self._offloaded is not None:
             self._offloaded.bring_back()
             self._offloaded = None
 
+    def merged(self) -> WholeWeights:
+        assert self._frozen is not None, "there is no adapter"
+        assert self._spec.lora is not None
+        return _Merged(self._frozen, self._shards, scale=self._spec.lora.scale, world=self._world)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return without_adapters(self._net)
+
     def close(self) -> None:
         self._shards.close()
+        if self._frozen is not None:
+            self._frozen.close()
+
+    def _spread(self, parameters: Mapping[str, nn.Parameter]) -> Shards:
+        weights = {name: Shard.of(parameter) for name, parameter in parameters.items()}
+        return Shards(weights, world=self._world, sharded=self._sharded)
 
     @property
     def _trained(self) -> AdamW:
@@ -297,6 +326,40 @@ class TorchModel:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device, non_blocking=True)
+
+
+class _Merged:
+    """`AdaptedModel.merged`."""
+
+    def __init__(self, frozen: Shards, adapter: Shards, *, scale: float, world: int) -> None:
+        self._frozen = frozen
+        self._adapter = adapter
+        self._scale = scale
+        self._world = world
+
+    def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return self._frozen.specs()
+
+    def weight_senders(self, *, most: int) -> list[int]:
+        return _senders(self.weight_specs(), world=self._world, most=most)
+
+    def gather_weights(
+        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        frozen, adapter = self._frozen.local(), self._adapter.local()
+        for name, target in zip(frozen, to or [0] * len(frozen), strict=True):
+            weight = self._frozen.whole(name, frozen[name], dtype=None, to=target)
+            if (pair := pair_of(name))[0] in adapter:
+                a, b = (self._adapter.whole(each, adapter[each], dtype=None, to=target) for each in pair)
+                if weight.numel():
+                    weight = torch.addmm(weight.float(), b, a, alpha=self._scale)
+            yield name, weight if dtype is None else weight.to(dtype)
+
+
+def _senders(specs: Sequence[tuple[str, tuple[int, ...]]], *, world: int, most: int) -> list[int]:
+    """`WholeWeights.weight_senders`: any rank can send any weight."""
+    sizes = [math.prod(shape) for _, shape in specs]
+    return dealt(sizes, [spread(range(world), most)] * len(sizes))
 
 
 class _Net(nn.Module):
@@ -386,7 +449,7 @@ AttentionInterface.register(TREE_ATTENTION, _attend)
 
 
 def _load(spec: ModelSpec) -> Any:
-    dtype = spec.dtype if spec.lr is None else torch.float32
+    dtype = spec.dtype if spec.lr is None or spec.lora is not None else torch.float32
     kind = AutoModelForCausalLM if spec.head == "tokens" else AutoModelForSequenceClassification
     options = {} if spec.head == "tokens" else {"num_labels": 1}
     verbosity = logging.get_verbosity()
@@ -406,6 +469,8 @@ def _load(spec: ModelSpec) -> Any:
     if spec.gradient_checkpointing and spec.lr is not None:
         model.gradient_checkpointing_enable()
     model = model.to(spec.device)
+    if spec.lora is not None:
+        adapt(model, spec.lora)
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()  # it is the mapped file, which `offload` could not give back

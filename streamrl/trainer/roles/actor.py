@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ class Actor:
         longest: int,
         device: torch.device,
         temperature: float = 1.0,
+        inferring: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`longest`: most tokens that a response may have. `temperature`: by which `model` divides logits."""
+        """`longest`: most tokens that a response may have. `temperature`: by which `model` divides logits. `inferring`:
+        entered around each inference."""
         self.model = model
         self._ranks = ranks
         self._trainer = trainer
@@ -63,12 +66,14 @@ class Actor:
         self._longest = longest
         self._device = device
         self._temperature = temperature
+        self._inferring = inferring
         self._compares = algorithm.kl_coef > 0
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the model
         gives no output. Collective."""
-        return infer_packed(self.model, groups, self._trainer)
+        with self._inferring():
+            return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
         """Credit of `items`, which are all that this rank has of a batch. Collective.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from streamrl.importing import without_garbage_collection
 from streamrl.models import check_checkpoint, initial_checkpoint
 from streamrl.records import progress
 from streamrl.trainer.algorithms.kl import KLCoefficient
-from streamrl.trainer.backends.base import Head, ModelSpec, ParallelModel, Ranks
+from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
 from streamrl.trainer.layout import ROLES, Layout, layout_of
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic, RewardModel
@@ -53,7 +55,10 @@ class Assembly:
         unknown = sorted(roles - makers.keys())
         if unknown:
             raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
-        self.roles: dict[str, Role] = {name: make() for name, make in makers.items() if name in roles | {"actor"}}
+        self.roles: dict[str, Role] = {}
+        for name, make in makers.items():
+            if name in roles | {"actor"}:
+                self.roles[name] = make()
 
     @property
     def actor(self) -> Actor:
@@ -79,7 +84,17 @@ class Assembly:
         )
         return self._policy(model, "actor")
 
+    def published(self) -> WholeWeights:
+        """What gservers get of the policy."""
+        model = self.actor.model
+        if self._config.model.lora is None or self._config.weights.lora == "adapter":
+            return model
+        return cast(AdaptedModel, model).merged()
+
     def _reference(self) -> Role:
+        if self._config.model.lora is not None:  # it is what the adapter is on
+            adapted = cast(AdaptedModel, self.actor.model)
+            return self._policy(adapted, "ref", inferring=adapted.without_adapter)
         folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
         return self._policy(self._model("ref", self._resumed(REFERENCE) or folder, head="tokens"), "ref")
 
@@ -105,7 +120,9 @@ class Assembly:
         check_checkpoint(folder)
         return RewardModel(self._model("reward", folder, head="scalar"), trainer=self._config.trainer)
 
-    def _policy(self, model: ParallelModel, role: str) -> Actor:
+    def _policy(
+        self, model: ParallelModel, role: str, *, inferring: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Actor:
         return Actor(
             model,
             ranks=self._ranks(role),
@@ -115,6 +132,7 @@ class Assembly:
             longest=self._config.rollout.sampling.max_new_tokens,
             device=self.device,
             temperature=self._config.rollout.sampling.temperature,
+            inferring=inferring,
         )
 
     def _ranks(self, role: str) -> Ranks:
@@ -148,6 +166,9 @@ class Assembly:
             gradient_checkpointing=trainer.gradient_checkpointing,
             shard=trainer.shard,
             offload_optimizer=trainer.offload_optimizer,
+            lora=config.model.lora if role == "actor" else None,
+            adapter=Path(config.run.resume_from) if role == "actor" and config.run.resume_from else None,
+            seed=config.run.seed,
         )
         make = _BACKENDS[role_config(trainer, role).backend]
         with without_garbage_collection():

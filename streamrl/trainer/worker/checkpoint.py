@@ -5,7 +5,8 @@ appears at once, when all of it is on the disk; older ones are removed only afte
 
 Everything that a checkpoint holds, copied into host memory so that training can go on while it is written.
 
-    FOLDER/                 the policy as a Hugging Face checkpoint, with its tokenizer
+    FOLDER/                 the policy as a Hugging Face checkpoint, with its tokenizer; with [model.lora] an adapter
+                            as peft has it, beside the settings and the tokenizer of its base
     FOLDER/critic/, ref/    likewise, where there is one (the reference: where it changes)
     FOLDER/state/ROLE/      optimizer, schedule and coefficients of a trained role
     FOLDER/state/progress.json
@@ -27,12 +28,12 @@ import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
-from streamrl.config import Config
+from streamrl.config import Config, LoraConfig
 from streamrl.device import compute_with
 from streamrl.errors import DeadlineExceeded
 from streamrl.records import progress
 from streamrl.records.progress import Progress
-from streamrl.trainer.backends.files import copies, export
+from streamrl.trainer.backends.files import copies, export, export_adapter
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.items import RoleState
@@ -142,10 +143,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     weights: dict[str, dict[str, Tensor]]
     """Role → its weights, whole."""
     states: dict[str, RoleState]
+    lora: LoraConfig | None = None
+    """The policy's weights are an adapter's."""
 
     def write(self, folder: Path) -> None:
         """Into `folder`, which exists."""
         for role, weights in self.weights.items():
+            if role == "actor" and self.lora is not None:
+                export_adapter(folder, weights.items(), lora=self.lora, base=self.source)
+                continue
             target = folder if role == "actor" else folder / role
             export(target, weights.items(), source=self.source, scalar_head=role == CRITIC)
         for role, state in self.states.items():
@@ -175,5 +181,6 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, keep
         weights[name] = copies(role.model.gather_weights(), keep=keep)
         if isinstance(role, Critic) or (isinstance(role, Actor) and role is assembly.actor):
             states[name] = role.state().copied(keep=keep)
-    source = Path(config.run.resume_from or assembly.model_dir)
-    return Snapshot(progress=reached, source=source, weights=weights, states=states)
+    lora = config.model.lora
+    source = Path(config.run.resume_from or assembly.model_dir) if lora is None else assembly.model_dir
+    return Snapshot(progress=reached, source=source, weights=weights, states=states, lora=lora)

@@ -386,7 +386,7 @@ class ModelWorker:
         listening = self._reach.listening(weights.host)
         own = Broadcaster(weights, listening=listening, backend=carried_by, dtype=dtype, device=self._device)
         self._source = WeightSource(
-            assembly.actor.model,
+            assembly.published(),
             rank=self._index,
             world=world,
             timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,

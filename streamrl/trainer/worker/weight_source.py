@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.errors import PublicationError
-from streamrl.trainer.backends.base import ParallelModel
+from streamrl.trainer.backends.base import WholeWeights
 from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import Broadcast, PublishBeginReply, group_of_sender
 
@@ -83,7 +83,7 @@ class WeightSource:
 
     def __init__(
         self,
-        model: ParallelModel,
+        model: WholeWeights,
         *,
         rank: int,
         world: int,
@@ -243,7 +243,7 @@ class Senders:
 class _Part:
     """The weights that one rank sends; a `transport.collective.Weights`."""
 
-    def __init__(self, model: ParallelModel, *, rank: int, senders: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, model: WholeWeights, *, rank: int, senders: Sequence[int], dtype: torch.dtype) -> None:
         self._model = model
         self._rank = rank
         self._senders = senders

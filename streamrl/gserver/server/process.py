@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from streamrl.errors import ConfigError
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
 from streamrl.gserver.server.http import Server
+from streamrl.gserver.server.merged import merge
 from streamrl.gserver.server.sender import WeightSender
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
@@ -56,10 +58,14 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     client = ControlClient.of(config, manager_url)
     try:
         keys = GserverKeys.of(config, secret, index)
-        async with running(config, index=index, model_dir=model_dir, listening=listening, keys=keys, secret=secret) as (
-            engine,
-            url,
+        async with (
+            first_weights(config, index=index, model_dir=model_dir) as served,
+            running(config, index=index, model_dir=served, listening=listening, keys=keys, secret=secret) as (
+                engine,
+                url,
+            ),
         ):
+            engine, url = served
             membership = Membership(
                 client,
                 role="gserver",
@@ -98,6 +104,21 @@ async def _until_over(membership: Membership, engine: Served) -> None:
         for task in (stopping, leaving, failed):
             task.cancel()
         await asyncio.gather(stopping, leaving, failed, return_exceptions=True)
+
+
+@asynccontextmanager
+async def first_weights(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[Path]:
+    """The folder with what gserver `index` serves first: `model_dir`, or for as long as this is open one in which the
+    adapter that the run goes on from is merged into it."""
+    lora, begun_from = config.model.lora, config.run.resume_from
+    if lora is None or begun_from is None or config.weights.lora == "adapter":
+        yield model_dir
+        return
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"merged-{index}-", dir=config.run_dir) as folder:
+        merged = Path(folder) / "model"
+        await asyncio.to_thread(merge, model_dir, Path(begun_from), lora, into=merged)
+        yield merged
 
 
 @asynccontextmanager

@@ -59,11 +59,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     try:
         keys = GserverKeys.of(config, secret, index)
         async with (
-            first_weights(config, index=index, model_dir=model_dir) as served,
-            running(config, index=index, model_dir=served, listening=listening, keys=keys, secret=secret) as (
-                engine,
-                url,
-            ),
+            first_weights(config, index=index, model_dir=model_dir) as first,
+            running(config, index=index, model_dir=first, listening=listening, keys=keys, secret=secret) as served,
         ):
             engine, url = served
             membership = Membership(

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -24,8 +25,10 @@ import torch
 
 from streamrl import essential
 from streamrl.checksum import WeightsChecksum
+from streamrl.config import LoraConfig
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
+from streamrl.gserver.embedded.adapters import Adapters
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.model import KVCache, Model
 from streamrl.gserver.embedded.request import Request
@@ -76,7 +79,11 @@ class EmbeddedEngine:
         deterministic: bool = False,
         prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 256 * 2**20,
+        lora: LoraConfig | None = None,
+        adapter: Path | None = None,
     ) -> None:
+        """`lora`: what is updated are adapters of the model in `folder`, the first of them that in `adapter`; without
+        one it changes nothing."""
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
         if max_context > architecture.max_position:
@@ -105,6 +112,8 @@ class EmbeddedEngine:
             threads=threads,
             deterministic=deterministic,
         )
+        self._adapters = Adapters(self._weights.served, lora) if lora is not None else None
+        self._first_adapter = adapter
         cache = KVCache(
             architecture, max_slots=max_running, max_length=self.max_context, dtype=compute_dtype, device=device
         )
@@ -116,14 +125,16 @@ class EmbeddedEngine:
             version=version,
             prefill_tokens=prefill_tokens,
             prefix_cache_bytes=prefix_cache_bytes,
+            adapter=self._adapters.served if self._adapters is not None else None,
         )
+        updated = self._weights.served if self._adapters is None else self._adapters.served
         self._receiver = WeightReceiver(
             expected=Expected(
-                shapes={name: tuple(tensor.shape) for name, tensor in self._weights.served.named.items()},
+                shapes={name: tuple(tensor.shape) for name, tensor in updated.named.items()},
                 dtype=dtype,
-                ignored=frozenset((TIED_HEAD,)) if architecture.tied else frozenset(),
+                ignored=frozenset((TIED_HEAD,)) if architecture.tied and self._adapters is None else frozenset(),
             ),
-            aside=self._weights,
+            aside=self._weights if self._adapters is None else self._adapters,
             device=device,
             timeout=update_timeout,
         )
@@ -152,7 +163,7 @@ class EmbeddedEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._do(lambda: self._weights.load_served(self._folder))
+        await self._do(self._load_first)
 
     async def failed(self) -> None:
         watching = essential.begin(self._break_when_stuck(), name="the watch over the engine's thread")
@@ -234,13 +245,16 @@ class EmbeddedEngine:
         if self._receiver.begun:
             await self._receiver.load(folder, version)
             return f"the weights in {folder} wait for /end_weight_update"
-        if read_architecture(folder) != self._architecture:
+        if self._adapters is None and read_architecture(folder) != self._architecture:
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
 
         async def replace() -> str:
             await self._receiver.discard()
-            await in_thread(lambda: self._weights.load_staged(folder))
-            self.model_path = str(folder)
+            if self._adapters is not None:
+                await in_thread(partial(self._adapters.load_staged, folder))
+            else:
+                await in_thread(lambda: self._weights.load_staged(folder))
+                self.model_path = str(folder)
             return await self._swap(Staged(version=version))
 
         return await self._receiver.apart(replace)
@@ -249,13 +263,14 @@ class EmbeddedEngine:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        return await self._receiver.exclusively(lambda: self._weights.served.checksum())
+        updated = self._weights.served if self._adapters is None else self._adapters
+        return await self._receiver.exclusively(updated.checksum)
 
     async def served_weights(self) -> ServedWeights:
         return await self._do(
             lambda: ServedWeights(
                 version=self._scheduler.version,
-                tensors=self._weights.share(),
+                tensors=self._weights.share() if self._adapters is None else self._adapters.served.named,
                 dtype=self._weights.dtype,
                 device=self._device,
             )
@@ -281,6 +296,7 @@ class EmbeddedEngine:
             "pause_seconds_total": self._pause_seconds + paused,
             "weight_updates_total": float(self._weight_updates),
             "cache_bytes": float(scheduler.cache_bytes),
+            "adapters": float(scheduler.adapters),
             "step_seconds": time.monotonic() - (self._step_began or time.monotonic()),
         }
 
@@ -306,7 +322,10 @@ class EmbeddedEngine:
             going_on = not self._scheduler.paused
             if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
                 self._scheduler.pause(self._pause_mode)
-            self._scheduler.new_weights(self._weights.swap(), staged.version)
+            if self._adapters is not None:
+                self._scheduler.new_adapter(self._adapters.swap(), staged.version)
+            else:
+                self._scheduler.new_weights(self._weights.swap(), staged.version)
             if going_on:
                 self._scheduler.resume()
             return time.perf_counter() - began
@@ -314,7 +333,14 @@ class EmbeddedEngine:
         seconds = await self._do(swap)
         self._freeing = asyncio.create_task(in_thread(self._weights.free_retired))
         self._weight_updates += 1
-        return f"{len(self._weights.served.named)} tensors swapped in within {seconds:.4f} s"
+        updated = self._weights.served if self._adapters is None else self._adapters.served
+        return f"{len(updated.named)} tensors swapped in within {seconds:.4f} s"
+
+    def _load_first(self) -> None:
+        self._weights.load_served(self._folder)
+        if self._adapters is not None and self._first_adapter is not None:
+            self._adapters.load_served(self._first_adapter)
+            self._scheduler.new_adapter(self._adapters.served, None)
 
     async def _do(self, command: Callable[[], Result]) -> Result:
         """Run `command` in the engine's thread between two steps; return its result."""

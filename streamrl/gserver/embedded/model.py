@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from streamrl.gserver.embedded.adapters import Adapter, MatrixAdapter, rows_of
 from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.weights import LayerWeights, Parameters
-from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for
+from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, silu_and_multiply
 
 FIRST_SLOTS = 8
 FIRST_LENGTH = 128
@@ -29,6 +30,8 @@ class Extension(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
     last: int | None = None
     """How many of the last tokens' hidden states are wanted; None: all."""
+    adapter: Adapter | None = None
+    """With which they are computed."""
 
     @property
     def wanted(self) -> int:
@@ -75,23 +78,36 @@ class Model:
             wanted.extend(range(len(tokens) - extension.wanted, len(tokens)))
         place = torch.tensor([tokens, positions, slots], device=self._device)
         pieces = [Piece(extension.slot, extension.cached, len(extension.tokens)) for extension in extensions]
-        chosen = None if len(wanted) == len(tokens) else torch.tensor(wanted, dtype=torch.long, device=self._device)
-        return self._forward(place, pieces, wanted=chosen), starts
+        adapters = [e.adapter for e in extensions for _ in e.tokens] if any(e.adapter for e in extensions) else ()
+        if len(wanted) == len(tokens):
+            return self._forward(place, pieces, adapters=adapters), starts
+        return self._forward(place, pieces, adapters=adapters, wanted=wanted), starts
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Compute `tokens[i]`, which stands at `positions[i]` of slot i; return the logits after it, `[n, vocab]`."""
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], *, adapters: Sequence[Adapter | None] = ()
+    ) -> Tensor:
+        """Compute `tokens[i]`, which stands at `positions[i]` of slot i, with `adapters[i]`, if there are any; return
+        the logits after it, `[n, vocab]`."""
         place = torch.tensor([tokens, positions, range(len(tokens))], device=self._device)
         pieces = [Piece(slot, position, 1) for slot, position in enumerate(positions)]
-        return self.logits(self._forward(place, pieces))
+        return self.logits(self._forward(place, pieces, adapters=adapters))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of `hidden` (`[n, hidden_size]`): `[n, vocab]`, in the dtype that is computed in."""
         return self.parameters.head(self._operations.rms_norm(hidden, self.parameters.norm))
 
-    def _forward(self, place: Tensor, pieces: Sequence[Piece], *, wanted: Tensor | None = None) -> Tensor:
+    def _forward(
+        self,
+        place: Tensor,
+        pieces: Sequence[Piece],
+        *,
+        adapters: Sequence[Adapter | None] = (),
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the hidden states of the `wanted` tokens; the last layer ends with these alone.
 
-        `place`: `[3, tokens]`, the tokens, their positions and their slots.
+        `place`: `[3, tokens]`, the tokens, their positions and their slots. `adapters`: of each token, if there are
+        any.
         """
         tokens, positions, slots = place.unbind()
         rotate_and_store: RotateAndStore = self._operations.rotate_and_store(
@@ -100,25 +116,51 @@ class Model:
         attend: Attend = self._operations.attend(slots, positions, pieces)
         x = self.parameters.embedding.index_select(0, tokens)
         last = self._a.layers - 1
+        adapted = rows_of(adapters, device=self._device)
         for i, layer in enumerate(self.parameters.layers):
-            qkv = self._queries_keys_values(layer, x)
+            qkv = self._queries_keys_values(layer, x, [(adapter.layers[i].qkv, rows) for adapter, rows in adapted])
             rotate_and_store(qkv, self.cache.layers[i])
             attended = attend(qkv, self.cache.layers[i])
             if i == last and wanted is not None:
-                x, attended = x[wanted], attended[wanted]
+                chosen = torch.tensor(wanted, dtype=torch.long, device=self._device)
+                x, attended = x[chosen], attended[chosen]
+                adapted = rows_of([adapters[row] for row in wanted] if adapters else (), device=self._device)
             x = layer.o(attended, layer.o_bias, added=x)
-            gated = layer.gate_up.gated(self._operations.rms_norm(x, layer.post_norm))
+            _add([(adapter.layers[i].o, rows) for adapter, rows in adapted], x, attended)
+            gated = self._gated(layer, x, [(adapter.layers[i].gate_up, rows) for adapter, rows in adapted])
             x = layer.down(gated, added=x)
+            _add([(adapter.layers[i].down, rows) for adapter, rows in adapted], x, gated)
         return x
 
-    def _queries_keys_values(self, w: LayerWeights, x: Tensor) -> Tensor:
+    def _gated(self, w: LayerWeights, x: Tensor, adapters: MatrixAdapters) -> Tensor:
+        normed = self._operations.rms_norm(x, w.post_norm)
+        if not adapters:
+            return w.gate_up.gated(normed)
+        gate_up = w.gate_up.plain(normed)
+        _add(adapters, gate_up, normed)
+        return silu_and_multiply(gate_up)
+
+    def _queries_keys_values(self, w: LayerWeights, x: Tensor, adapters: MatrixAdapters) -> Tensor:
         a = self._a
-        qkv = w.qkv(self._operations.rms_norm(x, w.input_norm), w.qkv_bias).view(len(x), -1, a.head_dim)
+        normed = self._operations.rms_norm(x, w.input_norm)
+        qkv = w.qkv(normed, w.qkv_bias)
+        _add(adapters, qkv, normed)
+        qkv = qkv.view(len(x), -1, a.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             queries, keys = qkv[:, : a.heads], qkv[:, a.heads : a.heads + a.kv_heads]
             queries.copy_(self._operations.rms_norm(queries, w.q_norm))
             keys.copy_(self._operations.rms_norm(keys, w.k_norm))
         return qkv
+
+
+MatrixAdapters = Sequence[tuple[MatrixAdapter | None, Tensor | None]]
+"""Adapters of one matrix, and the rows that they are of."""
+
+
+def _add(adapters: MatrixAdapters, product: Tensor, x: Tensor) -> None:
+    for adapter, rows in adapters:
+        if adapter is not None:
+            adapter.add(product, x, rows)
 
 
 class KVCache:

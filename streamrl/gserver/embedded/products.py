@@ -48,6 +48,11 @@ class Matrix:
         library, packed = found
         return library.product(x, packed, self.weight, bias, added)
 
+    def plain(self, x: Tensor) -> Tensor:
+        """Return the product of `x` and the matrix as it lies there, also where it is packed for `gated`: `[rows,
+        outputs]`, a new tensor."""
+        return operations.product(x, self.weight)
+
     def gated(self, x: Tensor) -> Tensor:
         """Return silu of the first half of each row of the product, times its second half: `[rows, outputs]`."""
         found = self._packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.sampler import Draw
 from streamrl.gserver.server.engine import Job, Output, Ticket
 from streamrl.stop_strings import Decode, StopStrings
@@ -42,6 +43,8 @@ class Request:
         )
         self._stop_strings = StopStrings(job.stop, decode)
         self._versions: list[tuple[str, int]] = []
+        self.adapter: Adapter | None = None
+        """With which it is computed; None: it has not begun, or there are none."""
 
     @property
     def produced(self) -> int:
@@ -83,13 +86,13 @@ class Request:
     def abort(self, message: str) -> None:
         self.finish_reason = FinishReason(type="abort", message=message)
 
-    def output(self, weight_version: str) -> Output:
+    def output(self) -> Output:
         """What the asking side sees now."""
         final = self.finish_reason is not None
         return Output(
             output_ids=self.tokens[self.prompt_length :],
             logprobs=list(self.logprobs),
-            weight_version=weight_version,
+            weight_version=self._versions[-1][0],
             finish_reason=self.finish_reason,
             spans=self._spans() if final else [],
             top_logprobs=list(self.top_logprobs),

@@ -30,6 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
@@ -63,9 +64,10 @@ class Scheduler:
         version: str,
         prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         """`prefill_tokens`: how many tokens of prompts are computed between two decode steps while nothing else runs.
-        `prefix_cache_bytes`: see `PrefixCache`."""
+        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: of the requests that begin before there is a new one."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -80,6 +82,7 @@ class Scheduler:
         self.decode_seconds = 0.0
         """How long the latest decode step took."""
         self._model = model
+        self._adapter = adapter
         self._cache = cache
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
@@ -95,6 +98,12 @@ class Scheduler:
     @property
     def occupied(self) -> int:
         return len(self.running) - self.running.count(None)
+
+    @property
+    def adapters(self) -> int:
+        """How many are computed with: that of requests to come, and those of running ones."""
+        used = {id(request.adapter) for request in self.running if request is not None} | {id(self._adapter)}
+        return len(used - {id(None)})
 
     @property
     def cache_bytes(self) -> int:
@@ -141,10 +150,19 @@ class Scheduler:
         if version is not None:
             self.set_version(version)
 
+    def new_adapter(self, adapter: Adapter, version: str | None) -> None:
+        """Requests that have not begun are computed with `adapter`; the others keep theirs, and its version."""
+        self._adapter = adapter
+        self._forget_prefixes()
+        if version is not None:
+            self.set_version(version)
+
     def set_version(self, version: str) -> None:
+        """From the next token on, what is computed with the present weights and adapter is of `version`."""
         self.version = version
         for request in [*filter(None, self.running), *self.waiting]:
-            request.note_version(version)
+            if request.adapter in (None, self._adapter):
+                request.note_version(version)
 
     def step(self) -> None:
         """Admit waiting requests, then make one token for each running one."""
@@ -209,7 +227,8 @@ class Scheduler:
         cached = self._fill(request, slot)
         self._cut = request, slot
         end = cached + count
-        self._model.extend([Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end], last=0)])
+        part = Extension(slot=slot, cached=cached, tokens=request.tokens[cached:end], last=0, adapter=self._adapter)
+        self._model.extend([part])
         self._prefixes.place(slot, request.tokens[:end])
         self.prompt_tokens += count
 
@@ -255,6 +274,7 @@ class Scheduler:
         self.running.extend([None] * (max(slots) + 1 - len(self.running)))
         for slot, request in zip(slots, batch, strict=True):
             self.running[slot] = request
+            request.adapter = self._adapter
         return slots
 
     def _extension(self, request: Request, slot: int) -> Extension:
@@ -263,7 +283,7 @@ class Scheduler:
         if self._cut is not None and self._cut[0] is request:
             self._forget_cut()
         last = None if request.wants_input_logprobs else 1
-        return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:], last=last)
+        return Extension(slot=slot, cached=cached, tokens=request.tokens[cached:], last=last, adapter=request.adapter)
 
     def _fill(self, request: Request, slot: int) -> int:
         """Copy the longest cached prefix of `request` into `slot`; return its length."""
@@ -324,7 +344,8 @@ class Scheduler:
     def _decode_running(self, requests: Sequence[Request]) -> None:
         """Make a token for each of `requests`, of which request i sits in slot i."""
         positions = [len(request.tokens) - 1 for request in requests]
-        logits = self._model.decode([request.tokens[-1] for request in requests], positions)
+        adapters = [request.adapter for request in requests] if self._adapter is not None else ()
+        logits = self._model.decode([request.tokens[-1] for request in requests], positions, adapters=adapters)
         self._sample_for(range(len(requests)), logits)
 
     def _sample_for(self, slots: Sequence[int], logits: Tensor) -> None:
@@ -364,6 +385,7 @@ class Scheduler:
             request = self.running[slot]
             if request is not None:
                 request.num_retractions += 1
+                request.adapter = None
                 self._prefixes.remove(slot)
                 self.waiting.appendleft(request)
         self.running.clear()
@@ -403,7 +425,7 @@ class Scheduler:
         self.waiting = deque(request for request in self.waiting if id(request) not in gone)
 
     def _tell(self, request: Request) -> None:
-        self.events.append((request.ticket, request.output(self.version)))
+        self.events.append((request.ticket, request.output()))
 
     def _at(self, slot: int) -> Request:
         request = self.running[slot]
@@ -436,7 +458,7 @@ class DeterministicScheduler(Scheduler):
             prompt = request.tokens[: request.prompt_length]
             found = computed.get(tuple(prompt))
             if found is None or request.wants_input_logprobs:
-                hidden = self._extend(slot, 0, prompt)
+                hidden = self._extend(request, slot, 0, prompt)
                 if request.wants_input_logprobs:
                     self._score_prompt(request, hidden, 0)
                 hidden = hidden[-1:].clone()
@@ -447,18 +469,19 @@ class DeterministicScheduler(Scheduler):
                 self._cache.copy(source, [slot], len(prompt))
                 request.cached_tokens = len(prompt) - 1
             for position in range(request.prompt_length, len(request.tokens)):  # if it was retracted
-                hidden = self._extend(slot, position, request.tokens[position : position + 1])
+                hidden = self._extend(request, slot, position, request.tokens[position : position + 1])
             self._sample_for([slot], self._model.logits(hidden))
 
-    def _extend(self, slot: int, cached: int, tokens: Sequence[int]) -> Tensor:
-        """Return the hidden states of `tokens`, which follow `cached` ones in `slot`."""
+    def _extend(self, request: Request, slot: int, cached: int, tokens: Sequence[int]) -> Tensor:
+        """Return the hidden states of `tokens` of `request`, which follow `cached` ones in `slot`."""
         self.prompt_tokens += len(tokens)
-        return self._model.extend([Extension(slot=slot, cached=cached, tokens=tokens)])[0]
+        extension = Extension(slot=slot, cached=cached, tokens=tokens, adapter=request.adapter)
+        return self._model.extend([extension])[0]
 
     def _decode_running(self, requests: Sequence[Request]) -> None:
         for slot, request in enumerate(requests):
             last = len(request.tokens) - 1
-            extension = Extension(slot=slot, cached=last, tokens=request.tokens[last:])
+            extension = Extension(slot=slot, cached=last, tokens=request.tokens[last:], adapter=request.adapter)
             self._sample_for([slot], self._model.logits(self._model.extend([extension])[0]))
 
 

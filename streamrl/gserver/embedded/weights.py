@@ -231,12 +231,7 @@ class Parameters:
 
         Several threads may write, each another weight. Returns `tensor_sums` of what was written, as it is served.
         """
-        place = self.place(name)
-        rounded = tensor.to(self.dtype)  # where they are kept wider
-        if self.compute_dtype == self.dtype:
-            return copy_and_sum(place, rounded)
-        place.copy_(rounded)
-        return tensor_sums(place.to(self.dtype))
+        return store_rounded(self.place(name), tensor, dtype=self.dtype)
 
     def synchronize(self) -> None:
         """Wait until everything is written, so that another thread may compute with it."""
@@ -337,6 +332,15 @@ class Parameters:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.compute_dtype, device=self.device)
+
+
+def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
+    """Copy `tensor` to `place` as numbers of `dtype`, which may be kept wider there; return `tensor_sums` of these."""
+    rounded = tensor.to(dtype)
+    if place.dtype == dtype:
+        return copy_and_sum(place, rounded)
+    place.copy_(rounded)
+    return tensor_sums(place.to(dtype))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

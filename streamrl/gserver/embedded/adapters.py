@@ -1,0 +1,207 @@
+"""Low-rank adapters of the served model: each version is one of its own, and a request keeps the one it began with.
+
+An update fills a new `Adapter` while others are computed with, and the swap makes it that of the requests that begin
+from then on. An adapter lives as long as somebody computes with it, or sends it.
+
+Adapters have the names that Hugging Face's peft gives their tensors (`streamrl/lora.py`). Those of a fused matrix (Q, K
+and V; gate and up) read the same input, so their A are neighbouring rows of one matrix.
+
+Invariant: an adapter that is served is never written to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from streamrl.checksum import WeightsChecksum, tensor_sums, weights_checksum
+from streamrl.config import LoraConfig
+from streamrl.errors import ModelError
+from streamrl.gserver.embedded.weights import Parameters, store_rounded
+from streamrl.lora import TENSORS, adapter_specs, check_adapter, is_adapted, pair_of
+
+
+class Part(NamedTuple):
+    """What one linear layer's adapter adds to a fused matrix's product."""
+
+    b: Tensor
+    """`[outputs, rank]`"""
+    columns: slice
+    """Of the fused matrix's outputs."""
+
+
+class MatrixAdapter:
+    """The adapters of the linear layers that make up one matrix."""
+
+    def __init__(self, a: Tensor, parts: Sequence[Part], *, scale: float) -> None:
+        """`a`: `[parts · rank, inputs]`."""
+        self._a = a
+        self._parts = parts
+        self._scale = scale
+
+    def add(self, product: Tensor, x: Tensor, rows: Tensor | None) -> None:
+        """Add to the matrix's `product` (`[tokens, outputs]`) of `x` (`[tokens, inputs]`) what the adapters add; with
+        `rows` to these alone."""
+        low = F.linear(x if rows is None else x[rows], self._a).chunk(len(self._parts), -1)
+        for own, (b, columns) in zip(low, self._parts, strict=True):
+            if rows is None:
+                product[:, columns].addmm_(own, b.T, alpha=self._scale)
+            else:
+                product[:, columns].index_add_(0, rows, F.linear(own, b), alpha=self._scale)
+
+
+class LayerAdapter(NamedTuple):
+    """One decoder layer; None where no linear layer of a matrix is adapted."""
+
+    qkv: MatrixAdapter | None
+    o: MatrixAdapter | None
+    gate_up: MatrixAdapter | None
+    down: MatrixAdapter | None
+
+
+MATRICES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Which linear layers make up which matrix of `LayerWeights`, in the order of their rows."""
+
+
+class Adapter:
+    """One version, of zeros at first: then it changes nothing."""
+
+    def __init__(self, parameters: Parameters, lora: LoraConfig) -> None:
+        """`parameters`: of the model that is adapted."""
+        self.named: dict[str, Tensor] = {}
+        """Name → contiguous tensor in the dtype that is computed in; to be written to before it is served."""
+        self._parameters = parameters
+        self._lora = lora
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(parameters.architecture.layers)]
+
+    def _layer(self, prefix: str) -> LayerAdapter:
+        return LayerAdapter(**{matrix: self._matrix(prefix, layers) for matrix, layers in MATRICES.items()})
+
+    def _matrix(self, prefix: str, layers: Sequence[str]) -> MatrixAdapter | None:
+        names = [f"{prefix}{layer}.weight" for layer in layers]
+        shapes = [self._parameters.named[name].shape for name in names]
+        adapted = [is_adapted(name, self._lora) for name in names]
+        if not any(adapted):
+            return None
+        rank, inputs = self._lora.rank, shapes[0][1]
+        a = self._zeros(rank * sum(adapted), inputs)
+        rows = iter(torch.split(a, rank))
+        parts: list[Part] = []
+        end = 0
+        for name, (outputs, _), chosen in zip(names, shapes, adapted, strict=True):
+            begin, end = end, end + outputs
+            if chosen:
+                part = Part(self._zeros(outputs, rank), slice(begin, end))
+                self.named |= zip(pair_of(name), (next(rows), part.b), strict=True)
+                parts.append(part)
+        return MatrixAdapter(a, parts, scale=self._lora.scale)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._parameters.compute_dtype, device=self._parameters.device)
+
+
+Adapted = Sequence[tuple[Adapter, Tensor | None]]
+"""Adapters and the rows of a batch that they are of (`[rows]`); None: all."""
+
+
+def rows_of(adapters: Sequence[Adapter | None], *, device: torch.device) -> Adapted:
+    """Return which rows of a batch have which adapter; `adapters`: that of each row."""
+    rows: dict[int, list[int]] = {}
+    found: dict[int, Adapter] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            found[id(adapter)] = adapter
+            rows.setdefault(id(adapter), []).append(row)
+    if len(found) == 1 and len(*rows.values()) == len(adapters):
+        return [(adapter, None) for adapter in found.values()]
+    return [(found[key], torch.tensor(own, device=device)) for key, own in rows.items()]
+
+
+class Adapters:
+    """The adapter that is served, and the staged one. Implements `WeightsAside` (`server/engine.py`)."""
+
+    def __init__(self, parameters: Parameters, lora: LoraConfig) -> None:
+        """`parameters`: of the model that is adapted. Raises `ModelError` if it lacks one of the linear layers."""
+        self._parameters = parameters
+        self._lora = lora
+        specs = adapter_specs([(name, tuple(weight.shape)) for name, weight in parameters.named.items()], lora)
+        self.served = self._new()
+        self._staged: Adapter | None = None
+        self._making = threading.Lock()
+        self.shapes: Mapping[str, tuple[int, ...]] = dict(specs)
+
+    def load_served(self, folder: Path) -> None:
+        """Serve the adapter in `folder`, in peft's format; raises `ModelError`."""
+        check_adapter(folder, self._lora)
+        self._load(folder / f"{TENSORS}.safetensors")
+        self.swap()
+
+    def load_staged(self, folder: Path) -> None:
+        """Write the tensors in `folder` to the staged adapter; raises `ModelError`."""
+        files = sorted(folder.glob("*.safetensors"))
+        if len(files) != 1:
+            raise ModelError(f"an adapter is one safetensors file, and {folder} has {len(files)}")
+        self._load(files[0])
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        return store_rounded(self._writable().named[name], tensor, dtype=self._parameters.dtype)
+
+    def place(self, name: str) -> Tensor | None:
+        same = self._parameters.compute_dtype == self._parameters.dtype
+        return self._writable().named[name] if same else None
+
+    def sums(self, name: str) -> str:
+        return tensor_sums(self._writable().named[name])
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        return False  # they are few, and A of fused matrices have to lie together
+
+    def forget(self) -> None:
+        with self._making:
+            self._staged = None
+
+    def make_ready(self) -> None:
+        self._parameters.synchronize()
+
+    def swap(self) -> Adapter:
+        """Serve the staged adapter, and return it."""
+        self.make_ready()
+        self.served, self._staged = self._writable(), None
+        return self.served
+
+    def checksum(self) -> WeightsChecksum:
+        """Return the checksum of the served adapter, as it was published."""
+        return weights_checksum({name: tensor.to(self._parameters.dtype) for name, tensor in self.served.named.items()})
+
+    def _load(self, file: Path) -> None:
+        self.forget()
+        try:
+            found = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the adapter {file} cannot be read: {error}") from error
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != self.shapes:
+            raise ModelError(f"the adapter {file} has other tensors than [model.lora] asks for")
+        for name, tensor in found.items():
+            self.store(name, tensor)
+
+    def _writable(self) -> Adapter:
+        with self._making:
+            if self._staged is None:
+                self._staged = self._new()
+            return self._staged
+
+    def _new(self) -> Adapter:
+        return Adapter(self._parameters, self._lora)

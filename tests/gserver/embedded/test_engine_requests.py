@@ -227,11 +227,11 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
         for name in broken:
             works = getattr(model, name)
 
-            def call(*args: Any, works: Any = works, name: str = name) -> Any:
+            def call(*args: Any, works: Any = works, name: str = name, **settings: Any) -> Any:
                 if broken[name]:
                     broken[name] = False
                     raise RuntimeError("out of memory")
-                return works(*args)
+                return works(*args, **settings)
 
             monkeypatch.setattr(model, name, call)
         failed = engine.submit(job("a", prompt(5)))

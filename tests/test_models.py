@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.config import Config, from_dict
+from streamrl.config import Config, LoraConfig, from_dict
 from streamrl.errors import ModelError
+from streamrl.lora import adapter_settings
 from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer, weights_fingerprint
 from tests.forked import Forked, forking
 
@@ -117,6 +118,30 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     check("not valid JSON")
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     check("'mamba'; supported: llama, qwen2, qwen3")
+
+
+def test_a_run_with_an_adapter_begins_with_its_base_and_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    scratch = {"path": "scratch", "scratch": {"hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}}
+    lora = LoraConfig(rank=2)
+
+    def config(resume_from: Path | None = None, **model: Any) -> Config:
+        run = {} if resume_from is None else {"resume_from": str(resume_from)}
+        return from_dict({"model": scratch | model, "run": run})
+
+    base = ensure_checkpoint(config(), cache=tmp_path / "cache")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_settings(lora, str(base))))
+    with pytest.raises(ModelError, match=r"lacks adapter_model\.safetensors"):
+        ensure_checkpoint(config(folder, lora={"rank": 2}), cache=tmp_path / "cache")
+    (folder / "adapter_model.safetensors").touch()
+    assert ensure_checkpoint(config(folder, lora={"rank": 2}), cache=tmp_path / "cache") == base
+    with pytest.raises(ModelError, match="r is 2, and"):
+        ensure_checkpoint(config(folder, lora={"rank": 3}), cache=tmp_path / "cache")
+    with pytest.raises(ModelError, match="is an adapter"):
+        ensure_checkpoint(config(folder), cache=tmp_path / "cache")
+    with pytest.raises(ModelError, match="holds no adapter"):
+        ensure_checkpoint(config(base, lora={"rank": 2}), cache=tmp_path / "cache")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

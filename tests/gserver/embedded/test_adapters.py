@@ -169,7 +169,7 @@ async def test_a_new_adapter_changes_nothing_and_one_that_does_not_fit_is_refuse
             await engine.load(wrong, "1")
         assert engine.weight_version == "3"
     assert differs(model, prompt(8), before) < NEAR
-    with pytest.raises(ModelError, match="r is 4, and"):
+    with pytest.raises(ModelError, match="r is 8, and"):
         async with engine_for(folder, lora=LORA, adapter=written(tmp_path / "rank", {}, LoraConfig(rank=8))):
             pass
 

@@ -99,15 +99,17 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, message):
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, **trainer):
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, **trainer):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},
                 "algorithm": algorithm or {},
+                "model": model or {},
                 "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
                 "run": run or {"device": "cpu", "dir": str(tmp_path)},
             }
         )
+        self.config = config
         graph = graph_of(config)
         folder = tmp_path / "model"
         if not folder.exists():
@@ -134,7 +136,9 @@ class Worker:
         )
 
     def save(self, folder, *, version=1, final=False):
-        reached = Progress(policy_version=version, trained=[(0, 8)], rejected=[], prompts="")
+        reached = Progress(
+            policy_version=version, trained=[(0, 8)], rejected=[], prompts=progress.prompts_digest(self.config)
+        )
         return self.computation.carry_out(Save(str(folder), reached, final))
 
 
@@ -157,6 +161,50 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monke
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 32
     assert progress.read(folder).trained == [(0, 8)]
     resume(worker.assembly, folder)
+
+
+def test_a_run_goes_on_from_an_adapter_to_the_bit_and_peft_reads_it(tmp_path):
+    peft = pytest.importorskip("peft")
+    groups = [random_group(seq, np.random.default_rng(seq)) for seq in range(2)]
+    parts = [([seq], int(group.packed_loss_mask.sum()), group.size) for seq, group in enumerate(groups)]
+    settings = {"groups": groups, "algorithm": {"kl_coef": 0.1}, "lr": 1e-2, "model": {"lora": {"rank": 2}}}
+    run = {"device": "cpu", "dir": str(tmp_path)}
+    folder = tmp_path / "checkpoints" / "step-000001"
+
+    def weights(worker):
+        return {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}
+
+    def logprobs(worker, role):
+        return np.concatenate(worker.assembly.roles[role].inference(groups))
+
+    worker = Worker(tmp_path, run=run, **settings)
+    assert worker.assembly.roles["ref"].model is worker.assembly.actor.model  # there is no second copy
+    before = logprobs(worker, "actor")
+    assert np.array_equal(before, logprobs(worker, "ref"))
+    worker.computation.carry_out(Inference("ref_inf", [0, 1]))
+    worker.train(parts[:1])
+    worker.save(folder, final=True)
+    saved, trained = weights(worker), logprobs(worker, "actor")
+    assert np.abs(trained - before).max() > 1e-3
+    assert np.array_equal(before, logprobs(worker, "ref"))
+    assert not list(folder.glob("model*.safetensors"))
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), folder)
+    group = groups[0]
+    with torch.no_grad():
+        tokens = torch.from_numpy(group.packed_input_ids[: group.seqlens[0]].astype(np.int64))
+        wanted = adapted(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+    mask = group.packed_loss_mask[1 : group.seqlens[0]]
+    assert trained[1 : group.seqlens[0]][mask] == pytest.approx(wanted[mask], abs=1e-5)
+
+    resumed = Worker(tmp_path, run={**run, "resume_from": str(folder)}, **settings)
+    resume(resumed.assembly, folder)
+    assert all(torch.equal(weight, saved[name]) for name, weight in weights(resumed).items())
+    resumed.computation.carry_out(Inference("ref_inf", [0, 1]))
+    for each in (worker, resumed):
+        each.train(parts[1:])
+    last = weights(worker)
+    assert any(not torch.equal(last[name], weight) for name, weight in saved.items())
+    assert all(torch.equal(weight, last[name]) for name, weight in weights(resumed).items())
 
 
 def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):

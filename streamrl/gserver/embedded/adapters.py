@@ -163,6 +163,9 @@ class Adapters:
         same = self._parameters.compute_dtype == self._parameters.dtype
         return self._writable().named[name] if same else None
 
+    def served_weight(self, name: str) -> Tensor:
+        return self.served.named[name].to(self._parameters.dtype)
+
     def sums(self, name: str) -> str:
         return tensor_sums(self._writable().named[name])
 

@@ -28,6 +28,7 @@ GROUND = {
     "importing",
     "ledger",
     "local_cache",
+    "lora",
     "machine",
     "models",
     "native",

@@ -146,13 +146,13 @@ def _layout_problems(config: Config) -> list[str]:
     for role in ("actor", "ref", "critic", "reward"):
         chosen = role_config(trainer, role)
         where = f"trainer.roles.{role}" if role in trainer.roles else "trainer"
-        sizes = (chosen.data_parallel, chosen.tensor_parallel, chosen.pipeline_parallel)
+        sizes = (chosen.data_parallel, chosen.context_parallel, chosen.tensor_parallel, chosen.pipeline_parallel)
         if math.prod(sizes) != trainer.workers:
             problems.append(
-                f"{where}: data_parallel * tensor_parallel * pipeline_parallel is {math.prod(sizes)}, "
-                f"but there are {trainer.workers} model workers, and each role spans all of them"
+                f"{where}: data_parallel * context_parallel * tensor_parallel * pipeline_parallel is "
+                f"{math.prod(sizes)}, but there are {trainer.workers} model workers, and each role spans all of them"
             )
-        if chosen.backend == "torch" and chosen.data_parallel != math.prod(sizes):
+        if chosen.backend == "torch" and chosen.tensor_parallel * chosen.pipeline_parallel > 1:
             problems.append(f'{where}: tensor_parallel and pipeline_parallel need backend = "megatron"')
         if config.run.record and chosen != role_config(trainer, "actor"):
             problems.append(f"run.record: {where} has another backend or layout than [trainer], which is not recorded")

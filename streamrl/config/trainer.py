@@ -19,6 +19,7 @@ class RoleConfig(Section, frozen=True):
 
     backend: BackendName | None = None
     data_parallel: Positive | None = None
+    context_parallel: Positive | None = None
     tensor_parallel: Positive | None = None
     pipeline_parallel: Positive | None = None
 
@@ -43,9 +44,11 @@ class TrainerConfig(Section, frozen=True):
     backend: BackendName = "torch"
     """What computes: transformers with plain torch, or Megatron Core (`pip install "streamrl[megatron]"`)."""
     data_parallel: Positive = 1
+    context_parallel: Positive = 1
+    """Model workers that share each row's tokens among them, for rows that are too long for one device."""
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
-    """There are as many model workers as the product of the three; the torch backend has only the first."""
+    """There are as many model workers as the product of the four; the torch backend has only the first two."""
     roles: dict[RoleName, RoleConfig] = field(default_factory=dict)
     """Other backends or layouts for some roles, on the same model workers: [trainer.roles.critic]."""
     graph: str = ASYNCHRONOUS
@@ -92,7 +95,7 @@ class TrainerConfig(Section, frozen=True):
     @property
     def workers(self) -> int:
         """Model workers."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        return self.data_parallel * self.context_parallel * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def save_every(self) -> Every:
@@ -190,6 +193,7 @@ class RoleLayout(NamedTuple):
 
     backend: BackendName
     data_parallel: int
+    context_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
 
@@ -197,13 +201,20 @@ class RoleLayout(NamedTuple):
 def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
     """What holds for `role`: its own settings where it has some, else those of [trainer].
 
-    A role that names one size has 1 for the others; one that names only the torch backend is data-parallel.
+    A role that names one size has 1 for the others; one that names only the torch backend is data-parallel, over
+    context groups as large as those of [trainer].
     """
     own = trainer.roles.get(role, RoleConfig())
     backend = own.backend or trainer.backend
-    sizes = (own.data_parallel, own.tensor_parallel, own.pipeline_parallel)
+    sizes = (own.data_parallel, own.context_parallel, own.tensor_parallel, own.pipeline_parallel)
     if own.backend == "torch" and all(size is None for size in sizes):
-        return RoleLayout("torch", trainer.workers, 1, 1)
+        return RoleLayout("torch", trainer.workers // trainer.context_parallel, trainer.context_parallel, 1, 1)
     if all(size is None for size in sizes):
-        return RoleLayout(backend, trainer.data_parallel, trainer.tensor_parallel, trainer.pipeline_parallel)
+        return RoleLayout(
+            backend,
+            trainer.data_parallel,
+            trainer.context_parallel,
+            trainer.tensor_parallel,
+            trainer.pipeline_parallel,
+        )
     return RoleLayout(backend, *(size or 1 for size in sizes))

@@ -155,8 +155,8 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
         raise ConfigError(f"{said}: nodes are numbered from 0 to {share.nodes - 1}")
     if share.nodes > config.trainer.workers:
         raise ConfigError(
-            f"{said}: there are only {config.trainer.workers} model workers (trainer.data_parallel * tensor_parallel * "
-            "pipeline_parallel), and each node has at least one"
+            f"{said}: there are only {config.trainer.workers} model workers (trainer.data_parallel * "
+            "context_parallel * tensor_parallel * pipeline_parallel), and each node has at least one"
         )
     return share
 

@@ -1,6 +1,6 @@
-"""How the model workers share one model: data, tensor and pipeline parallelism. Pure.
+"""How the model workers share one model: data, context, tensor and pipeline parallelism. Pure.
 
-Ranks are numbered as Megatron numbers them: tensor rank fastest, then data, then pipeline.
+Ranks are numbered as Megatron numbers them: tensor rank fastest, then context, then data, then pipeline.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ class Coordinates(NamedTuple):
     """Where a rank stands in a layout; each counts from 0."""
 
     data: int
+    context: int
     tensor: int
     pipeline: int
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Sizes of the three dimensions; their product is the number of model workers."""
+    """Sizes of the four dimensions; their product is the number of model workers."""
 
     data: int = 1
+    context: int = 1
     tensor: int = 1
     pipeline: int = 1
 
     @property
     def world(self) -> int:
         """Model workers."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands."""
         return Coordinates(
-            data=rank // self.tensor % self.data,
+            data=rank // (self.tensor * self.context) % self.data,
+            context=rank // self.tensor % self.context,
             tensor=rank % self.tensor,
-            pipeline=rank // (self.tensor * self.data),
+            pipeline=rank // (self.tensor * self.context * self.data),
         )
 
-    def rank(self, *, data: int, tensor: int, pipeline: int) -> int:
+    def rank(self, *, data: int, context: int, tensor: int, pipeline: int) -> int:
         """Who stands there."""
-        return tensor + self.tensor * (data + self.data * pipeline)
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def head(self, data: int) -> int:
         """The DP head of data-parallel rank `data`: it holds the data and gives the output."""
-        return self.rank(data=data, tensor=0, pipeline=self.pipeline - 1)
+        return self.rank(data=data, context=0, tensor=0, pipeline=self.pipeline - 1)
 
     @property
     def heads(self) -> list[int]:
@@ -61,7 +64,7 @@ class Layout(msgspec.Struct, frozen=True):
         return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
 
     def __str__(self) -> str:
-        return f"data {self.data} × tensor {self.tensor} × pipeline {self.pipeline}"
+        return f"data {self.data} × context {self.context} × tensor {self.tensor} × pipeline {self.pipeline}"
 
 
 def layout_of(trainer: TrainerConfig, role: str) -> Layout:
@@ -69,5 +72,10 @@ def layout_of(trainer: TrainerConfig, role: str) -> Layout:
     for known in ROLES:
         if known == role:
             chosen = role_config(trainer, known)
-            return Layout(data=chosen.data_parallel, tensor=chosen.tensor_parallel, pipeline=chosen.pipeline_parallel)
+            return Layout(
+                data=chosen.data_parallel,
+                context=chosen.context_parallel,
+                tensor=chosen.tensor_parallel,
+                pipeline=chosen.pipeline_parallel,
+            )
     raise ModelError(f"there is no role {role!r}; there are {', '.join(ROLES)}")

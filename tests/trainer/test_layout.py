@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from streamrl.trainer.layout import Layout
 
-LAYOUTS = st.builds(Layout, data=st.integers(1, 4), tensor=st.integers(1, 4), pipeline=st.integers(1, 4))
+LAYOUTS = st.builds(Layout, **dict.fromkeys(("data", "context", "tensor", "pipeline"), st.integers(1, 3)))
 
 
 @given(LAYOUTS)
 def test_ranks_and_coordinates_are_one_to_one(layout):
     for rank in range(layout.world):
         at = layout.coordinates(rank)
-        assert layout.rank(data=at.data, tensor=at.tensor, pipeline=at.pipeline) == rank
+        assert layout.rank(**at._asdict()) == rank
         assert at.data < layout.data
+        assert at.context < layout.context
         assert at.tensor < layout.tensor
         assert at.pipeline < layout.pipeline
 
@@ -26,5 +27,5 @@ def test_members_divide_the_ranks_and_each_has_its_head(layout):
     assert sorted(rank for group in members for rank in group) == list(range(layout.world))
     for data, head in enumerate(layout.heads):
         assert head in members[data]
-        assert layout.coordinates(head) == (data, 0, layout.pipeline - 1)
+        assert layout.coordinates(head) == (data, 0, 0, layout.pipeline - 1)
     assert layout.heads == sorted(layout.heads)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
 DENSE_TOKENS = 256
@@ -120,17 +121,20 @@ def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
 class TreeMask:
     """Who sees whom in a micro-batch, in the form that its device computes with."""
 
-    def __init__(self, micro: MicroBatch, device: torch.device) -> None:
+    def __init__(self, micro: MicroBatch, device: torch.device, context: ContextGroup) -> None:
+        self._context = context
         self._dense: Tensor | None = None
         self._forest: TreeBlocks | BlockMask | None = None
-        rows, length = micro.visible_until.shape
         if not micro.branched:
             return
+        visible_until = context.filled(micro.visible_until)
+        rows, length = visible_until.shape
+        visible_until = np.maximum(visible_until, np.arange(length) + 1)
         if length <= DENSE_TOKENS:
-            self._dense = torch.from_numpy(attention_mask(micro.visible_until)).to(device, non_blocking=True)
+            self._dense = torch.from_numpy(attention_mask(visible_until)).to(device, non_blocking=True)
             return
         # row behind row they are one forest
-        forest = (micro.visible_until + length * np.arange(rows)[:, None]).reshape(-1)
+        forest = (visible_until + length * np.arange(rows)[:, None]).reshape(-1)
         if device.type == "cpu":
             self._forest = TreeBlocks.of(forest, dense_tokens=DENSE_TOKENS)
         else:
@@ -139,12 +143,18 @@ class TreeMask:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
         """`[rows, heads, length, head_dim]`, from queries of that shape, and keys and values that may have fewer heads.
 
-        `scale`: what scores are multiplied by; None: 1 / √head_dim.
+        `length`: of this rank's columns. `scale`: what scores are multiplied by; None: 1 / √head_dim. Collective over
+        the context group.
         """
+        mixed = self._attend(*self._context.to_heads(*_autocast(query, key, value)), scale=scale)
+        return self._context.to_columns(mixed)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+        """As `attend`, of all columns of the rows."""
         if self._forest is None:
             return self._attend_densely(query, key, value, scale)
         rows, heads, length, head_dim = query.shape
-        query, key, value = (_in_one_row(x) for x in _autocast(query, key, value))
+        query, key, value = (_in_one_row(x) for x in (query, key, value))
         if isinstance(self._forest, TreeBlocks):
             mixed: Tensor = _Blockwise.apply(query, key, value, self._forest, scale)  # type: ignore[no-untyped-call]
         else:

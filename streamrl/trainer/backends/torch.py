@@ -35,6 +35,7 @@ from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
 from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, WholeWeights, dealt, spread
+from streamrl.trainer.backends.context import ContextGroup, heads_problem
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
@@ -136,13 +137,15 @@ HEAD_CHUNK_TOKENS = 1024
 
 
 class TorchModel:
-    """`ParallelModel` over `world` data-parallel ranks, which meet in torch's default process group."""
+    """`ParallelModel` over `world` ranks, which meet in torch's default process group. Each run of `context` of them
+    shares its rows; otherwise they are data-parallel."""
 
-    def __init__(self, spec: ModelSpec, *, world: int = 1) -> None:
-        """Collective."""
+    def __init__(self, spec: ModelSpec, *, world: int = 1, context: int = 1) -> None:
+        """Collective. Raises `ModelError` when the model is not supported, or not with so many ranks."""
         self._spec = spec
         self._world = world
         self._net = _Net(_load(spec), spec)
+        self._context = _context_group(self._net.model.config, spec.folder, world=world, context=context)
         self._frozen: Shards | None = None
         """The weights that are not trained, where an adapter is."""
         self._sharded = spec.shard and world > 1
@@ -270,6 +273,7 @@ class TorchModel:
 
     def close(self) -> None:
         self._shards.close()
+        self._context.close()
         if self._frozen is not None:
             self._frozen.close()
 
@@ -284,17 +288,18 @@ class TorchModel:
         return self._optimizer
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
+        share = self._context.share(micro)
         with torch.autocast(self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16):
             values, entropy = self._net(
-                self._tensor(micro.input_ids),
-                TreeMask(micro, self._spec.device),
-                self._tensor(micro.position_ids),
-                self._tensor(micro.row_index),
-                self._tensor(micro.column_index),
-                self._tensor(micro.target_ids),
+                self._tensor(share.input_ids),
+                TreeMask(micro, self._spec.device, self._context),
+                self._tensor(share.position_ids),
+                self._tensor(share.row_index),
+                self._tensor(share.column_index),
+                self._tensor(share.target_ids),
                 self._spec.temperature if temperature is None else temperature,
             )
-        return Output(values, entropy)
+        return Output(self._context.gather(values, share), self._context.gather(entropy, share))
 
     def _others_have_more(self, mine: int) -> int:
         """How many micro-batches more another rank has: sharded ranks have to go through layers together."""
@@ -475,6 +480,17 @@ def _load(spec: ModelSpec) -> Any:
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()  # it is the mapped file, which `offload` could not give back
     return model
+
+
+def _context_group(config: Any, folder: Path, *, world: int, context: int) -> ContextGroup:
+    """That of this rank. Collective."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if problem := heads_problem(heads=heads, kv_heads=kv_heads, context=context):
+        raise ModelError(f"{folder} cannot be trained so: {problem}")
+    if context == 1:
+        return ContextGroup()
+    groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
+    return ContextGroup(groups[dist.get_rank() // context])
 
 
 def _refuse_unsupported(config: Any, folder: Path) -> None:

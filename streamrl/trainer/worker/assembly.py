@@ -221,7 +221,7 @@ def _from_rank_0(weight: Tensor, shape: tuple[int, ...], world: int) -> Tensor:
 def _torch_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
     from streamrl.trainer.backends.torch import TorchModel
 
-    return TorchModel(spec, world=layout.data)
+    return TorchModel(spec, world=layout.world, context=layout.context)
 
 
 def _megatron_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:

@@ -102,6 +102,14 @@ class Checks:
         self._outputs_equal(alive, Reference(self._models / "odd"), share_prefix=True)
         alive.close()
 
+    def shared_rows(self, kinds: Sequence[str], *, shard: bool) -> None:
+        """What ranks that share rows might do otherwise than ranks that have rows of their own."""
+        for kind in kinds:
+            self.model_equals_reference(kind, shard=shard)
+        self.nothing_to_learn(shard=shard)
+        self.long_rows_make_nothing_large()
+        self.bfloat16_is_near(shard=shard)
+
     def model_equals_reference(self, kind: str, *, shard: bool) -> None:
         """Outputs, gradients, and three steps."""
         head = "scalar" if kind == SCALAR else "tokens"

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from streamrl.trainer.backends import attention
 from streamrl.trainer.backends.attention import TreeMask, tree_tiles
+from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch
 
 
@@ -88,7 +89,7 @@ def blockwise(request, monkeypatch):
 def test_blocks_give_the_numbers_of_a_dense_mask(parents, heads, precision):
     dtype, tolerance = precision
     inputs, gradient = drawn(1, len(parents), heads=heads[0], kv_heads=heads[1], dtype=dtype)
-    ours = TreeMask(micro_of([parents]), torch.device("cpu")).attend(*inputs)
+    ours = TreeMask(micro_of([parents]), torch.device("cpu"), ContextGroup()).attend(*inputs)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     wanted = by_the_definition(exact, dense(parents))
     torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
@@ -113,7 +114,7 @@ def test_rows_of_a_micro_batch_are_computed_together(length, trees):
     inputs, gradient = drawn(len(rows), length, heads=4, kv_heads=2, dtype=torch.float64)
     with torch.no_grad():
         gradient[2, :, length - 19 :] = 0
-    ours = TreeMask(micro, torch.device("cpu")).attend(*inputs)
+    ours = TreeMask(micro, torch.device("cpu"), ContextGroup()).attend(*inputs)
     wanted = by_the_definition(inputs, torch.stack([dense(parents) for parents in rows])[:, None])
     real = gradient != 0
     torch.testing.assert_close(ours[real], wanted[real])

@@ -15,7 +15,7 @@ from streamrl.trainer.master.groups import GroupTable
 from streamrl.trainer.redistributor import transfers
 from tests.trainer.master.test_groups import make_meta
 
-LAYOUTS = [Layout(data=4), Layout(data=2, tensor=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
+LAYOUTS = [Layout(data=4), Layout(data=2, context=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
 
 
 def sent(plan):

@@ -106,6 +106,7 @@ class LayoutGroups:
             parallel_state.initialize_model_parallel(
                 layout.tensor,
                 layout.pipeline,
+                context_parallel_size=layout.context,
                 distributed_timeout_minutes=timeout_seconds / 60,
                 create_gloo_process_groups=False,
             )

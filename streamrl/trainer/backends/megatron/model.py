@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
+from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.backends.files import TensorFiles
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
@@ -55,6 +57,8 @@ class MegatronModel:
         ]
         self._groups = layout_groups(layout, timeout_seconds=timeout_seconds)
         with self._groups.active():
+            shared = layout.context > 1
+            self._context = ContextGroup(parallel_state.get_context_parallel_group() if shared else None)
             network = self._build()
             named = dict(network.named_parameters())
             self._parameters: list[Tensor] = [named[weight.parameter] for weight in stages[self._place.pipeline]]
@@ -185,6 +189,7 @@ class MegatronModel:
             transformer_config(self._shape, self._spec, self._layout),
             self._shape,
             self._spec,
+            self._context,
             first=self._place.pipeline == 0,
             last=self.gives_output,
         )
@@ -227,7 +232,7 @@ class MegatronModel:
                     value = value + output.values[:0].sum()
                 return value, nothing, {}
 
-            return module(to_batch(micro, self._shape, self._spec.device, temperature=divisor)), finish
+            return module(to_batch(micro, self._shape, self._spec.device, self._context, temperature=divisor)), finish
 
         with self._computing():
             get_forward_backward_func()(
@@ -259,7 +264,7 @@ class MegatronModel:
         """Which elements of `parameter` this rank gives when it is gathered."""
         if self._trainable is not None and self._spec.shard:
             return self._trainable.own_range(parameter)
-        return (0, parameter.numel()) if self._place.data == 0 else (0, 0)
+        return (0, parameter.numel()) if self._place.data == self._place.context == 0 else (0, 0)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         return parameter if self._trainable is None else self._trainable.master(parameter)

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.backends.context import ContextGroup, Share
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
@@ -170,13 +171,14 @@ HEAD_CHUNK_TOKENS = 1024
 
 
 class Batch(NamedTuple):
-    """A micro-batch on the device."""
+    """A micro-batch on the device, as far as this rank computes it."""
 
     input_ids: Tensor
     """`[rows, length]`."""
     rotation: Tensor
     """`[length, rows, 1, head_dim]` float32: the rotary angles of each token."""
     tree: TreeMask
+    share: Share
     columns: Tensor
     rows: Tensor
     targets: Tensor
@@ -185,19 +187,23 @@ class Batch(NamedTuple):
     """Logits are divided by it."""
 
 
-def to_batch(micro: MicroBatch, shape: ModelShape, device: torch.device, *, temperature: float) -> Batch:
-    """`micro` on `device`."""
+def to_batch(
+    micro: MicroBatch, shape: ModelShape, device: torch.device, context: ContextGroup, *, temperature: float
+) -> Batch:
+    """This rank's share of `micro` on `device`."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
+    share = context.share(micro)
     return Batch(
-        input_ids=tensor(micro.input_ids),
-        rotation=shape.rotation(tensor(micro.position_ids)),
-        tree=TreeMask(micro, device),
-        columns=tensor(micro.column_index),
-        rows=tensor(micro.row_index),
-        targets=tensor(micro.target_ids),
+        input_ids=tensor(share.input_ids),
+        rotation=shape.rotation(tensor(share.position_ids)),
+        tree=TreeMask(micro, device, context),
+        share=share,
+        columns=tensor(share.column_index),
+        rows=tensor(share.row_index),
+        targets=tensor(share.target_ids),
         temperature=temperature,
     )
 
@@ -222,6 +228,7 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
         variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
         bf16=spec.dtype == torch.bfloat16,
@@ -245,7 +252,9 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
 class Network(LanguageModule):  # type: ignore[misc]
     """The stage of the pipeline rank that makes it; its weights hold nothing yet."""
 
-    def __init__(self, config: Any, shape: ModelShape, spec: ModelSpec, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, config: Any, shape: ModelShape, spec: ModelSpec, context: ContextGroup, *, first: bool, last: bool
+    ) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
         padded = -(-shape.vocabulary // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
@@ -254,6 +263,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         self.share_embeddings_and_output_weights = shape.tied and spec.head == "tokens"
         self.model_type = ModelType.encoder_or_decoder
         self._spec = spec
+        self._context = context
         if first:
             self.embedding = LanguageModelEmbedding(
                 config, padded, max_sequence_length=0, position_embedding_type="rope", tp_group=groups.tp
@@ -293,7 +303,11 @@ class Network(LanguageModule):  # type: ignore[misc]
         if not self.post_process:
             assert isinstance(hidden, Tensor)
             return hidden
-        states = hidden[batch.columns, batch.rows]
+        found = self._outputs(hidden[batch.columns, batch.rows], batch)
+        return Output(*(self._context.gather(own, batch.share) for own in found))
+
+    def _outputs(self, states: Tensor, batch: Batch) -> Output:
+        """Of this rank's predicted positions, from their hidden states `[tokens, hidden]`."""
         if len(states) == 0:
             nothing = states.sum(-1).float()
             return Output(values=nothing, entropy=torch.zeros_like(nothing))

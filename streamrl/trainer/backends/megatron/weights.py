@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from typing import Protocol
 
 import msgspec
@@ -341,8 +342,8 @@ class WholeTensors:
         for tensor_rank in range(self._layout.tensor):
             shard = torch.empty(shape, dtype=dtype, device=self._device)
             flat = shard.view(-1)
-            for data_rank in range(self._layout.data):
-                source = self._layout.rank(data=data_rank, tensor=tensor_rank, pipeline=stage)
+            for data, context in product(range(self._layout.data), range(self._layout.context)):
+                source = self._layout.rank(data=data, context=context, tensor=tensor_rank, pipeline=stage)
                 start, end = self._ranges[source][number]
                 if start == end:
                     continue

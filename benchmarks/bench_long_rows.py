@@ -1,6 +1,6 @@
 """Memory of a training step on one long row: it should grow as the row's tokens do.
 
-    python benchmarks/bench_long_rows.py [--quick] [--threads N]
+    python benchmarks/bench_long_rows.py [--quick] [--threads N] [--tokens N ...] [--append]
 
 A small model (2 layers, a vocabulary of 8,192) computes the log-probabilities of one row and their gradients, with
 activations computed again in the backward pass. Each measurement is a process of its own; reported is how much its
@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from common import write_results
+from common import earlier_rows, write_results
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -133,6 +133,8 @@ def in_a_process(folder: Path, row: str, tokens: int, *, threads: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the shortest rows only")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--append", action="store_true", help="to the rows of the latest run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--measure", nargs=3, metavar=("FOLDER", "ROW", "TOKENS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -143,11 +145,11 @@ def main() -> None:
         print(json.dumps(measure(Path(folder), row, int(tokens), threads=options.threads)))
         return
     console = Console()
-    rows: list[dict[str, Any]] = []
+    rows = earlier_rows("bench_long_rows") if options.append else []
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
-        for tokens in TOKENS[: 1 if options.quick else None]:
+        for tokens in options.tokens[: 1 if options.quick else None]:
             for row in ROWS if tokens <= DENSE_TOKENS else ROWS[:-1]:
                 rows.append(in_a_process(Path(folder), row, tokens, threads=options.threads))
                 console.print(rows[-1], style="dim")

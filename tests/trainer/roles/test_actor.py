@@ -40,7 +40,7 @@ class Policy:
         self.steps = 0
         self.rank = options.get("rank", 0)
         algorithm = algorithm or AlgorithmConfig()
-        dtype, world, rank = options.get("dtype", torch.float32), options.get("world", 1), options.get("rank", 0)
+        dtype, layout, rank = options.get("dtype", torch.float32), options.get("layout", Layout()), self.rank
         cpu = torch.device("cpu")
         common = {"head": "tokens", "device": cpu, "dtype": dtype, "temperature": temperature}
         trained = ModelSpec(
@@ -56,8 +56,8 @@ class Policy:
 
         def actor(spec):
             return Actor(
-                TorchModel(spec, world=world),
-                ranks=Ranks(Layout(data=world), rank, device=cpu),
+                TorchModel(spec, world=layout.world, context=layout.context),
+                ranks=Ranks(layout, rank, device=cpu),
                 trainer=trainer,
                 algorithm=algorithm,
                 kl=kl,
@@ -494,6 +494,10 @@ SPREAD = {
 }
 
 
+LAYOUTS = [(Layout(data=2), False), (Layout(data=2), True), (Layout(context=2), False)]
+"""Of two ranks, and whether weights are sharded."""
+
+
 def _train_spread(backend, kind, chosen):
     """Two steps on the groups `chosen` of five."""
     for step in range(2):
@@ -509,30 +513,31 @@ def _train_spread(backend, kind, chosen):
 def _rank(folder, rank, port, answers):
     torch.set_num_threads(1)
     join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
-    for kind, shard in product(SPREAD, (False, True)):
-        backend = make_backend(folder, algorithm=SPREAD[kind], world=2, rank=rank, shard=shard)
-        coefficient = _train_spread(backend, kind, slice(0, 4) if rank == 0 else slice(4, 5))
+    for kind, (layout, shard) in product(SPREAD, LAYOUTS):
+        backend = make_backend(folder, algorithm=SPREAD[kind], layout=layout, rank=rank, shard=shard)
+        shares = (slice(0, 4), slice(4, 5)) if layout.data == 2 else (slice(0, 5), slice(0, 5))
+        coefficient = _train_spread(backend, kind, shares[rank])
         whole = backend.named_weights() if shard else [(n, p.detach()) for n, p in backend.model._parameters.items()]
         weights = {name: w.numpy() for name, w in whole}
-        answers.send(((kind, shard, rank), (weights, coefficient)))
+        answers.send(((kind, layout, shard, rank), (weights, coefficient)))
         backend.model.close()
     dist.destroy_process_group()
 
 
-def test_two_unequal_ranks_equal_one(tmp_path):
+def test_two_ranks_with_unequal_groups_or_with_rows_in_common_equal_one(tmp_path):
     folder = save_model(tmp_path / "model")
     store = open_store("127.0.0.1")
     with Forked(_rank, [(folder, rank, store.port) for rank in range(2)]) as ranks:
-        found = dict(ranks.take(8))
+        found = dict(ranks.take(2 * len(SPREAD) * len(LAYOUTS)))
         ranks.end()
     for kind in SPREAD:
         alone = make_backend(folder, algorithm=SPREAD[kind])
         coefficient = _train_spread(alone, kind, slice(0, 5))
-        for shard in (False, True):
-            (weights, first), (others, second) = found[kind, shard, 0], found[kind, shard, 1]
+        for layout, shard in LAYOUTS:
+            (weights, first), (others, second) = (found[kind, layout, shard, rank] for rank in range(2))
             for name, weight in alone.named_weights():
                 assert shard or np.array_equal(weights[name], others[name]), name
-                assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, (kind, shard, name)
+                assert np.abs(weights[name] - weight.numpy()).max() < 1e-4, (kind, layout, shard, name)
             assert first == second
             assert first == (coefficient if coefficient is None else pytest.approx(coefficient, rel=1e-5))
             if coefficient is not None:

@@ -78,15 +78,14 @@ def test_synchronous_ppo_is_the_masters_from_generation_on_though_a_rollout_work
 
 
 def test_four_workers_share_models_in_three_ways(tmp_path: Path) -> None:
-    """Actor and critic by Megatron, one context and pipeline parallel, one data and tensor parallel; the reference by
-    torch, data and context parallel."""
+    """Actor and critic by Megatron, tensor and pipeline parallel; the reference by torch, data-parallel."""
     pytest.importorskip("megatron.core")
     settings = overrides(
         tmp_path,
         "four",
         **THREE_STEPS,
         trainer__backend="megatron",
-        trainer__context_parallel=2,
+        trainer__tensor_parallel=2,
         trainer__pipeline_parallel=2,
         trainer__roles__ref__backend="torch",
         weights__mode="collective",

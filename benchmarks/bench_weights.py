@@ -56,8 +56,9 @@ from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import of_run_at
+from streamrl.transport.secret import Secret, of_run_at
 
 Mode = Literal["collective", "disk", "shared_memory"]
 MODES: tuple[Mode, ...] = ("collective", "disk", "shared_memory")
@@ -102,14 +103,20 @@ class Point:
     """One run: a manager, `count` gservers, and a publisher."""
 
     def __init__(
-        self, config: Config, client: ControlClient, gservers: list[asyncio.subprocess.Process], urls: list[str]
+        self,
+        config: Config,
+        client: ControlClient,
+        gservers: list[asyncio.subprocess.Process],
+        urls: list[str],
+        *,
+        secret: Secret,
     ) -> None:
         self.config = config
         self.dtype = resolve_dtype(config.gserver.dtype, torch.device("cpu"))
         self._client = client
         self._gservers = gservers
         self._urls = urls
-        self._generation = GenerationClient(timeout=START_SECONDS)
+        self._generation = GenerationClient(timeout=START_SECONDS, key=generation_key(config, secret))
         self._store = open_store("127.0.0.1")
         self._bare = 0
         self._publisher = Publisher(
@@ -187,7 +194,7 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
     ]
     try:
         peers = await client.topology("gserver", config.gserver.count, patience=START_SECONDS)
-        found = Point(config, client, gservers, [peer.address for peer in peers])
+        found = Point(config, client, gservers, [peer.address for peer in peers], secret=of_run_at(url))
         try:
             yield found
         finally:

@@ -7,7 +7,10 @@ import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,6 +98,29 @@ def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """
     emulated = device.type == "cpu" and dtype == torch.bfloat16 and not processor_has_bfloat16()
     return torch.float32 if emulated else dtype
+
+
+class SideStream:
+    """A CUDA stream beside the one that computes, for a thread that reads what that one has written: what one of them
+    is given to do does not stand in line behind what the other is. On other devices than CUDA nothing is different."""
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        """`cuda`: what stands in for `torch.cuda`, in tests."""
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_computation(self) -> Iterator[None]:
+        """Have what this thread begins run in the side stream, behind what the computation has been given to do up to
+        now; at the end, wait until it is done. The computation waits for none of it."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(self._cuda.default_stream(self._device).record_event())
+        with self._cuda.stream(self._stream):
+            yield
+        self._stream.record_event().synchronize()
 
 
 def compute_repeatably(device: torch.device) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from streamrl.device import resolve_device
+from streamrl.device import SideStream, resolve_device
 from streamrl.errors import ConfigError
 
 
@@ -26,3 +29,56 @@ def test_processes_take_turns(gpus: int) -> None:
 def test_a_server_of_more_ranks_than_devices_is_refused(gpus: int) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel = 6 needs as many CUDA devices; torch finds {gpus}"):
         resolve_device("auto", each=6)
+
+
+class Cuda:
+    """Stands in for `torch.cuda`: notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def Stream(self, device: torch.device) -> CudaStream:
+        return CudaStream(self, "side")
+
+    def default_stream(self, device: torch.device) -> CudaStream:
+        return CudaStream(self, "default")
+
+    @contextmanager
+    def stream(self, stream: CudaStream) -> Iterator[None]:
+        self.asked.append(f"enter {stream.name}")
+        yield
+        self.asked.append(f"leave {stream.name}")
+
+
+class CudaStream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.name = name
+        self._cuda = cuda
+
+    def record_event(self) -> CudaStream:
+        self._cuda.asked.append(f"record {self.name}")
+        return self
+
+    def wait_event(self, event: CudaStream) -> None:
+        self._cuda.asked.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self._cuda.asked.append(f"this thread waits for {self.name}")
+
+
+def test_a_side_stream_waits_for_what_was_computed_and_the_computation_for_nothing() -> None:
+    cuda = Cuda()
+    side = SideStream(torch.device("cuda", 0), cuda=cuda)
+    with side.after_computation():
+        cuda.asked.append("read")
+    assert cuda.asked == [
+        *("record default", "side waits for default", "enter side", "read", "leave side"),
+        *("record side", "this thread waits for side"),
+    ]
+
+
+def test_without_cuda_there_is_no_stream() -> None:
+    cuda = Cuda()
+    with SideStream(torch.device("cpu"), cuda=cuda).after_computation():
+        pass
+    assert cuda.asked == []

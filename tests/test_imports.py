@@ -21,6 +21,7 @@ GROUND = {
     "checksum",
     "children",
     "config",
+    "cuda_memory",
     "delta",
     "device",
     "errors",

@@ -70,6 +70,8 @@ def found_in(config: Config) -> list[str]:
         problems.append("security.certificate and security.private_key need each other")
     if config.weights.dir and config.weights.mode != "disk":
         problems.append('weights.dir is of weights.mode = "disk"')
+    if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
+        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang would have to be sent a pickle')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
         problems.append('weights.backend is of weights.mode = "collective"')
     return (

@@ -384,9 +384,10 @@ class StalenessConfig(Section, frozen=True):
 class WeightsConfig(Section, frozen=True):
     """How new weights reach the gservers."""
 
-    mode: Literal["auto", "collective", "disk", "shared_memory"] = "auto"
-    """A broadcast to all gservers; files in `dir`, which all hosts have; or files in the memory of one host. `auto`:
-    shared memory while all gservers are on the trainer's host, without GPUs, and it has room; else a broadcast."""
+    mode: Literal["auto", "collective", "disk", "shared_memory", "cuda_ipc"] = "auto"
+    """A broadcast to all gservers; files in `dir`, which all hosts have; files in the memory of one host; or memory of
+    the GPU that the trainer's first model worker and all gservers are on. `auto`: shared memory while all gservers are
+    on the trainer's host, without GPUs, and it has room; else a broadcast."""
     lora: Literal["adapter", "merged"] = "adapter"
     """With [model.lora], what is published: the adapter alone, or the model's weights with the adapter added."""
     dir: str = ""

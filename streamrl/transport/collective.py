@@ -12,7 +12,9 @@ taken.
 from __future__ import annotations
 
 import math
+import os
 import socket
+import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -30,10 +32,14 @@ from torch.distributed import distributed_c10d as c10d
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
 from streamrl.delta import Delta, apply, delta
+from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
 
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+WATCH_SECONDS = 0.001
+"""Between two looks at what NCCL does."""
 AT_ONCE = 4
 """Broadcasts that are under way together."""
 
@@ -69,22 +75,38 @@ def form_group(
     try:
         if store is None:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        # c10d has no public way to make a group next to (or without) the default one.
-        group, _ = c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            dist.Backend(backend),
-            PrefixStore(name, store),
-            group_name=name,  # type: ignore[arg-type]
-            timeout=limit,
-        )
+        with _left_to_us():
+            # c10d has no public way to make a group next to (or without) the default one.
+            group, _ = c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                dist.Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type]
+                timeout=limit,
+            )
     except (RuntimeError, ValueError) as error:
         raise PublicationError(
             f"process group {name}: {_not_met(rank, world_size, backend, address, port, timeout)}: {error}"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+@contextmanager
+def _left_to_us() -> Iterator[None]:
+    """Make groups in which torch's NCCL backend does nothing about errors by itself: it would end the whole process
+    because of one gserver. It looks at this variable when a group is made."""
+    before = os.environ.get(NCCL_ERROR_HANDLING)
+    os.environ[NCCL_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_ERROR_HANDLING]
+        else:
+            os.environ[NCCL_ERROR_HANDLING] = before
 
 
 def join_world(
@@ -115,8 +137,9 @@ def _not_met(rank: int, world_size: int, backend: str, address: str, port: int, 
 
 
 def destroy_group(group: Any) -> None:
-    """Leave `group`."""
-    dist.destroy_process_group(group)
+    """Leave `group`, unless `watch` has done so."""
+    if group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def broadcast(tensor: Tensor, group: Any, *, what: str) -> None:
@@ -126,20 +149,28 @@ def broadcast(tensor: Tensor, group: Any, *, what: str) -> None:
 
 
 def broadcasts(
-    tensors: Iterable[tuple[str, Tensor]], group: Any, *, unsettled: list[Any] | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    group: Any,
+    *,
+    unsettled: list[Any] | None = None,
+    watched_seconds: float | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Broadcast `tensors` (by name) from rank 0 in place; yield each when it is through, in their order.
 
     Up to `AT_ONCE` are on the way together, so that neither side waits for the other between two of them. Raises
     `PublicationError` on failure; others may be on the way then, which are added to `unsettled`: nobody may write to
-    their memory before `settle` has returned.
+    their memory before `settle` has returned. `watched_seconds`: how long each may take where the group itself has no
+    deadline, as with NCCL (`watch`).
     """
     on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def first() -> tuple[str, Tensor]:
         name, tensor, work = on_the_way.popleft()
         with _failing(name):
-            work.wait()
+            if watched_seconds is None:
+                work.wait()
+            else:
+                watch(work, group, seconds=watched_seconds)
         return name, tensor
 
     try:
@@ -153,6 +184,20 @@ def broadcasts(
     finally:
         if unsettled is not None:
             unsettled += [(tensor, work) for _, tensor, work in on_the_way]
+
+
+def watch(work: Any, group: Any, *, seconds: float) -> None:
+    """Wait until `work` is through; abort `group` and raise `RuntimeError` if that takes longer than `seconds`.
+
+    For NCCL: waiting for its work puts the current stream behind it and returns, whether or not it ever ends.
+    """
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > end:
+            c10d._abort_process_group(group)
+            raise RuntimeError(f"nothing came within {seconds:g} s, and the group was aborted")
+        time.sleep(WATCH_SECONDS)
+    work.wait()
 
 
 def settle(unsettled: list[Any]) -> None:
@@ -208,6 +253,8 @@ class Broadcaster:
         self._backend: Literal["gloo", "nccl"] = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         """Where a weight is when it is sent."""
+        self._watched_seconds = config.timeout_seconds if backend == "nccl" else None
+        self._beside = SideStream(device)
         self._store: Any = None
         self._group: Any = None
         self._group_name = ""
@@ -265,14 +312,14 @@ class Broadcaster:
         if begin.group_name != self._group_name:
             self._form(begin)
         first = begin.first_buckets[0] if begin.first_buckets else 0
-        with closing(self._weights.weights()) as weights:
+        with self._beside.after_computation(), closing(self._weights.weights()) as weights:
             for number, bucket in enumerate(self._buckets):
                 if number < first:
                     deque(islice(weights, len(bucket)), maxlen=0)
                     continue
                 contents = self._deltas(bucket, weights) if begin.as_deltas else self._contents(bucket, weights)
                 # One bucket after another: no gserver gets far ahead of one that fails.
-                for _, content in broadcasts(contents, self._group):
+                for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
                     self.sent_bytes += content.nbytes
         self._kept_version = self._version if self._config.delta else None
         return self._checksums

@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl import checksum
+from streamrl import checksum, cuda_memory
 from streamrl.checksum import dtype_name, tensor_sums
+from streamrl.cuda_memory import Open
 from streamrl.delta import Delta, apply
-from streamrl.device import compute_with
+from streamrl.device import SideStream, compute_with
 from streamrl.errors import ModelError, PublicationError, StreamRLError
 from streamrl.gserver.server.engine import Refused, WeightsAside
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
@@ -83,8 +85,10 @@ class WeightReceiver:
         aside: WeightsAside | None,
         device: torch.device,
         timeout: float,
+        open_shared: Open = cuda_memory.open_shared,
     ) -> None:
-        """`aside`: where the weights are kept that `expected` describes.
+        """`aside`: where the weights are kept that `expected` describes. `open_shared` opens memory of a GPU that the
+        publisher shares.
 
         Without the two tensors of any name are received and thrown away.
         """
@@ -92,6 +96,7 @@ class WeightReceiver:
         self._aside = aside
         self._device = device
         self._timeout = timeout
+        self._open_shared = open_shared
         self._groups: dict[str, tuple[list[Any], torch.device]] = {}
         """For each weight group the process groups of its senders."""
         self._staged: Staged | None = None
@@ -99,6 +104,7 @@ class WeightReceiver:
         """For what cannot be received where it is kept, by sender."""
         self._unsettled: list[Any] = []
         """Broadcasts that were on the way when one failed, and may still write."""
+        self._beside = SideStream(device)
         self._busy = asyncio.Lock()
         self._copiers = Copiers()
         if aside is not None:
@@ -363,6 +369,12 @@ class WeightReceiver:
         return True
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        if (folder / cuda_memory.FILE).exists():
+            shared = cuda_memory.read(folder)
+            for name, tensor in shared.views(self._open_shared(shared.handle)):
+                self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                yield name, tensor
+            return
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} has no safetensors files (is it on this host?)")
@@ -428,7 +440,8 @@ class WeightReceiver:
                 arriving = self._deltas(groups[sender], device, specs, sender=sender)
             else:
                 arriving = self._arriving(groups[sender], device, specs, sender=sender, flattened=flattened)
-            self._keep(arriving, staged)
+            with self._beside.after_computation():
+                self._keep(arriving, staged)
         except PublicationError:
             if device.type != "cpu":  # who knows who still writes there
                 self._buffers.clear()
@@ -464,7 +477,7 @@ class WeightReceiver:
             yield from views.items()
         else:
             tensors = [(name, (places | views)[name]) for name in names]
-            for name, _ in broadcasts(tensors, group, unsettled=self._unsettled):
+            for name, _ in self._broadcasts(tensors, group):
                 yield name, views.get(name)
 
     def _deltas(
@@ -494,8 +507,12 @@ class WeightReceiver:
 
     def _come(self, tensors: Iterable[tuple[str, Tensor]], group: Any) -> None:
         """Wait until `tensors` have been received."""
-        for _ in broadcasts(tensors, group, unsettled=self._unsettled):
+        for _ in self._broadcasts(tensors, group):
             pass
+
+    def _broadcasts(self, tensors: Iterable[tuple[str, Tensor]], group: Any) -> Iterator[tuple[str, Tensor]]:
+        watched = self._timeout if dist.get_backend(group) == "nccl" else None
+        return broadcasts(tensors, group, unsettled=self._unsettled, watched_seconds=watched)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
         """Where those tensors are kept that can be received there."""

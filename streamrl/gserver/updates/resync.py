@@ -122,7 +122,7 @@ class Resyncs:
         current = self._current
         if current is None or current.version != self._version():
             return self._lacking()
-        if current.snapshot is not None and self._config.mode == "shared_memory":
+        if current.snapshot is not None and self._config.mode in ("shared_memory", "cuda_ipc"):
             return []
         return [g for g in self._lacking() if not current.readable_by(g) and not self._able_to_send(g)]
 

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
+from streamrl.device import SideStream
 from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
 from streamrl.trainer.backends.attention import TreeMask
@@ -66,7 +67,9 @@ class Shards:
         self._weights = weights
         self._world = world
         self._rank = dist.get_rank() if world > 1 else 0
-        self._group = dist.new_group() if sharded else None
+        # Over gloo from the host: NCCL would ask that all ranks order these beside the collectives of the computation.
+        self._group = dist.new_group(backend="gloo") if sharded else None
+        self._beside = SideStream(next(iter(weights.values())).local.device)
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, shard.shape) for name, shard in self._weights.items()]
@@ -89,11 +92,13 @@ class Shards:
         if self._group is None:
             return mine if self._rank == to else mine.new_empty(0)
         total, *rest = self._weights[name].shape
-        padded = mine.new_zeros((self._rows(total), *rest), dtype=dtype)
-        padded[: len(mine)] = mine
+        pinned = mine.device.type == "cuda"
+        padded = torch.zeros((self._rows(total), *rest), dtype=dtype or mine.dtype, pin_memory=pinned)
+        with self._beside.after_computation():
+            padded[: len(mine)].copy_(mine, non_blocking=pinned)
         found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == to else None
         dist.gather(padded, found, dst=to, group=self._group)
-        return mine.new_empty(0) if found is None else torch.cat(found)[:total]
+        return mine.new_empty(0) if found is None else torch.cat(found)[:total].to(mine.device)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], *, into: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of each whole tensor; raises `ModelError` unless exactly the weights' come."""

@@ -20,11 +20,12 @@ import torch
 
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
-from streamrl.errors import PublicationError
+from streamrl.errors import ConfigError, PublicationError
 from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.trainer.worker.weight_source import Senders, WeightSource
 from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster
@@ -208,6 +209,10 @@ def carriers_for(
         return Carriers(WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum))
     if weights.mode == "shared_memory":
         return Carriers(WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum))
+    if weights.mode == "cuda_ipc":
+        if device.type != "cuda":
+            raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
+        return Carriers(WeightMemory(dtype=dtype, device=device, checksum=weights.checksum))
     broadcaster: Carrier
     if several_senders:
         broadcaster = Senders(dtype)

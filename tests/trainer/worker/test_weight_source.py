@@ -25,6 +25,7 @@ from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, ReceiveWeights
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
+from tests.trainer.worker.kept import Kept
 
 CASES = ["torch", "torch, sharded", "megatron, two tensor ranks", "megatron, two stages", "megatron, sharded"]
 BUCKET_MB = 0.02
@@ -36,35 +37,6 @@ def changed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for tensor in new.values():
         tensor.view(-1)[::50] *= -1
     return new
-
-
-class Kept:
-    """Keeps what comes; a `WeightsAside`."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-
-    def store(self, name: str, tensor: Tensor) -> str:
-        self.tensors[name] = tensor.clone()
-        return tensor_sums(tensor)
-
-    def place(self, name: str) -> Tensor | None:
-        return None
-
-    def served_weight(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def sums(self, name: str) -> str:
-        return tensor_sums(self.tensors[name])
-
-    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        return False
-
-    def forget(self) -> None:
-        self.tensors.clear()
-
-    def make_ready(self) -> None:
-        """There is nothing to do."""
 
 
 def _publish(rank: int, port: int, models: Path) -> None:

@@ -69,7 +69,8 @@ class MegatronModel:
             if spec.lr is not None:
                 self._trainable = Trainable(network, network.config, spec, peak_lr=spec.lr)
                 self._module = self._trainable.ddp
-        self._transfers = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+        # Over gloo from the host: NCCL would ask that all ranks order these beside the collectives of the computation.
+        self._transfers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._whole = WholeTensors(
             stages,
             layout=layout,

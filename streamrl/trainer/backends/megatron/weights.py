@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.device import SideStream
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.base import Head, dealt, spread
 from streamrl.trainer.backends.megatron.shape import ModelShape
@@ -252,7 +253,8 @@ class WholeTensors:
         self._stage = layout.coordinates(rank).pipeline
         self.shapes = whole_shapes(stages)
         """Shapes of all tensors of the model by name, in order."""
-        table = torch.zeros(max(len(weights) for weights in stages), 2, dtype=torch.int64, device=device)
+        self._beside = SideStream(device)
+        table = torch.zeros(max(len(weights) for weights in stages), 2, dtype=torch.int64)
         for number, range_ in enumerate(ranges):
             table[number] = torch.tensor(range_)
         tables = [torch.empty_like(table) for _ in range(layout.world)]
@@ -288,7 +290,8 @@ class WholeTensors:
                     continue
                 target = targets[weight.sources[0][0]]
                 if self._rank == target:
-                    ready |= weight.join(self._receive(stage, number, weight, piece, dtype))
+                    wholes = weight.join(self._receive(stage, number, weight, piece, dtype))
+                    ready |= {name: whole.to(self._device) for name, whole in wholes}
                 else:
                     if stage == self._stage:
                         self._send(number, piece, dtype, target)
@@ -340,7 +343,7 @@ class WholeTensors:
         shape = weight.shard_shape(self._layout.tensor)
         shards, pending = [], []
         for tensor_rank in range(self._layout.tensor):
-            shard = torch.empty(shape, dtype=dtype, device=self._device)
+            shard = torch.empty(shape, dtype=dtype)
             flat = shard.view(-1)
             for data, context in product(range(self._layout.data), range(self._layout.context)):
                 source = self._layout.rank(data=data, context=context, tensor=tensor_rank, pipeline=stage)
@@ -348,7 +351,7 @@ class WholeTensors:
                 if start == end:
                     continue
                 if source == self._rank:
-                    flat[start:end] = piece(number)
+                    flat[start:end] = self._on_host(piece, number, dtype)
                 else:
                     pending.append(dist.irecv(flat[start:end], source, group=self._group))
             shards.append(shard)
@@ -360,4 +363,8 @@ class WholeTensors:
     def _send(self, number: int, piece: Piece, dtype: torch.dtype, target: int) -> None:
         start, end = self._ranges[self._rank][number]
         if start < end:
-            dist.send(piece(number).to(dtype).contiguous(), target, group=self._group)
+            dist.send(self._on_host(piece, number, dtype), target, group=self._group)
+
+    def _on_host(self, piece: Piece, number: int, dtype: torch.dtype) -> Tensor:
+        with self._beside.after_computation():
+            return piece(number).to(device="cpu", dtype=dtype).contiguous()

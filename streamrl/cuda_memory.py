@@ -1,0 +1,125 @@
+"""Memory of a GPU that processes share (CUDA IPC): for weights, between a trainer and gservers on one GPU, where NCCL
+allows a single rank.
+
+What travels is a file with CUDA's handle of the memory, as bytes, and where in it each weight lies; torch would pickle
+the same. The owner keeps the memory, and does not write to it while others read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, UntypedStorage
+
+from streamrl.errors import ModelError
+
+FILE = "cuda_memory.msgpack"
+ALIGNMENT = 256
+"""Of each weight, in bytes; as CUDA aligns what it allocates."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """What `torch.UntypedStorage._share_cuda_` returns, but for the number of the device, which differs between
+    processes."""
+
+    gpu: str
+    """UUID of the GPU."""
+    memory: bytes
+    size: int
+    offset: int
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
+    event_sync_required: bool
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a weight lies."""
+
+    offset: int
+    """In bytes."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SharedWeights(msgspec.Struct, frozen=True):
+    """Content of `FILE`."""
+
+    handle: Handle
+    places: dict[str, Place]
+    """By Hugging Face name."""
+
+    def views(self, storage: UntypedStorage) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in `storage`; raises `ModelError` for one that does not lie within it."""
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for name, place in self.places.items():
+            dtype = DTYPES.get(place.dtype)
+            size = math.prod(place.shape) * (dtype.itemsize if dtype else 0)
+            if dtype is None or not 0 <= place.offset <= len(memory) - size or place.offset % ALIGNMENT:
+                raise ModelError(f"{name} ({place}) does not lie in shared memory of {len(memory)} bytes")
+            yield name, memory[place.offset : place.offset + size].view(dtype).view(place.shape)
+
+
+_decoder = msgspec.msgpack.Decoder(SharedWeights)
+
+
+def lay_out(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[dict[str, Place], int]:
+    """Return a place for each weight, and how many bytes all of them take."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, shape in shapes.items():
+        places[name] = Place(end, tuple(shape), str(dtype).removeprefix("torch."))
+        size = math.prod(shape) * dtype.itemsize
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def write(folder: Path, content: SharedWeights) -> None:
+    (folder / FILE).write_bytes(msgspec.msgpack.encode(content))
+
+
+def read(folder: Path) -> SharedWeights:
+    """Raises `ModelError` for a file that is none of ours."""
+    try:
+        return _decoder.decode((folder / FILE).read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{folder / FILE} cannot be read: {error}") from error
+
+
+Share = Callable[[UntypedStorage], Handle]
+Open = Callable[[Handle], UntypedStorage]
+
+
+def share(storage: UntypedStorage) -> Handle:
+    """Return what another process needs to open `storage`, which is on a GPU."""
+    found = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    device, memory, size, offset, ref_counter, ref_counter_offset, event, sync = found
+    return Handle(_uuid(device), memory, size, offset, ref_counter, ref_counter_offset, event, sync)
+
+
+def open_shared(handle: Handle) -> UntypedStorage:
+    """Return the memory of another process; raises `ModelError` when this process does not see its GPU."""
+    found = [number for number in range(torch.cuda.device_count()) if _uuid(number) == handle.gpu]
+    if not found:
+        raise ModelError(f"the weights are on GPU {handle.gpu}, which this process does not see")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    opened: UntypedStorage = UntypedStorage._new_shared_cuda(
+        found[0],
+        handle.memory,
+        handle.size,
+        handle.offset,
+        handle.ref_counter,
+        handle.ref_counter_offset,
+        handle.event,
+        handle.event_sync_required,
+    )
+    return opened
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,96 @@
+"""Weights for gservers on the same GPU: two sets of them, which take turns, in memory that is shared by CUDA IPC.
+
+A gserver copies a set when it stages it. Invariant: the set of the version that is served is not written to; that of
+the version before is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamrl import cuda_memory
+from streamrl.checksum import copy_and_sum
+from streamrl.cuda_memory import Share, SharedWeights
+from streamrl.device import SideStream
+from streamrl.machine import machine_identity
+from streamrl.safetensors_files import SHARED_MEMORY
+from streamrl.transport.collective import Weights
+from streamrl.transport.control import PublishBeginReply, Snapshot
+
+SETS = 2
+
+
+class WeightMemory:
+    """A `Carrier` (`publisher.py`)."""
+
+    reads_once = True
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        checksum: bool,
+        share: Share = cuda_memory.share,
+        root: Path = SHARED_MEMORY,
+    ) -> None:
+        """`share` makes the handle of memory on `device`; below `root` lie the files that tell gservers of it."""
+        self.dtype = dtype
+        self.sent_bytes = 0
+        self.sent_numbers = 0
+        self._device = device
+        self._checksum = checksum
+        self._share = share
+        self._folder = Path(tempfile.mkdtemp(prefix="streamrl-cuda-", dir=root))
+        self._sets: list[Tensor] = []
+        self._beside = SideStream(device)
+        self._version = 0
+        self._sums: dict[str, str] = {}
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Copy `weights` to the set whose turn it is."""
+        if version == self._version:
+            return
+        places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
+        if not self._sets:
+            self._sets = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SETS)]
+        memory = self._sets[version % SETS]
+        content = SharedWeights(self._share(memory.untyped_storage()), places)
+        targets = dict(content.views(memory.untyped_storage()))
+        self._sums = {}
+        with self._beside.after_computation(), closing(weights.weights()) as found:
+            for name, weight in found:
+                if self._checksum:
+                    self._sums[name] = copy_and_sum(targets[name], weight.detach())
+                else:
+                    targets[name].copy_(weight.detach())
+                self.sent_numbers += weight.numel()
+        self.sent_bytes = self.sent_numbers * self.dtype.itemsize
+        folder = self._folder_of(version)
+        folder.mkdir(exist_ok=True)
+        cuda_memory.write(folder, content)
+        self._version = version
+
+    def announce(self) -> Snapshot:
+        return Snapshot(folder=str(self._folder_of(self._version)), machine=machine_identity())
+
+    def send(self, begin: PublishBeginReply) -> dict[str, str]:
+        """Everything is there already."""
+        return self._sums
+
+    def abort(self) -> None:
+        """The set is as good as before."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._sets.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"v{version % SETS}"

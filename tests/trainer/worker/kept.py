@@ -1,0 +1,38 @@
+"""Where a receiver of tests keeps what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from streamrl.checksum import tensor_sums
+
+
+class Kept:
+    """Keeps what comes; a `WeightsAside`."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        self.tensors[name] = tensor.clone()
+        return tensor_sums(tensor)
+
+    def place(self, name: str) -> Tensor | None:
+        return None
+
+    def served_weight(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def sums(self, name: str) -> str:
+        return tensor_sums(self.tensors[name])
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        return False
+
+    def forget(self) -> None:
+        self.tensors.clear()
+
+    def make_ready(self) -> None:
+        """There is nothing to do."""

@@ -1,0 +1,96 @@
+"""Weights in memory that is shared by handle. On a CPU a table stands in for what CUDA does between processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import UntypedStorage
+
+from streamrl import cuda_memory
+from streamrl.checksum import tensor_sums
+from streamrl.cuda_memory import Handle, Place, SharedWeights
+from streamrl.errors import ModelError
+from streamrl.gserver.server.receiver import Expected, WeightReceiver
+from streamrl.trainer.worker.weight_memory import WeightMemory
+from streamrl.transport.control import PublishBeginReply
+from tests.trainer.worker.kept import Kept
+from tests.weights import FixedWeights
+
+WEIGHTS = {"a": torch.randn(7, 5), "b": torch.randn(3), "c": torch.full((1,), float("nan"))}
+CPU = torch.device("cpu")
+BEGIN = PublishBeginReply(group_name="", world_size=2)
+
+
+class StandIn:
+    """Gives out handles, and opens them: in one process, and without a GPU."""
+
+    def __init__(self) -> None:
+        self._memory: dict[bytes, UntypedStorage] = {}
+
+    def share(self, storage: UntypedStorage) -> Handle:
+        name = str(storage.data_ptr()).encode()
+        self._memory[name] = storage
+        return Handle("GPU-1", name, storage.nbytes(), 0, b"", 0, b"", False)
+
+    def open(self, handle: Handle) -> UntypedStorage:
+        return self._memory[handle.memory]
+
+
+async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> None:
+    gpu = StandIn()
+    carrier = WeightMemory(dtype=torch.bfloat16, device=CPU, checksum=True, share=gpu.share, root=tmp_path)
+    kept = Kept()
+    receiver = WeightReceiver(
+        expected=Expected({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}, torch.bfloat16),
+        aside=kept,
+        device=CPU,
+        timeout=10.0,
+        open_shared=gpu.open,
+    )
+    folders = []
+    for version in (1, 2, 3):
+        weights = {name: tensor * version for name, tensor in WEIGHTS.items()}
+        carrier.prepare(version, FixedWeights(weights))
+        folders.append(carrier.announce().folder)
+        await receiver.begin()
+        await receiver.load(Path(folders[-1]), str(version))
+        expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        sums = {name: tensor_sums(tensor) for name, tensor in expected.items()}
+        assert await receiver.staged_sums() == carrier.send(BEGIN) == sums
+        for name, tensor in expected.items():
+            assert torch.equal(kept.tensors[name].view(torch.int16), tensor.view(torch.int16))
+        await receiver.take()
+    assert folders[0] == folders[2] != folders[1], "the version that is served is not written over"
+    carrier.close()
+    assert [path for path in folders if Path(path).exists()] == []  # noqa: ASYNC240
+
+
+def test_places_do_not_overlap_and_are_aligned() -> None:
+    places, size = cuda_memory.lay_out({"a": (7, 5), "b": (), "c": (300,)}, torch.bfloat16)
+    assert [place.offset for place in places.values()] == [0, 256, 512]
+    assert size == 512 + 768
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place(0, (9999,), "float32"), Place(-256, (1,), "float32"), Place(4, (1,), "float32"), Place(0, (1,), "x")],
+)
+def test_a_weight_that_does_not_lie_in_the_memory_is_refused(place: Place) -> None:
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    content = SharedWeights(StandIn().share(memory.untyped_storage()), {"a": place})
+    with pytest.raises(ModelError, match=r"a .* does not lie in shared memory of 1024 bytes"):
+        list(content.views(memory.untyped_storage()))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / cuda_memory.FILE).write_bytes(msgspec.msgpack.encode({"handle": 1}))
+    with pytest.raises(ModelError, match=r"cuda_memory.msgpack cannot be read"):
+        cuda_memory.read(tmp_path)
+
+
+def test_a_gpu_that_this_process_does_not_see_is_named() -> None:
+    with pytest.raises(ModelError, match="the weights are on GPU GPU-1, which this process does not see"):
+        cuda_memory.open_shared(Handle("GPU-1", b"", 0, 0, b"", 0, b"", False))

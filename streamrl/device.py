@@ -108,15 +108,17 @@ class SideStream:
         """`cuda`: what stands in for `torch.cuda`, in tests."""
         self._device = device
         self._cuda = cuda
-        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        """Made when it is needed first."""
 
     @contextmanager
     def after_computation(self) -> Iterator[None]:
         """Have what this thread begins run in the side stream, behind what the computation has been given to do up to
         now; at the end, wait until it is done. The computation waits for none of it."""
-        if self._stream is None:
+        if self._device.type != "cuda":
             yield
             return
+        self._stream = self._stream or self._cuda.Stream(self._device)
         self._stream.wait_event(self._cuda.default_stream(self._device).record_event())
         with self._cuda.stream(self._stream):
             yield

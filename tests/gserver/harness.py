@@ -212,9 +212,15 @@ async def begin_publication(
 
 
 async def commit_publication(
-    run: Run, version: int, group: str, *, error: str = "", timeout: float = 10.0
+    run: Run,
+    version: int,
+    group: str,
+    *,
+    error: str = "",
+    checksums: dict[str, str] | None = None,
+    timeout: float = 10.0,
 ) -> PublishReply:
-    message = PublishCommit(version=version, group_name=group, error=error)
+    message = PublishCommit(version=version, group_name=group, error=error, checksums=checksums or {})
     return await run.client.publish_commit(message, timeout=timeout)
 
 

@@ -186,7 +186,10 @@ class WeightReceiver:
             if self._unsettled:
                 await in_thread(partial(settle, self._unsettled))
             staged.buckets = list(message.first_buckets)
-            await asyncio.gather(*(receive_from(sender) for sender in range(len(groups))))
+            every = [receive_from(sender) for sender in range(len(groups))]
+            for fault in await asyncio.gather(*every, return_exceptions=True):
+                if fault is not None:
+                    raise fault
             await in_thread(partial(self._make_ready, staged))
 
         # The first failure is told at once; what other senders send meanwhile still comes, and the next call waits.

@@ -91,6 +91,8 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
+        self._distrusted = ""
+        """The transfer that was found to be other weights than were trained: nothing that is staged of it counts."""
 
     @property
     def under_way(self) -> bool:
@@ -127,7 +129,7 @@ class WeightUpdates:
                 )
             else:
                 members = await self._members_of_update(message)
-            members, first_buckets = _resumed(message.weights, members)
+            members, first_buckets = self._resumed(message.weights, members)
             base = _common_base(message.weights, members)
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
@@ -190,6 +192,8 @@ class WeightUpdates:
             self.failed += 1
             if isinstance(message.weights, Broadcast):
                 self._destroy(update.group)
+                if Stage.CHECKING.value in record.reached:
+                    self._distrusted = message.weights.transfer
             log.warning("weights v%d rolled back: %s", record.version, record.error)
         if record.evicted:
             log.warning("weights v%d: evicted gservers %s", record.version, record.evicted)
@@ -257,6 +261,17 @@ class WeightUpdates:
             return False
         return True
 
+    def _resumed(self, weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[list[Gserver], list[int]]:
+        """Return who takes part in an attempt, and with which bucket each sender begins: if some have staged a part of
+        these weights in an attempt before, only those, with the first bucket that one of them lacks. The others, which
+        came meanwhile, are resynced afterwards."""
+        if not isinstance(weights, Broadcast) or weights.transfer == self._distrusted:
+            return members, []
+        infos = {gserver: gserver.info.staged for gserver in members if gserver.info is not None}
+        staged = {g: found.buckets for g, found in infos.items() if found is not None and _is_of(weights, found)}
+        first_buckets = [min(counts) for counts in zip(*staged.values(), strict=True)]
+        return (list(staged), first_buckets) if any(first_buckets) else (members, [])
+
     def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
         """Return the group in use if it still fits, else a new one."""
         name = f"weights-{self._run_name}-{next(self._group_numbers)}"
@@ -274,19 +289,6 @@ class WeightUpdates:
 
     def _destroy(self, group: WeightGroup) -> None:
         self._calls.leave_group(group.name, [g for g in group.members if self._fleet.is_member(g)])
-
-
-def _resumed(weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[list[Gserver], list[int]]:
-    """Return who takes part in an attempt, and with which bucket each sender begins: if some have staged a part of
-    these weights in an attempt before, only those, with the first bucket that one of them lacks. The others, which came
-    meanwhile, are resynced afterwards."""
-    if not isinstance(weights, Broadcast):
-        return members, []
-    staged = {g: g.info.staged.buckets for g in members if g.info and g.info.staged and _is_of(weights, g.info.staged)}
-    first_buckets = [min(counts) for counts in zip(*staged.values(), strict=True)]
-    if not any(first_buckets):
-        return members, []
-    return list(staged), first_buckets
 
 
 def _common_base(weights: Broadcast | Snapshot, members: list[Gserver]) -> int | None:

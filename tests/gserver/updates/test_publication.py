@@ -311,6 +311,19 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
         assert (await attempt(run, 1))[0].done
 
 
+async def test_nothing_counts_of_a_transfer_that_was_other_weights_than_were_trained(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.staged_weights, gserver.sums = StagedWeights("these", [2]), {"a": "1"}
+        begin = await begin_publication(run, 1, transfer="these")
+        assert begin.first_buckets == [2]
+        reply = await commit_publication(run, 1, begin.group_name, checksums={"a": "2"})
+        assert "received other weights than were trained" in reply.error
+        begin = await begin_publication(run, 1, transfer="these")
+        assert begin.first_buckets == []
+        assert (await commit_publication(run, 1, begin.group_name, checksums={"a": "1"})).done
+
+
 async def test_an_update_costs_as_many_calls_however_many_buckets_there_are(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         for version, buckets in ((1, 1), (2, 500)):

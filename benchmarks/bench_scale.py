@@ -1,6 +1,7 @@
 """What a large run costs its manager, its master and its stream.
 
     python benchmarks/bench_scale.py [--quick] [--workers 100 1000] [--gservers 16 256]
+    python benchmarks/bench_scale.py --updates [--quick] [--gservers 16 256]
 
 Manager, master, model worker, ledger and streams are the real ones, each a process of its own, as a user would start
 them; the model worker really trains (0.1 million parameters, so that it is not what one waits for). gservers are
@@ -11,6 +12,9 @@ All rows have the same groups in flight and the same time of a group, so the sam
 workers: `cpu per worker` is what one more of them costs the manager. Latency is that of a call which the manager
 answers at once, made by this process, which has nothing else to do. Calls are those of rollout workers and gservers to
 the manager; `calls/update` are those of the manager to one gserver for one weight update (through files).
+
+`--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real manager, a
+publisher that says when it is through, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ from common import latest, write_results
 from manager_load import percentile
 from rich.console import Console
 from rich.table import Table
-from scale_load import Settings
+from scale_load import Settings, SimulatedGservers, one_gserver
 
 from streamrl.config import Config, from_dict, to_toml
-from streamrl.transport.control import Heartbeat
+from streamrl.transport.control import Broadcast, Heartbeat, PublishBegin, PublishCommit, Sender, TensorSpec
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import await_secret, of_run_at
 
 IN_FLIGHT = 1200
 """Groups, over all workers."""
@@ -169,6 +174,57 @@ async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
     return latencies
 
 
+async def measure_updates(*, gservers: int, buckets: int, updates: int = 3) -> dict[str, Any]:
+    """One row of `--updates`."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        port = free_port()
+        settings = settings_of(folder, workers=1, gservers=gservers, port=port)
+        config = from_dict(settings | {"weights": {"mode": "collective", "checksum": False}})
+        config_file = Path(folder) / "config.toml"
+        config_file.write_text(to_toml(config))
+        url = f"http://127.0.0.1:{port}"
+        manager = psutil.Process(processes.start("manager", ["-m", "streamrl", "manager", str(config_file)]).pid)
+        simulated = SimulatedGservers(Settings(1, gservers, GROUP_SECONDS, TOKENS, slots=64), first_label="default")
+        address = await simulated.start()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await asyncio.to_thread(await_secret, url, config)
+            client = ControlClient(url, secret=of_run_at(url, config))
+            members = [
+                asyncio.create_task(one_gserver(config, manager_url=url, index=i, address=f"{address}/{i}"))
+                for i in range(gservers)
+            ]
+            await client.topology("gserver", gservers, patience=DEADLINE_SECONDS)
+            group = ""
+            for version in range(updates + 1):
+                if version == 1:  # the first one forms the group
+                    calls, cpu, began = sum(simulated.calls.values()), sum(manager.cpu_times()[:2]), time.monotonic()
+                group = await update(client, version + 1, buckets=buckets, group=group)
+        made = {
+            "gservers": gservers,
+            "buckets": buckets,
+            "calls_per_update_and_gserver": (sum(simulated.calls.values()) - calls) / updates / gservers,
+            "manager_cpu_ms_per_update": 1e3 * (sum(manager.cpu_times()[:2]) - cpu) / updates,
+            "seconds_per_update": (time.monotonic() - began) / updates,
+        }
+        for member in members:
+            member.cancel()
+        await asyncio.gather(*members, return_exceptions=True)
+        await client.close()
+    return {name: round(value, 2) for name, value in made.items()}
+
+
+async def update(client: ControlClient, version: int, *, buckets: int, group: str) -> str:
+    """One update without weights; return the name of its group."""
+    specs = [[TensorSpec(f"layer.{n}.weight", "bfloat16", [4096, 4096])] for n in range(buckets)]
+    weights = Broadcast([Sender(specs, address="127.0.0.1", port=1)], backend="gloo", group_name=group)
+    begin = await client.publish_begin(PublishBegin(version=version, weights=weights), timeout=DEADLINE_SECONDS)
+    commit = PublishCommit(version=version, group_name=begin.group_name)
+    reply = await client.publish_commit(commit, timeout=DEADLINE_SECONDS)
+    if not reply.done or reply.evicted:
+        raise SystemExit(f"the update failed: {reply}")
+    return begin.group_name
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -253,7 +309,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--gservers", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--seconds", type=float, default=30.0, help="that are measured, for each row")
+    parser.add_argument("--updates", action="store_true", help="weight updates by broadcast alone")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[4, 64, 512])
     options = parser.parse_args()
+    if options.updates:
+        counts = [(4, 2), (4, 40)] if options.quick else list(product(options.gservers, options.buckets))
+        found = []
+        for gservers, buckets in counts:
+            found.append(asyncio.run(measure_updates(gservers=gservers, buckets=buckets)))
+            print(found[-1], flush=True)
+        print(f"written: {write_results('bench_scale_updates', {}, found)}")
+        return
     sizes = [(20, 4)] if options.quick else list(product(options.workers, options.gservers))
     console = Console(width=200)
     rows: list[dict[str, Any]] = []

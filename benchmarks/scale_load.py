@@ -31,7 +31,7 @@ from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.process import Joined, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
-from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
+from streamrl.transport.generation import RECEIVED_SECONDS, ModelInfo, Outcome, Received, ServerInfo
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.push_pull import GroupPusher
@@ -41,6 +41,8 @@ from streamrl.types import Trajectory, TrajectoryGroup
 SIGMA = 0.6
 """Spread of the times of responses: standard deviation of their logarithm."""
 PROMPT = (1, 2, 3, 4)
+BUCKET_SECONDS = 0.02
+"""That a bucket of weights takes to come."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -135,7 +137,7 @@ class SimulatedGservers:
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
         return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
 
-    async def _answer(self, request: web.BaseRequest) -> web.Response:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         _, number, path = request.path.split("/", 2)
         self.calls[path] += 1
         body = await request.read()
@@ -144,9 +146,26 @@ class SimulatedGservers:
             reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._settings.slots)
         elif path == "model_info":
             reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
-        elif path == "update_weights_from_disk":
+        elif path in ("update_weights_from_disk", "receive_weights"):
             self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
+            if path == "receive_weights":
+                return await self._receive(request, json.loads(body)["senders"])
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    async def _receive(self, request: web.BaseRequest, senders: list[list[Any]]) -> web.StreamResponse:
+        """Take `BUCKET_SECONDS` for each bucket, and tell how far it is as a gserver does."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        began, counts = time.monotonic(), [len(buckets) for buckets in senders]
+        while (done := int((time.monotonic() - began) / BUCKET_SECONDS)) < max(counts):
+            await response.write(_event(Received([min(done, count) for count in counts])))
+            await asyncio.sleep(min(RECEIVED_SECONDS, BUCKET_SECONDS * (max(counts) - done)))
+        await response.write(_event(Received(counts)) + b"data: [DONE]\n\n")
+        return response
+
+
+def _event(content: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def one_gserver(config: Config, *, manager_url: str, index: int, address: str) -> None:
@@ -159,9 +178,11 @@ async def one_gserver(config: Config, *, manager_url: str, index: int, address: 
         return {"running": 8.0, "queued": 0.0, "tokens_generated_total": 100 * seconds, "busy_seconds_total": seconds}
 
     membership = Membership(client, role="gserver", index=index, address=address, config=config, stats=stats)
-    await membership.join(patience=300)
-    await membership.stopping.wait()
-    await client.close()
+    try:
+        await membership.join(patience=300)
+        await membership.stopping.wait()
+    finally:
+        await client.close()
 
 
 async def main() -> None:

@@ -51,7 +51,7 @@ from streamrl.config import Config
 from streamrl.device import resolve_dtype
 from streamrl.gserver.manager import process
 from streamrl.models import ensure_checkpoint
-from streamrl.trainer.backends.files import TensorFiles
+from streamrl.safetensors_files import TensorFiles
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import open_store

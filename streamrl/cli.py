@@ -447,6 +447,24 @@ def page(
 
 
 @app.command(rich_help_panel=LOOK)
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of one of its checkpoints.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="Training step of the checkpoint; else the last one.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="A new folder for it; else one in RUN_DIR/exports.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Make a Hugging Face model, which other programs load, of a checkpoint."""
+    from streamrl.launch.export import export_run
+
+    folder = export_run(run_dir, step=step, to=to, dtype=dtype)
+    _console().print(f"{folder} is a Hugging Face model in {dtype}", markup=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel=LOOK)
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.")],
     trace: Annotated[

@@ -18,7 +18,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ SAMPLES, SAMPLE_BYTES = 256, 1024
 """What is read of each file for `weights_fingerprint`."""
 EOS = "<eos>"
 PAD = "<pad>"
-CACHE_FORMAT = 1
+CACHE_FORMATS = {SMOLLM2: 1, SCRATCH: 2}
 """To be changed when the same settings give other files than before."""
 
 
@@ -67,13 +67,13 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     """
     home = cache or cache_home()
     if config.model.path == SMOLLM2:
-        return made(home / f"{SMOLLM2}-{CACHE_FORMAT}", _convert_smollm2)
+        return made(home / f"{SMOLLM2}-{CACHE_FORMATS[SMOLLM2]}", _convert_smollm2)
     if config.model.path == SCRATCH:
         if config.model.scratch is None:
             raise ModelError('model.path = "scratch" needs the section [model.scratch]')
         settings = config.model.scratch
         seed = config.run.seed
-        digest = hashlib.sha256(msgspec.json.encode((CACHE_FORMAT, seed, settings))).hexdigest()[:16]
+        digest = hashlib.sha256(msgspec.json.encode((CACHE_FORMATS[SCRATCH], seed, settings))).hexdigest()[:16]
         return made(home / f"{SCRATCH}-{digest}", lambda folder: _make_scratch(settings, seed, folder))
     folder = Path(config.model.path).expanduser()
     check_checkpoint(folder)
@@ -250,42 +250,51 @@ def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
         raise ModelError("model.scratch.heads must be a multiple of model.scratch.kv_heads")
     if settings.head_dim % 2:
         raise ModelError("model.scratch.head_dim must be even")
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from streamrl.safetensors_files import write_file
+
     tokenizer = _symbol_tokenizer(symbols, max_length=settings.max_position_embeddings)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden_size,
-            intermediate_size=4 * settings.hidden_size,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            num_key_value_heads=settings.kv_heads,
-            head_dim=settings.head_dim,
-            max_position_embeddings=settings.max_position_embeddings,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            dtype="float32",
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(tokenizer),
+                hidden_size=settings.hidden_size,
+                intermediate_size=4 * settings.hidden_size,
+                num_hidden_layers=settings.layers,
+                num_attention_heads=settings.heads,
+                num_key_value_heads=settings.kv_heads,
+                head_dim=settings.head_dim,
+                max_position_embeddings=settings.max_position_embeddings,
+                tie_word_embeddings=True,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=None,
+                dtype="float32",
+            )
         )
-    )
-    _randomize(model, seed)
-    model.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    entries = [(name, torch.float32, shape) for name, shape in shapes]
+    write_file(folder / "model.safetensors", entries, _random_weights([shape for _, shape in shapes], seed))
     tokenizer.save_pretrained(folder)
 
 
-def _randomize(model: Any, seed: int) -> None:
-    """Draw normal weights of deviation 0.02 with numpy: torch's generators differ between processors."""
+def _random_weights(shapes: Sequence[tuple[int, ...]], seed: int) -> Iterator[Any]:
+    """Draw normal matrices of deviation 0.02, one after another, with numpy: torch's generators differ between
+    processors. Vectors, which are those of norms, are one."""
     import numpy as np
     import torch
 
     generator = np.random.default_rng(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                drawn = generator.standard_normal(parameter.shape, dtype=np.float32) * np.float32(0.02)
-                parameter.copy_(torch.from_numpy(drawn))
+    for shape in shapes:
+        if len(shape) > 1:
+            yield torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(0.02))
+        else:
+            yield torch.ones(shape)
 
 
 def _symbol_tokenizer(symbols: list[str], *, max_length: int) -> Any:

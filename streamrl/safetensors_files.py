@@ -1,19 +1,27 @@
-"""Where weights lie in a safetensors file, for those who write one in place and those who serve one from there.
+"""Named tensors in safetensors files: where they lie, whole or in parts, for those who write, read or serve them.
 
-The format: https://github.com/huggingface/safetensors.
+The format: https://github.com/huggingface/safetensors. A folder holds `STEM.safetensors`, or several files
+`STEM-00001-of-00004.safetensors` as Hugging Face names them. A file may also hold *parts* of tensors, boxes that
+together make up the whole: then its metadata say, under `parts`, what each entry is a part of. Reading takes any box
+out of any of these, and holds nothing but the box and a buffer.
 
 Copies of many large tensors, a few at the same time: one thread alone does not use the memory's whole speed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import mmap
+import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -33,11 +41,15 @@ LENGTH_BYTES = 8
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+MODEL = "model"
+"""The stem of the files with a model's weights."""
 METADATA = "__metadata__"
 """What is no tensor's name."""
 
 Specs = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes."""
+Entries = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+"""Name, dtype and shape of what a file holds, in order."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -53,17 +65,24 @@ def layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int
 
     Vectors come behind all matrices, so that matrices that follow one another in `specs` lie one after another.
     """
-    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    ordered = sorted(specs, key=lambda spec: len(spec[1]) < 2)
+    header, begins = _header([(name, dtype, shape) for name, shape in ordered], {})
+    return header, begins, len(header) + sum(math.prod(shape) for _, shape in specs) * dtype.itemsize
+
+
+def _header(entries: Entries, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with `entries` in this order, and where each begins in the file."""
+    found: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     begins = {}
     end = 0
-    for name, shape in sorted(specs, key=lambda spec: len(spec[1]) < 2):
+    for name, dtype, shape in entries:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         begins[name] = begin
-        entries[name] = _Entry(dtype=DTYPE_NAMES[dtype], shape=list(shape), data_offsets=(begin, end))
-    text = msgspec.json.encode(entries)
+        found[name] = _Entry(dtype=DTYPE_NAMES[dtype], shape=list(shape), data_offsets=(begin, end))
+    text = msgspec.json.encode(found)
     text += b" " * (-(len(text) + LENGTH_BYTES) % ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + end
+    return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
 def mapped(file: Path) -> dict[str, Tensor]:
@@ -87,6 +106,299 @@ def mapped(file: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, KeyError, msgspec.MsgspecError) as error:
         raise ModelError(f"the weights in {file} cannot be read: {error}") from error
     return found
+
+
+# --- parts ---
+
+PARTS = "parts"
+"""In a file's metadata: which of its entries are parts of tensors, and of which."""
+BUFFER_BYTES = 8 * 2**20
+"""Read at a time where rows are cut or numbers converted."""
+MOST_HEADER_BYTES = 2**28
+
+
+class Part(NamedTuple):
+    """A box of a named tensor: all of it, or what one rank has."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: tuple[int, ...]
+    """Where the box begins in it."""
+    values: Tensor
+    """What is in the box."""
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Part:
+        """All of `tensor`."""
+        return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box is the tensor."""
+        return tuple(self.values.shape) == self.shape
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the tensor's, with the box behind it unless that is the whole."""
+        if self.is_whole:
+            return self.name
+        ends = (first + size for first, size in zip(self.start, self.values.shape, strict=True))
+        return f"{self.name}[{','.join(f'{a}:{b}' for a, b in zip(self.start, ends, strict=True))}]"
+
+
+class _PartOf(msgspec.Struct, frozen=True, array_like=True):
+    """What an entry is a part of; as in `Part`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+def file_name(stem: str, number: int, count: int) -> str:
+    """Of file `number`, from 0, of `count`."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+Bytes = bytes | memoryview
+
+
+def write_file(file: Path, entries: Entries, tensors: Iterable[Tensor]) -> None:
+    """Write `tensors`, which are asked for one after another and have the names, dtypes and shapes of `entries`."""
+    write_bytes(file, _content(entries, tensors, {}))
+
+
+def bytes_of_parts(parts: Sequence[Part]) -> Iterator[Bytes]:
+    """The content of a file with `parts`; nothing of them is copied."""
+    described = {part.key: _PartOf(part.name, part.shape, part.start) for part in parts if not part.is_whole}
+    metadata = {PARTS: msgspec.json.encode(described).decode()} if described else {}
+    entries = [(part.key, part.values.dtype, tuple(part.values.shape)) for part in parts]
+    return _content(entries, (part.values for part in parts), metadata)
+
+
+def write_bytes(file: Path, content: Iterable[Bytes]) -> None:
+    """Write `content` into `file`, which is on the disk when this returns."""
+    with file.open("wb") as opened:
+        for some in content:
+            opened.write(some)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _content(entries: Entries, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> Iterator[Bytes]:
+    yield _header(entries, metadata)[0]
+    for tensor in tensors:
+        held = tensor.detach().to("cpu").contiguous()
+        yield _memory_of(held)
+
+
+def write_index(folder: Path, stem: str) -> None:
+    """Write the index that Hugging Face wants beside several files of whole tensors."""
+    weight_map = TensorFiles(folder, stem).files_of_wholes()
+    index = {"metadata": {}, "weight_map": {name: file.name for name, file in weight_map.items()}}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+class _Stored(NamedTuple):
+    """A box of a tensor in a file."""
+
+    file: Path
+    begin: int
+    """Its first byte."""
+    dtype: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class TensorFiles:
+    """Reads the tensors of one stem in a folder, whole or box by box, whoever wrote them."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        """Raises `ModelError` where there are no such files, one is missing, or they cannot be read."""
+        self._folder = folder
+        self._stem = stem
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, list[_Stored]] = {}
+        for file in _files(folder, stem):
+            try:
+                self._take(file)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                raise ModelError(f"the weights in {file} cannot be read: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def names(self) -> Iterator[str]:
+        """In the order of the files."""
+        yield from self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor `name`; raises `ModelError` if there is none of that name."""
+        if name not in self._shapes:
+            raise ModelError(f"{self._folder}: {self._stem}.safetensors has no tensor {name}")
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which `name` is stored; raises `ModelError` if there is no such tensor, or it is of another type."""
+        self.shape(name)
+        stored = self._stored[name][0]
+        if stored.dtype not in DTYPES:
+            raise ModelError(f"{stored.file}: {name} is of the type {stored.dtype}, not of {', '.join(DTYPES)}")
+        return DTYPES[stored.dtype]
+
+    @property
+    def are_wholes(self) -> bool:
+        """Whether each tensor lies whole in one file, as Hugging Face has it."""
+        return all(found[0].size == self._shapes[name] for name, found in self._stored.items())
+
+    def files_of_wholes(self) -> dict[str, Path]:
+        """Name → file of each tensor; they are all whole."""
+        return {name: found[0].file for name, found in self._stored.items()}
+
+    def check(self, specs: Specs) -> None:
+        """Raise `ModelError`, with file and name, unless all tensors of `specs` are there, whole, in their shapes."""
+        problems = []
+        for name, shape in specs:
+            if name not in self._shapes:
+                problems.append(f"{name} is missing")
+                continue
+            file = self._stored[name][0].file.name
+            if self._shapes[name] != tuple(shape):
+                problems.append(f"{file}: {name} has the shape {self._shapes[name]}, the model's has {tuple(shape)}")
+            elif sum(math.prod(stored.size) for stored in self._stored[name]) != math.prod(shape):
+                problems.append(f"{file}: parts of {name} are missing")
+            problems += [
+                f"{stored.file.name}: {name} is of the type {stored.dtype}, not of {', '.join(DTYPES)}"
+                for stored in self._stored[name]
+                if stored.dtype not in DTYPES
+            ]
+        if problems:
+            rest = f"; and {len(problems) - SOME} more" if len(problems) > SOME else ""
+            raise ModelError(
+                f"the weights in {self._folder} ({self._stem}*.safetensors) do not fit the model: "
+                f"{'; '.join(problems[:SOME])}{rest}"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as a whole, as it is stored."""
+        values = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(Part.whole(name, values))
+        return values
+
+    def read_into(self, part: Part) -> None:
+        """Fill `part.values`, whatever dtype it has, with that box of the tensor."""
+        if self.shape(part.name) != part.shape:
+            raise ModelError(
+                f"{self._stored[part.name][0].file}: {part.name} has the shape {self.shape(part.name)}, "
+                f"the model's has {part.shape}"
+            )
+        filled = 0
+        for stored in self._stored[part.name]:
+            first = [max(a, b) for a, b in zip(part.start, stored.start, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(part.start, part.values.shape, stored.start, stored.size, strict=True)
+            ]
+            if all(a < b for a, b in zip(first, ends, strict=True)):
+                target = part.values[
+                    tuple(slice(a - o, b - o) for a, b, o in zip(first, ends, part.start, strict=True))
+                ]
+                box = [slice(a - o, b - o) for a, b, o in zip(first, ends, stored.start, strict=True)]
+                try:
+                    _read_box(stored, box, target)
+                except (OSError, ValueError) as error:
+                    raise ModelError(f"{stored.file}: {part.name} cannot be read: {error}") from error
+                filled += target.numel()
+        if filled != part.values.numel():
+            raise ModelError(f"{self._folder}: parts of {part.name} are missing")
+
+    def _take(self, file: Path) -> None:
+        """Note what `file` has."""
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+            if not 0 < length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
+                raise ValueError("it is no safetensors file, or not whole")
+            raw = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        parts = msgspec.json.decode(metadata.get(PARTS, "{}"), type=dict[str, _PartOf])
+        for key, text in raw.items():
+            entry = msgspec.json.decode(text, type=_Entry)
+            begin, end = (LENGTH_BYTES + length + offset for offset in entry.data_offsets)
+            box = tuple(entry.shape)
+            of = parts.get(key, _PartOf(key, box, (0,) * len(box)))
+            wanted = math.prod(box) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else end - begin
+            if end > size or end - begin != wanted:
+                raise ValueError(f"it ends before {key} does" if end > size else f"the size of {key} is wrong")
+            if self._shapes.setdefault(of.name, of.shape) != of.shape or len(of.start) != len(box):
+                raise ValueError(f"{key} does not fit the other parts of its tensor")
+            self._stored.setdefault(of.name, []).append(_Stored(file, begin, entry.dtype, of.start, box))
+
+
+SOME = 8
+"""Problems that are named."""
+
+
+def _files(folder: Path, stem: str) -> list[Path]:
+    """The files of a stem; raises `ModelError` unless all are there."""
+    alone = folder / f"{stem}.safetensors"
+    if alone.exists():
+        return [alone]
+    index = folder / f"{stem}.safetensors.index.json"
+    found = sorted(folder.glob(f"{stem}-*.safetensors"))
+    try:
+        wanted = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else set()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} cannot be read: {error}") from error
+    if not wanted:
+        counts = {int(match[1]) for file in found if (match := re.search(r"-of-(\d+)\.safetensors$", file.name))}
+        wanted = {file_name(stem, number, count) for count in counts for number in range(count)}
+    if not wanted:
+        raise ModelError(f"{folder} has no {stem}.safetensors")
+    if missing := sorted(name for name in wanted if not (folder / name).is_file()):
+        raise ModelError(f"{folder} lacks {', '.join(missing[:SOME])}")
+    return [folder / name for name in sorted(wanted)]
+
+
+def _read_box(stored: _Stored, box: Sequence[slice], target: Tensor) -> None:
+    """Read the part `box` of a stored box into `target`, in chunks of rows."""
+    dtype = DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise ValueError(f"its type is {stored.dtype}; supported are {', '.join(DTYPES)}")
+    if not box:  # a single number
+        stored, box, target = stored._replace(size=(1,)), [slice(0, 1)], target.reshape(1)
+    row = math.prod(stored.size[1:])
+    rows = box[0].stop - box[0].start
+    with stored.file.open("rb", buffering=0) as opened:
+        opened.seek(stored.begin + box[0].start * row * dtype.itemsize)
+        whole_rows = all(part == slice(0, size) for part, size in zip(box[1:], stored.size[1:], strict=True))
+        if whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+            _read_exactly(opened, target)
+            return
+        step = max(1, min(rows, BUFFER_BYTES // (row * dtype.itemsize)))
+        buffer = torch.empty((step, *stored.size[1:]), dtype=dtype)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            _read_exactly(opened, buffer[:count])
+            target[first : first + count].copy_(buffer[(slice(0, count), *box[1:])])
+
+
+def _read_exactly(opened: BinaryIO | RawIOBase, target: Tensor) -> None:
+    """Fill a contiguous tensor."""
+    left = _memory_of(target)
+    while left:
+        count = opened.readinto(left)  # type: ignore[union-attr]
+        if not count:
+            raise ValueError("the file ends early")
+        left = left[count:]
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, for as long as that is there.
+
+    Not by `numpy()`, which would take from the tensor for good that its memory can be given back.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 # --- copying ---

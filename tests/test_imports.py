@@ -26,6 +26,7 @@ GROUND = {
     "device",
     "errors",
     "essential",
+    "export",
     "importing",
     "ledger",
     "local_cache",

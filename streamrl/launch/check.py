@@ -7,6 +7,7 @@ in the user's own code too, becomes one entry of `wrong`, and the rest is tried 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
@@ -25,8 +26,10 @@ from streamrl.errors import ConfigError, RewardError, StreamRLError
 from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
+from streamrl.lora import adapter_specs
 from streamrl.models import check_checkpoint, ensure_checkpoint
 from streamrl.processor import avoid_broken_instructions
+from streamrl.records import progress
 from streamrl.records.sinks import check_installed
 from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.data import PromptSource
@@ -34,6 +37,10 @@ from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows.base import load_workflow
+from streamrl.trainer.backends.base import Head
+from streamrl.trainer.backends.files import checked
+from streamrl.trainer.backends.optimizer import checked_state
+from streamrl.trainer.backends.torch import on_meta
 from streamrl.trainer.graph import graph_of
 from streamrl.transport import secret
 from streamrl.transport.keys import read_key
@@ -86,12 +93,15 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
     folder: Path | None = None
     with found.part("model"):
         folder = ensure_checkpoint(config)
-        found.tried.append(f"model: {folder}")
+        _try_weights(folder, "tokens", found, name="model")
+        if config.run.resume_from is not None:
+            _try_state(Path(config.run.resume_from).expanduser(), folder, config, found)
     others = {"critic.path": config.critic.path, "reward_model.path": config.reward_model.path}
     for name, path in others.items():
         if path is not None:
             with found.part(name):
                 check_checkpoint(Path(path).expanduser())
+                _try_weights(Path(path).expanduser(), "scalar", found, name=name)
     _try_rollout(config, folder, found, name="")
     if config.evaluation.enabled:
         _try_rollout(as_evaluated(config), folder, found, name="evaluation: ")
@@ -101,6 +111,30 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
         "streamrl run CONFIG run.total_train_steps=1 run.name=trial",
     ]
     return found
+
+
+def _try_weights(folder: Path, head: Head, found: Rehearsal, *, name: str) -> None:
+    """Whether the checkpoint has all weights of its model; none is read."""
+    specs = _weights_of(folder, head)
+    checked(folder, specs, head=head)
+    millions = sum(math.prod(shape) for _, shape in specs) / 1e6
+    found.tried.append(f"{name}: {folder} has all {len(specs)} weights, {millions:,.1f} million numbers")
+
+
+def _try_state(checkpoint: Path, model: Path, config: Config, found: Rehearsal) -> None:
+    """Whether `checkpoint` has the optimizers' states that go with what is trained; `model`: of the policy."""
+    progress.read(checkpoint)
+    for home in sorted(path for path in (checkpoint / progress.STATE).iterdir() if path.is_dir()):
+        specs = _weights_of(model, "tokens") if home.name == "actor" else _weights_of(checkpoint / home.name, "scalar")
+        if home.name == "actor" and config.model.lora is not None:
+            specs = adapter_specs(specs, config.model.lora)
+        checked_state(home, specs)
+        found.tried.append(f"{home} has the optimizer's state")
+
+
+def _weights_of(folder: Path, head: Head) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes that the settings in `folder` ask for."""
+    return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=head).named_parameters()]
 
 
 def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:

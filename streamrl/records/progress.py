@@ -1,10 +1,10 @@
 """How far a run has come: what a checkpoint holds besides weights, so that the run can go on from it.
 
-A checkpoint is a folder of Hugging Face's layout with one more folder in it:
+A checkpoint is a folder like a Hugging Face model's with one more folder in it:
 
-    run_dir/checkpoints/step-000040/    config.json, model.safetensors, tokenizer: the policy
+    run_dir/checkpoints/step-000040/    config.json, model*.safetensors, tokenizer: the policy
                              state/progress.json    `Progress`
-                             state/actor/           optimizer, schedule (`trainer/snapshot.py` tells of all files)
+                             state/actor/           optimizer, schedule (docs/trainer.md tells of all files)
 
 Groups that were generated and not trained on when the checkpoint was written are not in it:
 their prompts are given out again. So each prompt is trained on exactly once in the history of

@@ -181,8 +181,8 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Gather what the run can go on from; worker 0 then writes it in the background, and removes old checkpoints
-    beside it."""
+    """Copy what the run can go on from; all workers then write their parts in the background, and worker 0 removes old
+    checkpoints beside them."""
 
     folder: str
     progress: Progress
@@ -241,7 +241,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A checkpoint is gathered; or also written, if it is the final one."""
+    """A checkpoint is copied; or also written, if it is the final one."""
 
     unwritten: str = ""
     """Why the one before it could not be written; told once."""

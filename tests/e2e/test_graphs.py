@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from streamrl import config as configuration
 from streamrl.models import initial_checkpoint
-from streamrl.trainer.backends.files import export
 from tests.e2e.harness import (
     COPY_SCRATCH,
     SMALL,
@@ -26,6 +25,7 @@ from tests.e2e.harness import (
     trained_seqs,
     wait_for_steps,
 )
+from tests.trainer.models import save_weights
 
 THREE_STEPS = SMALL | {"run__total_train_steps": 3}
 
@@ -114,8 +114,7 @@ def reward_model(folder: Path, run_settings: list[str]) -> Path:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.5)
-    folder.mkdir()
-    export(folder, model.named_parameters(), source=base, scalar_head=True)
+    save_weights(folder, model.named_parameters(), source=base, scalar_head=True)
     return folder
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from streamrl.export import copy_settings
 from streamrl.types import NO_VERSION, TrajectoryGroup
 
 VOCAB = 48
@@ -46,6 +49,14 @@ def save_model(folder: Path, kind: str = "llama_tied", *, seed: int = 0) -> Path
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary))).save_pretrained(folder)
     return folder
+
+
+def save_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool) -> None:
+    """A checkpoint like `source` with other weights."""
+    folder.mkdir(exist_ok=True)
+    copy_settings(source, folder, scalar_head=scalar_head)
+    found = {name: weight.detach().clone().contiguous() for name, weight in weights}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_group(

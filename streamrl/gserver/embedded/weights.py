@@ -22,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.products import Matrix, Packer, packs
+from streamrl.safetensors_files import MODEL, TensorFiles
 
 TIED_HEAD = "lm_head.weight"
 
@@ -253,30 +253,16 @@ class Parameters:
         self._packer.stop()
 
     def load(self, folder: Path) -> None:
-        """Copy the checkpoint in `folder` in place, converting its dtype."""
-        self.update(self.read(folder))
+        """Copy the checkpoint in `folder` in place, one weight after another, converting its dtype.
 
-    def read(self, folder: Path) -> dict[str, Tensor]:
-        """Return the checkpoint in `folder` by name; raises `ModelError` unless it has exactly these weights."""
-        found: dict[str, Tensor] = {}
-        try:
-            for file in sorted(folder.glob("*.safetensors")):
-                with safe_open(file, framework="pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 - no mapping
-                        if not self.is_ignored(name):
-                            found[name] = tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
-        problems = [
-            f"{name} has shape {list(tensor.shape)} instead of {list(self.named[name].shape)}"
-            for name, tensor in found.items()
-            if name in self.named and tensor.shape != self.named[name].shape
-        ]
-        problems += [f"{name} is unknown" for name in found if name not in self.named]
-        problems += [f"{name} is missing" for name in self.named if name not in found]
-        if problems:
-            raise ModelError(f"the weights in {folder} do not fit its model: {'; '.join(problems[:8])}")
-        return found
+        Raises `ModelError`, before anything is written, unless it has exactly these weights.
+        """
+        files = TensorFiles(folder, MODEL)
+        files.check([(name, tuple(tensor.shape)) for name, tensor in self.named.items()])
+        if unknown := [name for name in files.names() if name not in self.named and not self.is_ignored(name)]:
+            raise ModelError(f"the weights in {folder} do not fit its model, which has no {', '.join(unknown[:8])}")
+        for name in self.named:
+            self.write(name, files.read(name))
 
     def checksum(self) -> WeightsChecksum:
         """Return the checksum of the weights as served."""

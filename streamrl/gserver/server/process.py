@@ -16,6 +16,7 @@ from streamrl.checksum import dtype_name
 from streamrl.config import Config
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.errors import ConfigError
+from streamrl.export import hugging_face_folder
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
 from streamrl.gserver.server.http import Server
@@ -140,7 +141,7 @@ async def running(
             )
         async with joined_server(
             addresses[index].rstrip("/"),
-            model_dir=model_dir,
+            model_dir=hugging_face_folder(model_dir),
             weight_version=_initial_version(config),
             max_context=config.gserver.max_context,
             prompt_cache=prompt_cache,
@@ -158,7 +159,7 @@ async def running(
             listening=listening,
             encryption=(secret, config.security) if secret is not None and encrypted else None,
             index=index,
-            model_dir=model_dir,
+            model_dir=hugging_face_folder(model_dir),
             device=str(device),
             dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
             seed=_seed(config, index),

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.config import LoraConfig, OptimizerConfig
+from streamrl.safetensors_files import Part
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 
@@ -222,6 +223,11 @@ class ParallelModel(WholeWeights, Protocol):
         """
         ...
 
+    def weight_parts(self) -> list[Part]:
+        """What this rank saves of the weights, as they are now and not copied: of all ranks together each number
+        once."""
+        ...
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over whole weights by Hugging Face name, each rank its part; raises `ModelError` if one is
         unknown, missing or of another shape."""
@@ -232,15 +238,15 @@ class ParallelModel(WholeWeights, Protocol):
         """Optimizer steps so far, over all runs that this one goes on from; the schedule's position."""
         ...
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's tensors, whole on rank 0 and empty elsewhere, one after another: `exp_avg/WEIGHT`, then
-        `exp_avg_sq/WEIGHT`. Collective: all ranks iterate to the end."""
+    def optimizer_parts(self) -> list[Part]:
+        """What this rank saves of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT`, as
+        `weight_parts`."""
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Take over `updates` and `optimizer_state` from files, which may come from another layout. Collective.
+        """Take over `updates` and the optimizer's tensors from files, which may come from another layout.
 
-        `backends/adamw.py` names the files. Raises `ModelError` when they are of another model. The weights
+        `backends/optimizer.py` names the files. Raises `ModelError` when they are of another model. The weights
         are not among them.
         """
         ...

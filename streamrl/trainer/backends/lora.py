@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from streamrl.config import LoraConfig
 from streamrl.lora import PREFIX, TENSORS, Specs, adapter_specs, check_adapter, is_adapted
-from streamrl.trainer.backends.files import TensorFiles
+from streamrl.safetensors_files import TensorFiles
 
 
 class LoraLinear(nn.Linear):

@@ -1,15 +1,15 @@
 """torch's AdamW over named local tensors, with its learning-rate schedule, its files, and a place to compute.
 
-Files: `optimizer.safetensors` with `exp_avg/NAME` and `exp_avg_sq/NAME` as whole tensors under the
-weights' Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
+Files: `optimizer.safetensors`, or one file of each rank, with `exp_avg/NAME` and `exp_avg_sq/NAME` under the weights'
+Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
+from streamrl.safetensors_files import Part, Specs, TensorFiles
 from streamrl.trainer.backends.base import ModelSpec
-from streamrl.trainer.backends.files import TensorFiles
 
 # --- schedule ---
 
@@ -55,9 +55,11 @@ UPDATES = "updates.json"
 class Spread(Protocol):
     """Knows how tensors shaped like the weights are spread over ranks."""
 
-    def gather(self, parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]: ...
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]: ...
 
-    def load(self, tensors: Any, *, into: dict[str, Tensor]) -> None: ...
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]: ...
+
+    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]: ...
 
 
 class AdamW:
@@ -123,23 +125,15 @@ class AdamW:
         """What lives where the weights do, besides them."""
         return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
 
-    def state(self, spread: Spread) -> Iterator[tuple[str, Tensor]]:
-        """See `ParallelModel.optimizer_state`. Collective."""
-        for key in MOMENTS:
-            for name, tensor in spread.gather(self._moments[key]):
-                yield f"{key}/{name}", tensor
+    def parts(self, spread: Spread) -> list[Part]:
+        """See `ParallelModel.optimizer_parts`."""
+        return [named(key, part) for key in MOMENTS for part in spread.own_parts(self._moments[key])]
 
     def load(self, folder: Path, spread: Spread) -> None:
         """Raises `ModelError` when `folder` holds no state, or that of another model."""
-        updates = load_updates(folder)
-        try:
-            for key in MOMENTS:
-                spread.load(read_moments(folder, key), into=self._moments[key])
-        except ModelError as error:
-            raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}") from error
-        self.updates = updates
+        self.updates = read_state(folder, {key: spread.parts(self._moments[key]) for key in MOMENTS}, spread.specs())
         for state in self._adam.state.values():
-            state["step"].fill_(updates)
+            state["step"].fill_(self.updates)
 
 
 class _Updates(msgspec.Struct, frozen=True):
@@ -156,13 +150,48 @@ def load_updates(folder: Path) -> int:
     try:
         return msgspec.json.decode((folder / UPDATES).read_bytes(), type=_Updates).updates
     except (OSError, msgspec.DecodeError) as error:
-        raise ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}") from error
+        raise _not_taken_over(folder, error) from error
 
 
-def read_moments(folder: Path, key: str) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of one moment, by the weights' names."""
-    files = TensorFiles(folder, OPTIMIZER)
-    for name in files.names():
-        moment, _, weight = name.partition("/")
-        if moment == key:
-            yield weight, files.read(name)
+def named(key: str, part: Part) -> Part:
+    """The part of a moment, which is named like its weight, by its name in the files."""
+    return part._replace(name=f"{key}/{part.name}")
+
+
+def state_specs(specs: Specs) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the optimizer's tensors; `specs`: of the weights."""
+    return [(f"{key}/{name}", shape) for key in MOMENTS for name, shape in specs]
+
+
+def read_state(folder: Path, moments: Mapping[str, Iterable[Part]], specs: Specs) -> int:
+    """Fill the parts of each moment, named like the weights, and return the optimizer steps that they come after.
+
+    `specs`: all weights. Raises `ModelError` when `folder` holds no state, or that of another model.
+    """
+    files = checked_state(folder, specs)
+    try:
+        for key, parts in moments.items():
+            for part in parts:
+                files.read_into(named(key, part))
+    except ModelError as error:
+        raise _not_taken_over(folder, error) from error
+    return load_updates(folder)
+
+
+def checked_state(folder: Path, specs: Specs) -> TensorFiles:
+    """The files of an optimizer's state, which is that of a model with the weights `specs`; raises `ModelError` as
+    `read_state`."""
+    load_updates(folder)
+    try:
+        files = TensorFiles(folder, OPTIMIZER)
+        wanted = state_specs(specs)
+        files.check(wanted)
+        if unknown := set(files.names()) - {name for name, _ in wanted}:
+            raise ModelError(f"the model has no weight for {min(unknown)}")
+    except ModelError as error:
+        raise _not_taken_over(folder, error) from error
+    return files
+
+
+def _not_taken_over(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"{folder}: the optimizer's state cannot be taken over: {error}")

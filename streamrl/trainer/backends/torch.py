@@ -28,16 +28,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import logging
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from streamrl.device import SideStream
 from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
+from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.attention import TreeMask
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, WholeWeights, dealt, spread
+from streamrl.trainer.backends.base import (
+    Head,
+    LossOf,
+    ModelSpec,
+    Offloaded,
+    Output,
+    Update,
+    WholeWeights,
+    dealt,
+    spread,
+)
 from streamrl.trainer.backends.context import ContextGroup, heads_problem
-from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
 from streamrl.trainer.packing import MicroBatch
@@ -100,8 +110,9 @@ class Shards:
         dist.gather(padded, found, dst=to, group=self._group)
         return mine.new_empty(0) if found is None else torch.cat(found)[:total].to(mine.device)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], *, into: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's part of each whole tensor; raises `ModelError` unless exactly the weights' come."""
+        places = {part.name: part for part in self.parts(self.local())}
         missing = set(self._weights)
         for name, tensor in tensors:
             shard = self._weights.get(name)
@@ -109,22 +120,36 @@ class Shards:
                 raise ModelError(f"the model has no weight {name}")
             if tuple(tensor.shape) != shard.shape:
                 raise ModelError(f"{name} has the shape {tuple(tensor.shape)}, the model's is {shard.shape}")
-            with torch.no_grad():
-                into[name].copy_(self._part(tensor, shard.shape[0]))
             missing.discard(name)
+            if (part := places.get(name)) is not None:
+                with torch.no_grad():
+                    part.values.copy_(tensor[part.start[0] : part.start[0] + len(part.values)])
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, for example {min(missing)}")
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
+        """What `tensors`, shaped as this rank's part of each weight, are parts of; without those of no rows."""
+        return [
+            Part(name, shard.shape, (self._first_row(shard.shape[0]), *(0,) * (len(shard.shape) - 1)), tensors[name])
+            for name, shard in self._weights.items()
+            if tensors[name].numel()
+        ]
+
+    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
+        """Those of `parts` that this rank saves: where all ranks have everything, each saves some tensors."""
+        parts = self.parts(tensors)
+        if self._group is not None:
+            return parts
+        ranks = dealt([part.values.nbytes for part in parts], [range(self._world)] * len(parts))
+        return [part for part, rank in zip(parts, ranks, strict=True) if rank == self._rank]
 
     def close(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _part(self, tensor: Tensor, total: int) -> Tensor:
-        if self._group is None:
-            return tensor
-        rows = self._rows(total)
-        return tensor[self._rank * rows : (self._rank + 1) * rows]
+    def _first_row(self, total: int) -> int:
+        return 0 if self._group is None else self._rank * self._rows(total)
 
     def _rows(self, total: int) -> int:
         return -(-total // self._world)
@@ -149,13 +174,20 @@ class TorchModel:
         """Collective. Raises `ModelError` when the model is not supported, or not with so many ranks."""
         self._spec = spec
         self._world = world
-        self._net = _Net(_load(spec), spec)
-        self._context = _context_group(self._net.model.config, spec.folder, world=world, context=context)
+        kept_in = torch.float32 if spec.lr is not None and spec.lora is None else spec.dtype
+        model = on_meta(spec.folder, head=spec.head, dtype=kept_in)
+        if spec.gradient_checkpointing and spec.lr is not None:
+            model.gradient_checkpointing_enable()
+        if spec.lora is not None:
+            adapt(model, spec.lora)
+        self._net = _Net(model, spec)
+        self._context = _context_group(model.config, spec.folder, world=world, context=context)
         self._frozen: Shards | None = None
         """The weights that are not trained, where an adapter is."""
         self._sharded = spec.shard and world > 1
         if self._sharded:
             _shard(self._net, spec.device, world)
+        _allocate(self._net, spec.device)
         names = {name.removeprefix("model."): p for name, p in self._net.named_parameters()}
         if spec.lora is not None:
             adapters = {peft_name(name): p for name, p in names.items() if p.requires_grad}
@@ -163,9 +195,11 @@ class TorchModel:
             names = adapters
         self._parameters = names
         self._shards = self._spread(names)
+        model_weights = self._frozen or self._shards
+        parts = model_weights.parts(model_weights.local())
+        read_weights(spec.folder, model_weights.specs(), parts, head=spec.head)
         if spec.lora is not None:
-            found = first_adapter(self._shards.specs(), spec.lora, folder=spec.adapter, seed=spec.seed)
-            self._shards.load(found, into=self._shards.local())
+            self._shards.load(first_adapter(self._shards.specs(), spec.lora, folder=spec.adapter, seed=spec.seed))
         self._optimizer = None
         if spec.lr is not None:
             self._net.train()
@@ -237,9 +271,13 @@ class TorchModel:
         self._check_here()
         return self._shards.gather(self._shards.local(), dtype=dtype, to=to)
 
+    def weight_parts(self) -> list[Part]:
+        self._check_here()
+        return self._shards.own_parts(self._shards.local())
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._check_here()
-        self._shards.load(weights, into=self._shards.local())
+        self._shards.load(weights)
         if self._optimizer is not None:
             self._optimizer.weights_changed()
 
@@ -247,9 +285,9 @@ class TorchModel:
     def updates(self) -> int:
         return self._trained.updates
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+    def optimizer_parts(self) -> list[Part]:
         self._check_here()
-        return self._trained.state(self._shards)
+        return self._trained.parts(self._shards)
 
     def load_state(self, folder: Path) -> None:
         self._check_here()
@@ -458,32 +496,18 @@ TREE_ATTENTION = "streamrl_tree"
 AttentionInterface.register(TREE_ATTENTION, _attend)
 
 
-def _load(spec: ModelSpec) -> Any:
-    dtype = spec.dtype if spec.lr is None or spec.lora is not None else torch.float32
-    kind = AutoModelForCausalLM if spec.head == "tokens" else AutoModelForSequenceClassification
-    options = {} if spec.head == "tokens" else {"num_labels": 1}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # that a policy has no scalar head is no news
+def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model of a checkpoint without memory; raises `ModelError` for one that cannot be trained."""
+    kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
+    options = {} if head == "tokens" else {"num_labels": 1}
     try:
-        model = kind.from_pretrained(
-            spec.folder, dtype=dtype, attn_implementation=TREE_ATTENTION, local_files_only=True, **options
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        _refuse_unsupported(config, folder)
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{spec.folder}: transformers cannot load this model: {error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-    _refuse_unsupported(model.config, spec.folder)
-    if spec.head == "scalar" and "score.weight" not in TensorFiles(spec.folder, "model"):
-        nn.init.zeros_(model.score.weight)
+        raise ModelError(f"{folder}: transformers cannot make this model: {error}") from error
     model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
-    if spec.gradient_checkpointing and spec.lr is not None:
-        model.gradient_checkpointing_enable()
-    model = model.to(spec.device)
-    if spec.lora is not None:
-        adapt(model, spec.lora)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.untyped_storage().resizable():
-            tensor.data = tensor.data.clone()  # it is the mapped file, which `offload` could not give back
     return model
 
 
@@ -506,6 +530,15 @@ def _refuse_unsupported(config: Any, folder: Path) -> None:
             f"the torch backend cannot train {folder}: attention_dropout = {config.attention_dropout} is not "
             "supported; set it to 0 in config.json"
         )
+
+
+def _allocate(net: _Net, device: torch.device) -> None:
+    """Give this rank's part of a model that was made without memory its place on `device`; the weights hold nothing."""
+    net.to_empty(device=device)
+    net.model.tie_weights()
+    body = net.model.base_model
+    # what it holds is computed when it is made, and is in no checkpoint
+    body.rotary_emb = type(body.rotary_emb)(net.model.config).to(device)
 
 
 def _shard(net: _Net, device: torch.device, world: int) -> None:

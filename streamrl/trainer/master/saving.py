@@ -21,7 +21,7 @@ FINAL = "final"
 
 
 class Checkpoints:
-    """Between the master and the model workers, of which worker 0 writes."""
+    """Between the master and the model workers, which write them together."""
 
     def __init__(self, config: Config, *, channel: Requests) -> None:
         self._folder = config.run_dir.absolute() / "checkpoints"

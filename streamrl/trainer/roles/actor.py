@@ -141,7 +141,7 @@ class Actor:
     def state(self) -> RoleState:
         """Optimizer and KL coefficient."""
         files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.next_value)}
-        return RoleState(self.model.optimizer_state(), files)
+        return RoleState(self.model.optimizer_parts(), files)
 
     def load_state(self, folder: Path) -> None:
         """Take over a `state` that was written; raises `ModelError` when it is of another model. Collective."""

@@ -93,7 +93,7 @@ class Critic:
 
     def state(self) -> RoleState:
         """The optimizer's."""
-        return RoleState(self.model.optimizer_state(), updates_file(self.model.updates))
+        return RoleState(self.model.optimizer_parts(), updates_file(self.model.updates))
 
     def load_state(self, folder: Path) -> None:
         """Take over a `state` that was written. Collective."""

@@ -1,24 +1,21 @@
 """What roles get to compute with: groups, and what other model function calls found out about them.
 
-What a trained role is besides its weights: gathered from all ranks, then written, at different times.
+What a trained role is besides its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
+from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import Output, ParallelModel
-from streamrl.trainer.backends.files import copies, write_tensors
-from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
@@ -142,20 +139,10 @@ def unpack(
 # --- state ---
 
 
-class RoleState(msgspec.Struct, frozen=True):
-    """On its way to a checkpoint."""
+class RoleState(NamedTuple):
+    """On its way to a checkpoint, from which `load_state` of the role takes it."""
 
-    optimizer: Iterable[tuple[str, Tensor]]
-    """Whole tensors by name on rank 0, empty ones elsewhere; while they come one after another, collective."""
+    optimizer: list[Part]
+    """What this rank saves of the optimizer's tensors, not copied."""
     files: Mapping[str, bytes]
-    """Small facts, by the name of their file."""
-
-    def copied(self, *, keep: bool) -> RoleState:
-        """The same in host memory, which training leaves alone; only taken part in without `keep`. Collective."""
-        return RoleState(copies(self.optimizer, keep=keep).items(), self.files)
-
-    def write(self, folder: Path) -> None:
-        """Into `folder`, which exists; for `load_state` of the role."""
-        write_tensors(folder, OPTIMIZER, self.optimizer)
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
+    """Small facts, by the name of their file; all ranks have the same."""

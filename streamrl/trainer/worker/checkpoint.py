@@ -1,15 +1,21 @@
-"""Checkpoints that are either whole or not there, written while training goes on.
+"""Checkpoints that are either whole or not there, written by all model workers at once while training goes on.
 
-Owns the one thread that writes. Invariants: at most one checkpoint is being written; its folder
-appears at once, when all of it is on the disk; older ones are removed only after that.
+A model worker copies what it holds of weights and optimizer states into its own host memory; only so long training
+stands still. Its writing thread then writes that, beside those of the others, and nobody ever has more than its own.
+Invariants: at most one checkpoint is being written; its folder appears at once, when worker 0 has seen that all of it
+is on the disk; older ones are removed only after that.
 
-Everything that a checkpoint holds, copied into host memory so that training can go on while it is written.
-
-    FOLDER/                 the policy as a Hugging Face checkpoint, with its tokenizer; with [model.lora] an adapter
-                            as peft has it, beside the settings and the tokenizer of its base
+    FOLDER/                 the policy: weights, config.json, tokenizer; with [model.lora] an adapter as peft has it,
+                            beside the settings and the tokenizer of its base
     FOLDER/critic/, ref/    likewise, where there is one (the reference: where it changes)
     FOLDER/state/ROLE/      optimizer, schedule and coefficients of a trained role
     FOLDER/state/progress.json
+
+Each worker writes one file of each (`model-00002-of-00004.safetensors`) with its parts of tensors
+(`safetensors_files.py`), so any layout and backend can go on from them. What one worker wrote alone, the last
+checkpoint of a run, and what `export.py` makes of others is Hugging Face's own form.
+
+torch.distributed.checkpoint is not used: its ranks exchange pickles, and its files hold some.
 
 Random numbers need no place in it: those of a training step are a function of run seed and policy
 version, those of a response of run seed and sequence number.
@@ -19,48 +25,168 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
-from safetensors import SafetensorError
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.config import Config, LoraConfig
 from streamrl.device import compute_with
-from streamrl.errors import DeadlineExceeded
+from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
+from streamrl.export import copy_base, copy_settings, make_whole
+from streamrl.lora import TENSORS as ADAPTER
 from streamrl.records import progress
 from streamrl.records.progress import Progress
-from streamrl.trainer.backends.files import copies, export, export_adapter
+from streamrl.safetensors_files import (
+    BUFFER_BYTES,
+    MODEL,
+    Bytes,
+    Part,
+    Specs,
+    TensorFiles,
+    bytes_of_parts,
+    file_name,
+    write_bytes,
+    write_index,
+)
+from streamrl.trainer.backends.optimizer import OPTIMIZER, state_specs
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
-from streamrl.trainer.roles.items import RoleState
 from streamrl.trainer.worker.assembly import CRITIC, REFERENCE, Assembly
 
-# --- checkpoint ---
-
 log = logging.getLogger(__name__)
+
+# --- what the workers tell one another ---
+
+TOLD_BYTES = 1024
+"""Of what went wrong, at most."""
+
+
+class Together:
+    """The writing threads of all model workers."""
+
+    def __init__(self, rank: int, world: int, *, seconds: float) -> None:
+        """`seconds`: the longest that one may wait for another. Collective."""
+        self.rank = rank
+        self.world = world
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if world > 1 else None
+
+    def do(self, act: Callable[[], None]) -> str:
+        """Run `act` on each; return what went wrong on whichever of them, or nothing. Collective.
+
+        Disks and files may go wrong; anything else is raised, after the others know. Raises `PeerLost` when another
+        one is gone, or does not come.
+        """
+        raised: Exception | None = None
+        failure = ""
+        try:
+            act()
+        except Exception as error:
+            failure = f"model_worker/{self.rank}: {error}" if self.world > 1 else str(error)
+            raised = None if isinstance(error, OSError | ModelError) else error
+        told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
+        words = bytearray(failure.encode()[:TOLD_BYTES])
+        if words:
+            told[: len(words)] = torch.frombuffer(words, dtype=torch.uint8)
+        found = self.gather(told)
+        if raised is not None:
+            raise raised
+        texts = (bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in found)
+        return next((text for text in texts if text), "")
+
+    def gather(self, told: Tensor) -> list[Tensor]:
+        """What each tells, by rank. Collective."""
+        if self._group is None:
+            return [told]
+        found = [torch.empty_like(told) for _ in range(self.world)]
+        with _naming("the others"):
+            dist.all_gather(found, told, group=self._group)
+        return found
+
+    def send(self, content: Iterator[Bytes]) -> None:
+        """Have worker 0 `receive` `content`; if that fails, what there is of it."""
+        with _naming("worker 0"):
+            try:
+                for some in filter(len, content):
+                    whole = torch.frombuffer(bytearray(some) if isinstance(some, bytes) else some, dtype=torch.uint8)
+                    for piece in torch.split(whole, BUFFER_BYTES):
+                        dist.send(torch.tensor(len(piece)), 0, group=self._group)
+                        dist.send(piece, 0, group=self._group)
+            finally:
+                dist.send(torch.tensor(0), 0, group=self._group)
+
+    def receive(self, rank: int) -> Iterator[Bytes]:
+        """On worker 0: what `rank` sends, which has to be taken to its end."""
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+        length = torch.tensor(0)
+        while True:
+            with _naming(f"model_worker/{rank}"):
+                dist.recv(length, rank, group=self._group)
+                if not length:
+                    return
+                dist.recv(buffer[: int(length)], rank, group=self._group)
+            yield buffer[: int(length)].numpy().data
+
+
+@contextmanager
+def _naming(whom: str) -> Iterator[None]:
+    """What gloo raises, with the name of who is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"a checkpoint cannot be written: {whom} did not take part ({error})") from error
+
+
+# --- checkpoint ---
 
 REPLACED = ".replaced"
 """An older checkpoint of the same name, until the new one is in its place."""
 
 
-class CheckpointWriter:
-    """Writes one checkpoint after another; used by the one thread that computes."""
+class Share(Protocol):
+    """What one worker writes of a checkpoint."""
 
-    def __init__(self, *, keep: int, spare: str | None) -> None:
+    @property
+    def stems(self) -> list[str]:
+        """Names of the files, relative to the checkpoint, without `.safetensors` and the worker's number."""
+        ...
+
+    def content(self, stem: str) -> Iterator[Bytes]:
+        """Of this worker's file."""
+        ...
+
+    def complete(self, folder: Path) -> None:
+        """On worker 0: add what is not tensors to `folder`, where the files of all workers are; raises `ModelError` if
+        they are not."""
+        ...
+
+
+class CheckpointWriter:
+    """Writes one checkpoint after another; used by the one thread that computes, on all model workers alike."""
+
+    def __init__(self, together: Together, *, keep: int, spare: str | None) -> None:
         """`keep` checkpoints stay, and `spare`, which the run came from."""
+        self._together = together
         self._keep = keep
         self._spare = spare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=compute_with, initargs=(1,))
         self._writing: tuple[Path, Future[str]] | None = None
 
-    def begin(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Have `write` fill the checkpoint `folder`, and return at once; `settle` comes first."""
+    def begin(self, folder: Path, share: Share) -> None:
+        """Write `share` into the checkpoint `folder`, and return at once; `settle` comes first. All workers begin the
+        same ones."""
         assert self._writing is None, f"{folder} before it is known what became of {self._writing}"
-        self._writing = folder, self._thread.submit(self._write, folder, write)
+        self._writing = folder, self._thread.submit(self._write, folder, share)
 
     def settle(self, *, limit: float) -> str:
         """Wait for what is being written; return why it could not be, or nothing if it was.
@@ -79,33 +205,93 @@ class CheckpointWriter:
         self._writing = None
         return failure
 
-    def _write(self, folder: Path, write: Callable[[Path], None]) -> str:
-        try:
-            write_folder(folder, write)
-            progress.prune(folder.parent, keep=self._keep, spare=self._spare)
-        except (OSError, SafetensorError) as error:  # tolerance point: a full disk must not end a run
+    def _write(self, folder: Path, share: Share) -> str:
+        unfinished = _unfinished(folder)
+        leads = self._together.rank == 0
+        token = self._together.gather(torch.tensor(secrets.randbits(62)))[0]
+        sign = unfinished / f"of-worker-0-{int(token)}"
+        failure = self._together.do(lambda: _begin(unfinished, sign) if leads else None)
+        if not failure:
+            sees = self._together.gather(torch.tensor(int(sign.exists())))
+            elsewhere = [rank for rank, seen in enumerate(sees) if not seen]  # their disk is not worker 0's
+            failure = self._together.do(lambda: self._write_files(unfinished, share, elsewhere))
+        if not failure:
+            failure = self._together.do(lambda: self._complete(folder, unfinished, sign, share) if leads else None)
+        if failure:  # tolerance point: a full disk must not end a run
             failure = (
-                f"the checkpoint {folder} cannot be written ({error}); those before it are whole: make room there, "
+                f"the checkpoint {folder} cannot be written ({failure}); those before it are whole: make room there, "
                 "or lower trainer.keep_checkpoints"
             )
-            log.error(failure)
-            return failure
-        log.info("%s is written", folder)
-        return ""
+            if leads:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                log.error(failure)
+        elif leads:
+            log.info("%s is written", folder)
+        return failure
+
+    def _write_files(self, unfinished: Path, share: Share, elsewhere: list[int]) -> None:
+        """Write this worker's files, on worker 0 also those of workers that have another disk."""
+        if self._together.rank in elsewhere:
+            for stem in share.stems:
+                self._together.send(share.content(stem))
+            return
+        failed: OSError | None = None
+        for rank in [self._together.rank, *(elsewhere if self._together.rank == 0 else [])]:
+            for stem in share.stems:
+                own = rank == self._together.rank
+                content = share.content(stem) if own else self._together.receive(rank)
+                file = unfinished / file_name(stem, rank, self._together.world)
+                try:
+                    if failed is None:
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        write_bytes(file, content)
+                except OSError as error:
+                    failed = error
+                if not own:
+                    for _ in content:  # else who sends it would wait
+                        pass
+        if failed is not None:
+            raise failed
+
+    def _complete(self, folder: Path, unfinished: Path, sign: Path, share: Share) -> None:
+        sign.unlink()
+        share.complete(unfinished)
+        _to_disk(unfinished)
+        _put(unfinished, folder)
+        progress.prune(folder.parent, keep=self._keep, spare=self._spare)
+
+
+def _begin(unfinished: Path, sign: Path) -> None:
+    _make_anew(unfinished)
+    sign.touch()
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Have `write` fill a temporary folder, then put it in the place of `folder`; if it fails, nothing is left."""
-    unfinished = folder.with_name(folder.name + progress.UNFINISHED)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir(parents=True)
+    unfinished = _unfinished(folder)
+    _make_anew(unfinished)
     try:
         write(unfinished)
         _to_disk(unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+    _put(unfinished, folder)
+
+
+def _unfinished(folder: Path) -> Path:
+    """Where `folder` is written."""
+    return folder.with_name(folder.name + progress.UNFINISHED)
+
+
+def _make_anew(unfinished: Path) -> None:
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
+
+
+def _put(unfinished: Path, folder: Path) -> None:
+    """Put `unfinished`, which is on the disk, in the place of `folder`."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if replaced.exists():
@@ -135,29 +321,47 @@ def _sync(path: Path) -> None:
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A run at the end of a step."""
+    """What one worker has of a run at the end of a step, in host memory."""
 
     progress: Progress
     source: Path
     """Checkpoint whose settings and tokenizer the policy has."""
-    weights: dict[str, dict[str, Tensor]]
-    """Role → its weights, whole."""
-    states: dict[str, RoleState]
+    parts: dict[str, list[Part]]
+    """By the stem of their file."""
+    specs: dict[str, Specs]
+    """All tensors of the stem, of all workers."""
+    facts: dict[str, bytes]
+    """Files of a few bytes, by their names in the checkpoint."""
+    world: int
+    final: bool = False
+    """Leave weights as Hugging Face has them, whoever wrote them."""
     lora: LoraConfig | None = None
     """The policy's weights are an adapter's."""
 
-    def write(self, folder: Path) -> None:
-        """Into `folder`, which exists."""
-        for role, weights in self.weights.items():
-            if role == "actor" and self.lora is not None:
-                export_adapter(folder, weights.items(), lora=self.lora, base=self.source)
-                continue
-            target = folder if role == "actor" else folder / role
-            export(target, weights.items(), source=self.source, scalar_head=role == CRITIC)
-        for role, state in self.states.items():
-            home = folder / progress.STATE / role
-            home.mkdir(parents=True)
-            state.write(home)
+    @property
+    def stems(self) -> list[str]:
+        return list(self.parts)
+
+    def content(self, stem: str) -> Iterator[Bytes]:
+        return bytes_of_parts(self.parts[stem])
+
+    def complete(self, folder: Path) -> None:
+        for stem, specs in self.specs.items():
+            home, name = (folder / stem).parent, Path(stem).name
+            files = TensorFiles(home, name)
+            files.check(specs)
+            if name == ADAPTER and self.lora is not None:
+                if self.world > 1:
+                    make_whole(home, ADAPTER, limit=sys.maxsize)  # peft reads one file
+                copy_base(self.source, home, lora=self.lora)
+            elif name == MODEL:
+                if self.final and self.world > 1:
+                    make_whole(home)
+                elif self.world > 1 and files.are_wholes:
+                    write_index(home, MODEL)
+                copy_settings(self.source, home, scalar_head=home.name == CRITIC)
+        for file, content in self.facts.items():
+            (folder / file).write_bytes(content)
         progress.write(folder, self.progress)
 
 
@@ -169,18 +373,36 @@ def roles_to_save(assembly: Assembly, config: Config) -> list[str]:
     return [name for name in assembly.roles if name in saved]
 
 
-def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, keep: bool) -> Snapshot:
-    """Gather everything from all ranks; those without `keep` only take part. Collective.
+def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> Snapshot:
+    """Copy what this worker saves; the others do so at the same point of their calls.
 
     The models are on their devices, and no publication reads the weights.
     """
-    weights: dict[str, dict[str, Tensor]] = {}
-    states: dict[str, RoleState] = {}
+    lora = config.model.lora
+    parts: dict[str, list[Part]] = {}
+    specs: dict[str, Specs] = {}
+    facts: dict[str, bytes] = {}
     for name in roles_to_save(assembly, config):
         role = assembly.roles[name]
-        weights[name] = copies(role.model.gather_weights(), keep=keep)
+        stem = f"{name}/{MODEL}" if name != "actor" else ADAPTER if lora is not None else MODEL
+        specs[stem] = role.model.weight_specs()
+        parts[stem] = _copied(role.model.weight_parts())
         if isinstance(role, Critic) or (isinstance(role, Actor) and role is assembly.actor):
-            states[name] = role.state().copied(keep=keep)
-    lora = config.model.lora
-    source = Path(config.run.resume_from or assembly.model_dir) if lora is None else assembly.model_dir
-    return Snapshot(progress=reached, source=source, weights=weights, states=states, lora=lora)
+            state, home = role.state(), f"{progress.STATE}/{name}"
+            specs[f"{home}/{OPTIMIZER}"] = state_specs(role.model.weight_specs())
+            parts[f"{home}/{OPTIMIZER}"] = _copied(state.optimizer)
+            facts |= {f"{home}/{file}": content for file, content in state.files.items()}
+    return Snapshot(
+        progress=reached,
+        source=Path(config.run.resume_from or assembly.model_dir) if lora is None else assembly.model_dir,
+        parts=parts,
+        specs=specs,
+        facts=facts,
+        world=config.trainer.workers,
+        final=final,
+        lora=lora,
+    )
+
+
+def _copied(parts: list[Part]) -> list[Part]:
+    return [part._replace(values=part.values.detach().to("cpu", copy=True)) for part in parts]

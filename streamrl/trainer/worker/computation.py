@@ -41,7 +41,7 @@ from streamrl.trainer.roles.advantages import Credit
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.roles.items import Minibatch, Outputs, TrainItem
 from streamrl.trainer.worker.assembly import Assembly, fingerprints, give_weights
-from streamrl.trainer.worker.checkpoint import CheckpointWriter, roles_to_save, take_snapshot
+from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together, roles_to_save, take_snapshot
 from streamrl.trainer.worker.data import WorkerData
 from streamrl.trainer.worker.keeper import RolloutKeeper, Sample, TokenizerTexts
 from streamrl.types import TrajectoryGroup
@@ -71,7 +71,8 @@ class Computation:
         self._assembly = assembly
         self._data = data
         self._weights_free = weights_free
-        self._writer = CheckpointWriter(keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
+        together = Together(rank, config.trainer.workers, seconds=config.trainer.step_timeout_seconds)
+        self._writer = CheckpointWriter(together, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
         self._away: set[str] = set()
         self._moving = threading.Lock()
         """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
@@ -348,11 +349,9 @@ class Computation:
         limit = self._config.trainer.step_timeout_seconds
         self._wait_for_publication()
         unwritten = self._writer.settle(limit=limit)
-        writes = self._rank == 0
         with self._here(*roles_to_save(self._assembly, self._config)):
-            snapshot = take_snapshot(self._assembly, self._config, call.progress, keep=writes)
-        if writes:
-            self._writer.begin(Path(call.folder), snapshot.write)
+            snapshot = take_snapshot(self._assembly, self._config, call.progress, final=call.final)
+        self._writer.begin(Path(call.folder), snapshot)
         if call.final and (failure := self._writer.settle(limit=limit)):
             raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
         return Saved(unwritten)

@@ -26,6 +26,7 @@ from streamrl.trainer.backends.megatron.weights import (
     Replicated,
     Stacked,
     Vocabulary,
+    Weight,
     stage_weights,
     whole_shapes,
 )
@@ -43,11 +44,34 @@ def numbered(*shape: int) -> torch.Tensor:
 
 
 def check_round_trip(cut, wholes: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    shards = [cut.split(wholes, rank, size) for rank in range(size)]
-    assert len({shard.shape for shard in shards}) == 1
-    found = cut.join(shards)
-    assert all(torch.equal(a, b) for a, b in zip(found, wholes, strict=True))
+    sources = tuple((str(number), tuple(whole.shape)) for number, whole in enumerate(wholes))
+    weight = Weight("parameter", sources, cut)
+    shards = [weight.split(wholes, rank, size) for rank in range(size)]
+    assert {shard.shape for shard in shards} == {weight.shard_shape(size)}
+    found = dict(weight.join(shards))
+    assert all(torch.equal(found[str(number)], whole) for number, whole in enumerate(wholes))
+    check_parts(weight, wholes, shards)
     return shards
+
+
+def check_parts(weight: Weight, wholes: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+    """Shards that are shared out anywhere, as a distributed optimizer does, are parts of the whole tensors."""
+    total = 0
+    for rank, shard in enumerate(shards):
+        flat = shard.flatten()
+        seen = torch.zeros_like(flat)
+        border = len(flat) // 3
+        for first, mine in ((0, flat[:border]), (border, flat[border:])):
+            for part in weight.parts(mine, first, rank=rank, size=len(shards)):
+                box = tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))
+                assert torch.equal(part.values, wholes[int(part.name)][box])
+                at = part.values.storage_offset()
+                seen[at : at + part.values.numel()] += 1
+        assert seen.max() <= 1
+        assert not flat[seen == 0].any()  # what pads the vocabulary
+        total += int(seen.sum())
+    copies = len(shards) if weight.cut.parallel_dim is None else 1
+    assert total == copies * sum(whole.numel() for whole in wholes)
 
 
 @given(size=st.integers(1, 4), times=st.integers(1, 3), columns=st.integers(1, 3), rows=st.integers(1, 30))
@@ -55,7 +79,7 @@ def test_cuts_can_be_put_together_again(size: int, times: int, columns: int, row
     check_round_trip(Replicated(), [numbered(rows)], size)
     check_round_trip(Columns(), [numbered(rows, size * times)], size)
     check_round_trip(Stacked(), [numbered(size * times, columns), -numbered(size * times, columns)], size)
-    shards = check_round_trip(Vocabulary(rows=rows), [numbered(rows, columns) + 1], size)
+    shards = check_round_trip(Vocabulary(), [numbered(rows, columns) + 1], size)
     assert int((torch.cat(shards) == 0).all(1).sum()) == -rows % size
 
 
@@ -74,7 +98,7 @@ def test_query_groups_stay_together(size: int, times: int, queries: int, head_di
     for heads, first in ((groups * queries, 0), (groups, 1000), (groups, 2000)):
         numbers = torch.arange(heads).repeat_interleave(head_dim) + first
         wholes.append(numbers.reshape(-1, *(1 for _ in columns)).expand(-1, *columns).float())
-    cut = QueryGroups(groups=groups, queries=queries, head_dim=head_dim)
+    cut = QueryGroups(groups=groups)
     shards = check_round_trip(cut, wholes, size)
     heads = torch.cat(shards).reshape(groups, queries + 2, head_dim, -1)[:, :, 0, 0].tolist()
     assert heads == [

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.config import OptimizerConfig
-from streamrl.errors import ModelError
+from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.backends.base import Offloaded
-from streamrl.trainer.backends.files import TensorFiles, write_tensors
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
 from streamrl.trainer.backends.torch import TorchModel
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
@@ -43,9 +40,9 @@ def test_an_optimizer_kept_elsewhere_makes_the_same_steps(tmp_path):
         train(model, range(2, 4))
     expected = weights(here)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(elsewhere).items())
-    for (name, state), (other_name, other) in zip(here.optimizer_state(), elsewhere.optimizer_state(), strict=True):
-        assert name == other_name
-        assert torch.equal(state, other)
+    for part, other in zip(here.optimizer_parts(), elsewhere.optimizer_parts(), strict=True):
+        assert part[:3] == other[:3]
+        assert torch.equal(part.values, other.values)
 
 
 def test_a_padding_token_in_a_prompt_has_a_gradient(tmp_path):
@@ -58,28 +55,6 @@ def test_a_padding_token_in_a_prompt_has_a_gradient(tmp_path):
     before = weights(model)["model.embed_tokens.weight"][pad]
     train(model, range(1))
     assert not torch.equal(weights(model)["model.embed_tokens.weight"][pad], before)
-
-
-def test_large_models_are_written_in_parts_that_transformers_reads(tmp_path):
-    source = save_model(tmp_path / "source", "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    (folder / "config.json").write_text((source / "config.json").read_text())
-    write_tensors(folder, "model", model.named_parameters(), limit=8_000)
-    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
-    assert not (folder / "model.safetensors").exists()
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    expected = dict(model.named_parameters())
-    assert index["weight_map"].keys() == expected.keys()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.named_parameters())
-    files = TensorFiles(folder, "model")
-    assert set(files.names()) == expected.keys()
-    with pytest.raises(ModelError, match="no tensor nothing"):
-        files.read("nothing")
-    with pytest.raises(ModelError, match=r"has no optimizer\.safetensors"):
-        TensorFiles(folder, "optimizer")
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 5), st.integers(1, 30), st.floats(0.01, 1))
@@ -117,15 +92,19 @@ def test_torchs_cosine_rises_again_beyond_its_end_where_a_run_may_go_on():
     assert learning_rate(20, peak=2.0, config=config, total_steps=10) == pytest.approx(0.2)
 
 
-class FromFiles:
+class Alone:
     """Tensors that one rank has whole: what `Spread` is without other ranks."""
 
-    def gather(self, parts):
-        return iter(parts.items())
+    def __init__(self, weights):
+        self._weights = weights
 
-    def load(self, tensors, *, into):
-        for name, tensor in tensors:
-            into[name].copy_(tensor)
+    def specs(self):
+        return [(name, tuple(weight.shape)) for name, weight in self._weights.items()]
+
+    def parts(self, tensors):
+        return [Part.whole(name, tensor) for name, tensor in tensors.items()]
+
+    own_parts = parts
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -146,11 +125,11 @@ def test_steps_are_those_of_a_loop_in_float64_and_go_on_from_files(tmp_path, off
     (beta1, beta2), config = spec.optimizer.betas, spec.optimizer
     for step in range(40):
         if step == 20:  # another process goes on
-            write_tensors(tmp_path, OPTIMIZER, adam.state(FromFiles()))
+            write_bytes(tmp_path / file_name(OPTIMIZER, 0, 1), bytes_of_parts(adam.parts(Alone(mine))))
             for name, content in updates_file(adam.updates).items():
                 (tmp_path / name).write_bytes(content)
             adam = AdamW(mine, spec)
-            adam.load(tmp_path, FromFiles())
+            adam.load(tmp_path, Alone(mine))
         gradients = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in begin.items()}
         scale, lr_scale = (0.5, 1.0) if step % 3 else (1.0, 0.25)
         lr = adam.step({name: g.clone() for name, g in gradients.items()}, scale=scale, lr_scale=lr_scale)

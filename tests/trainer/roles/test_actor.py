@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
+from streamrl.export import copy_settings
+from streamrl.safetensors_files import MODEL, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, Ranks
-from streamrl.trainer.backends.files import copies, export
+from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
@@ -38,7 +40,7 @@ class Policy:
     def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
         self.folder = folder
         self.steps = 0
-        self.rank = options.get("rank", 0)
+        self.rank, self.world = options.get("rank", 0), options.get("world", 1)
         algorithm = algorithm or AlgorithmConfig()
         dtype, layout, rank = options.get("dtype", torch.float32), options.get("layout", Layout()), self.rank
         cpu = torch.device("cpu")
@@ -89,14 +91,17 @@ class Policy:
         into |= {name: parameter.grad.clone() for name, parameter in self.model._parameters.items()}
 
     def save(self, folder):
-        """As a worker does: weights, and beside them the state."""
-        state = folder / "state"
-        weights = copies(self.model.gather_weights(), keep=self.rank == 0)
-        optimizer = self.actor.state().copied(keep=self.rank == 0)
+        """As workers do: each a file of weights, and beside it one of the state."""
+        state, found = folder / "state", self.actor.state()
+        state.mkdir(parents=True, exist_ok=True)
+        for file, parts in ((folder / MODEL, self.model.weight_parts()), (state / OPTIMIZER, found.optimizer)):
+            write_bytes(file.with_name(file_name(file.name, self.rank, self.world)), bytes_of_parts(parts))
         if self.rank == 0:
-            state.mkdir(parents=True)
-            export(folder, weights.items(), source=self.folder, scalar_head=False)
-            optimizer.write(state)
+            copy_settings(self.folder, folder)
+            for name, content in found.files.items():
+                (state / name).write_bytes(content)
+        if self.world > 1:
+            dist.barrier()
 
     def load_state(self, folder):
         self.actor.load_state(folder / "state")

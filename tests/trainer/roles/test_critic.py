@@ -15,13 +15,12 @@ from streamrl.trainer.algorithms.advantages import gae
 from streamrl.trainer.algorithms.kl import KLCoefficient
 from streamrl.trainer.algorithms.losses import clipped_value_loss
 from streamrl.trainer.backends.base import ModelSpec, Ranks
-from streamrl.trainer.backends.files import export
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic, RewardModel
 from streamrl.trainer.roles.items import Minibatch
-from tests.trainer.models import random_group, save_model
+from tests.trainer.models import random_group, save_model, save_weights
 from tests.trainer.roles.test_actor import make_groups, make_item, reference_logprobs
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def save_critic(folder, *, seed=3):
     base = save_model(folder.with_name(folder.name + "-base"), "qwen3", seed=seed)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.1)
-    export(folder, model.named_parameters(), source=base, scalar_head=True)
+    save_weights(folder, model.named_parameters(), source=base, scalar_head=True)
     return folder
 
 
@@ -193,7 +192,7 @@ def test_a_checkpoint_without_a_scalar_head_starts_at_zero_and_is_saved_with_one
     folder = save_model(tmp_path / "model", "llama_tied")
     _, critic = roles(folder, folder, AlgorithmConfig(advantage="gae"), CriticConfig())
     assert not any(values.any() for values in critic.inference(make_groups(2)))
-    export(tmp_path / "saved", critic.model.gather_weights(), source=folder, scalar_head=True)
+    save_weights(tmp_path / "saved", critic.model.gather_weights(), source=folder, scalar_head=True)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert loaded.score.weight.shape == (1, 32)
     assert type(loaded).__name__ == "LlamaForSequenceClassification"

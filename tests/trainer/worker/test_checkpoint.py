@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from streamrl.errors import DeadlineExceeded
+from streamrl.errors import DeadlineExceeded, PeerLost
 from streamrl.records import progress
 from streamrl.records.progress import Progress
-from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, write_folder
+from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, Together, write_folder
+from tests.trainer.backends.world import run_world
 
 LIMIT = 30.0
 
@@ -28,6 +31,34 @@ def content(version: int, text: str = "whole"):
 def full_disk(folder: Path) -> None:
     (folder / "model").write_text("half")
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Shared:
+    """What a worker writes: `text`, after which `progress.json` says `version`."""
+
+    def __init__(self, version: int, *, text: bytes = b"whole", before: Callable[[], object] = lambda: None) -> None:
+        """`before` is called when half of it is written."""
+        self._version = version
+        self._text = text
+        self._before = before
+
+    stems: ClassVar = ["model"]
+
+    def content(self, stem: str) -> Iterator[bytes]:
+        yield self._text[:2]
+        self._before()
+        yield self._text[2:]
+
+    def complete(self, folder: Path) -> None:
+        progress.write(folder, Progress(policy_version=self._version, trained=[], rejected=[], prompts=""))
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def alone() -> CheckpointWriter:
+    return CheckpointWriter(Together(0, 1, seconds=LIMIT), keep=2, spare=None)
 
 
 def names(folder: Path) -> set[str]:
@@ -84,33 +115,29 @@ def test_killed_while_one_takes_the_place_of_another_either_is_found(tmp_path, m
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    writer = CheckpointWriter(keep=2, spare=None)
+    writer = alone()
     go_on = threading.Event()
-
-    def slow(folder: Path) -> None:
-        go_on.wait(LIMIT)
-        content(1)(folder)
-
     assert writer.settle(limit=LIMIT) == ""
-    writer.begin(tmp_path / "step-000001", slow)
-    assert "step-000001" not in names(tmp_path)
+    writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: go_on.wait(LIMIT)))
+    assert not (tmp_path / "step-000001").exists()
     with pytest.raises(DeadlineExceeded, match="step-000001 is not on the disk"):
         writer.settle(limit=0.05)
     go_on.set()
     assert writer.settle(limit=LIMIT) == ""
     assert progress.read(tmp_path / "step-000001").policy_version == 1
+    assert names(tmp_path / "step-000001") == {"model.safetensors", progress.STATE}
 
 
 def test_a_full_disk_costs_one_checkpoint_and_is_told_once(tmp_path: Path) -> None:
-    writer = CheckpointWriter(keep=2, spare=None)
+    writer = alone()
 
-    def save(version: int, write=None) -> str:
-        writer.begin(tmp_path / f"step-{version:06d}", write or content(version))
+    def save(version: int, **share: Any) -> str:
+        writer.begin(tmp_path / f"step-{version:06d}", Shared(version, **share))
         return writer.settle(limit=LIMIT)
 
     (tmp_path / "step-000009.unfinished").mkdir()  # of a run that was killed
     assert [save(version) for version in (1, 2)] == ["", ""]
-    failure = save(3, full_disk)
+    failure = save(3, before=no_space)
     assert "step-000003 cannot be written" in failure
     assert "No space left" in failure
     assert writer.settle(limit=LIMIT) == ""
@@ -120,7 +147,57 @@ def test_a_full_disk_costs_one_checkpoint_and_is_told_once(tmp_path: Path) -> No
 
 
 def test_what_is_no_matter_of_the_disk_is_raised(tmp_path: Path) -> None:
-    writer = CheckpointWriter(keep=2, spare=None)
-    writer.begin(tmp_path / "step-000001", lambda folder: 1 / 0)  # type: ignore[arg-type, return-value]
+    writer = alone()
+    writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         writer.settle(limit=LIMIT)
+
+
+def _write_together(rank: int, shared: Path, elsewhere: Path) -> None:
+    """Three workers, of which the last has a disk of its own; in turn the disk of each is full."""
+    together = Together(rank, 3, seconds=LIMIT)
+    writer = CheckpointWriter(together, keep=2, spare=None)
+    folder = (elsewhere if rank == 2 else shared) / "checkpoints"
+
+    def save(version: int, **share: Any) -> str:
+        writer.begin(folder / f"step-{version:06d}", Shared(version, text=b"of rank %d" % rank, **share))
+        return writer.settle(limit=LIMIT)
+
+    assert save(1) == ""
+    for full in range(3):
+        failure = save(2 + full, before=no_space if rank == full else lambda: None)
+        assert f"model_worker/{full}: [Errno 28] No space left" in failure
+    assert save(5) == ""
+    if rank < 2:
+        found = {
+            file.name: file.read_bytes() for file in (shared / "checkpoints" / "step-000005").glob("*.safetensors")
+        }
+        assert found == {f"model-{n + 1:05d}-of-00003.safetensors": b"of rank %d" % n for n in range(3)}
+        assert names(folder) == {"step-000001", "step-000005"}
+    assert not any(elsewhere.rglob("*.safetensors"))
+    # an error of one's own is raised there, and the others are told
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            save(6, before=lambda: 1 / 0)
+    else:
+        assert "model_worker/1: division by zero" in save(6)
+
+
+def test_workers_write_their_parts_into_one_checkpoint(tmp_path: Path) -> None:
+    run_world(3, _write_together, tmp_path / "shared", tmp_path / "elsewhere")
+
+
+def _one_is_killed(rank: int, folder: Path) -> None:
+    """While the second writes it is gone: the first says so soon, and the old checkpoint is whole."""
+    writer = CheckpointWriter(Together(rank, 2, seconds=LIMIT), keep=2, spare=None)
+    writer.begin(folder / "step-000001", Shared(1))
+    assert writer.settle(limit=LIMIT) == ""
+    writer.begin(folder / "step-000002", Shared(2, before=(lambda: os._exit(0)) if rank else lambda: None))
+    with pytest.raises(PeerLost, match="cannot be written: the others"):
+        writer.settle(limit=LIMIT)
+    assert [path.name for path in progress.checkpoints(folder.parent)] == ["step-000001"]
+    os._exit(0)  # the world is no more
+
+
+def test_a_worker_that_dies_while_it_writes_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    run_world(2, _one_is_killed, tmp_path / "checkpoints")

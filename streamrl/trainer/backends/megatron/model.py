@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
+from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
 from streamrl.trainer.backends.context import ContextGroup
-from streamrl.trainer.backends.files import TensorFiles
+from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
-from streamrl.trainer.backends.megatron.weights import SCORE, WholeTensors, stage_weights
-from streamrl.trainer.backends.optimizer import MOMENTS, OPTIMIZER, load_updates
+from streamrl.trainer.backends.megatron.weights import WholeTensors, stage_weights
+from streamrl.trainer.backends.optimizer import MOMENTS, named, read_state
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 
@@ -60,9 +60,10 @@ class MegatronModel:
             shared = layout.context > 1
             self._context = ContextGroup(parallel_state.get_context_parallel_group() if shared else None)
             network = self._build()
-            named = dict(network.named_parameters())
-            self._parameters: list[Tensor] = [named[weight.parameter] for weight in stages[self._place.pipeline]]
-            for weight, parameter in zip(stages[self._place.pipeline], self._parameters, strict=True):
+            by_name = dict(network.named_parameters())
+            self._weights = stages[self._place.pipeline]
+            self._parameters: list[Tensor] = [by_name[weight.parameter] for weight in self._weights]
+            for weight, parameter in zip(self._weights, self._parameters, strict=True):
                 _mark(parameter, weight.cut.parallel_dim)
             self._trainable = None
             self._module: Any = network
@@ -104,7 +105,7 @@ class MegatronModel:
             return trainable.update(before_update, lr_scale=lr_scale)
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        return list(self._whole.shapes.items())
+        return self._whole.specs()
 
     def weight_senders(self, *, most: int) -> list[int]:
         return self._whole.senders(most=most)
@@ -120,6 +121,10 @@ class MegatronModel:
             return master.detach().flatten().float()
 
         yield from self._whole.gather(piece, dtype=dtype or torch.float32, to=to)
+
+    def weight_parts(self) -> list[Part]:
+        self._check_onloaded()
+        return [part for number, parameter in self._saved() for part in self._parts_of(number, self._master(parameter))]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._check_onloaded()
@@ -139,28 +144,21 @@ class MegatronModel:
     def updates(self) -> int:
         return self._trained().updates
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+    def optimizer_parts(self) -> list[Part]:
         trainable = self._trained()
         self._check_onloaded()
-        for key in MOMENTS:
-
-            def piece(number: int, key: str = key) -> Tensor:
-                return trainable.state(self._parameters[number])[key].flatten()
-
-            for name, tensor in self._whole.gather(piece):
-                yield f"{key}/{name}", tensor
+        return [
+            named(key, part)
+            for key in MOMENTS
+            for number, parameter in self._saved()
+            for part in self._parts_of(number, trainable.state(parameter).get(key))
+        ]
 
     def load_state(self, folder: Path) -> None:
         trainable = self._trained()
         self._check_onloaded()
-        updates = load_updates(folder)
-        files = TensorFiles(folder, OPTIMIZER)
-        expected = {f"{key}/{name}" for key in MOMENTS for name in self._whole.shapes}
-        if differing := expected.symmetric_difference(files.names()):
-            raise ModelError(f"{folder}: the optimizer's state is of another model: {min(differing)} is in one only")
-        for key in MOMENTS:
-            wholes = ((name, files.read(f"{key}/{name}")) for name in self._whole.own_names())
-            self._whole.scatter(wholes, partial(self._store_state, key))
+        moments = {key: self._held_moments(key) for key in MOMENTS}
+        updates = read_state(folder, moments, self._whole.specs())
         for parameter in self._parameters:
             state = trainable.state(parameter)
             if state:
@@ -198,18 +196,39 @@ class MegatronModel:
         return network.requires_grad_(self._spec.lr is not None)
 
     def _load_first(self) -> None:
-        """The weights of the checkpoint; a scalar head that it has none of starts at zero."""
+        """The weights of the checkpoint, each rank its slices, and of those the optimizer's."""
+        for parameter in self._parameters:
+            parameter.data.zero_()  # what pads the vocabulary stays so
+        read_weights(self._spec.folder, self._whole.specs(), self._held_weights(), head=self._spec.head)
 
-        files = TensorFiles(self._spec.folder, "model")
+    def _held_weights(self) -> Iterator[Part]:
+        """All that this rank holds of the weights: as they are computed with, and in float32 as they are optimized."""
+        for number, parameter in enumerate(self._parameters):
+            yield from self._whole.parts(number, parameter.data.view(-1))
+            master = self._master(parameter)
+            if master is not None and master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                yield from self._parts_of(number, master)
 
-        def wholes() -> Iterator[tuple[str, Tensor]]:
-            for name in self._whole.own_names():
-                if name == SCORE and name not in files:
-                    yield name, torch.zeros(1, self._shape.hidden_size)
-                else:
-                    yield name, files.read(name)
+    def _held_moments(self, key: str) -> Iterator[Part]:
+        """All that this rank holds of a moment."""
+        for number, parameter in enumerate(self._parameters):
+            yield from self._parts_of(number, self._trained().state(parameter).get(key))
 
-        self._whole.scatter(wholes(), self._store_weight)
+    def _saved(self) -> Iterator[tuple[int, Tensor]]:
+        """The parameters of which this rank saves what it optimizes. What several ranks have, one of them saves."""
+        sharded = self._trainable is not None and self._spec.shard
+        alike = self._layout.data * self._layout.context  # ranks that have the same unless it is sharded
+        which = self._place.data * self._layout.context + self._place.context
+        for number, (weight, parameter) in enumerate(zip(self._weights, self._parameters, strict=True)):
+            of_this_tensor_rank = weight.cut.parallel_dim is not None or self._place.tensor == 0
+            own = sharded or number % alike == which
+            if of_this_tensor_rank and own and not weight.copy:
+                yield number, parameter
+
+    def _parts_of(self, number: int, held: Tensor | None) -> Iterator[Part]:
+        """What `held`, shaped as what this rank optimizes of a parameter, is of whole tensors; None: nothing."""
+        if held is not None:
+            yield from self._whole.parts(number, held.data.view(-1), self._range(self._parameters[number])[0])
 
     def _run(
         self, micros: Sequence[MicroBatch], loss: LossOf | None, *, temperature: float | None = None
@@ -277,13 +296,6 @@ class MegatronModel:
         if master is not None and master is not parameter:
             start, end = self._range(parameter)
             master.data.copy_(shard.flatten()[start:end].view_as(master))
-
-    def _store_state(self, key: str, number: int, shard: Tensor) -> None:
-        parameter = self._parameters[number]
-        state = self._trained().state(parameter)
-        if state:
-            start, end = self._range(parameter)
-            state[key].copy_(shard.flatten()[start:end].view_as(state[key]))
 
     def _range(self, parameter: Tensor) -> tuple[int, int]:
         return (0, parameter.numel()) if self._trainable is None else self._trainable.own_range(parameter)

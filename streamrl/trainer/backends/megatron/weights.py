@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -24,30 +24,37 @@ from torch import Tensor
 
 from streamrl.device import SideStream
 from streamrl.errors import ModelError
+from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import Head, dealt, spread
+from streamrl.trainer.backends.files import SCORE
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 
 # --- names ---
 
 EMBEDDING = "model.embed_tokens.weight"
-SCORE = "score.weight"
+
+
+class Block(NamedTuple):
+    """Some rows of a shard, and the box of a whole tensor that they are."""
+
+    source: int
+    """Which of the parameter's tensors."""
+    start: tuple[int, ...]
+    """Where the box begins in it."""
+    size: tuple[int, ...]
 
 
 class Cut(Protocol):
-    """How whole tensors become one shard for each tensor rank, and back."""
+    """How whole tensors become one shard for each tensor rank."""
 
     @property
     def parallel_dim(self) -> int | None:
         """The dimension of the shard along which tensor ranks differ; None: they hold the same."""
         ...
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The shard of tensor rank `rank` of `size`."""
-        ...
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors from the shards, by tensor rank."""
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        """The shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole tensors."""
         ...
 
 
@@ -56,11 +63,8 @@ class Replicated(msgspec.Struct, frozen=True):
 
     parallel_dim: int | None = None
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return wholes[0]
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [shards[0]]
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        return [Block(0, (0,) * len(shapes[0]), shapes[0])]
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -68,26 +72,20 @@ class Columns(msgspec.Struct, frozen=True):
 
     parallel_dim: int | None = 1
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return wholes[0].chunk(size, 1)[rank]
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards), 1)]
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        rows, columns = shapes[0]
+        return [Block(0, (0, rank * (columns // size)), (rows, columns // size))]
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """One tensor of `rows` rows, cut along them after zero rows were added up to a multiple."""
+    """One tensor, cut along its rows after zero rows were added up to a multiple."""
 
-    rows: int
     parallel_dim: int | None = 0
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        each = -(-self.rows // size)
-        mine = wholes[0][rank * each : (rank + 1) * each]
-        return torch.nn.functional.pad(mine, (0, 0, 0, each - len(mine)))
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards))[: self.rows]]
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        rows, columns = shapes[0]
+        each = -(-rows // size)
+        return [Block(0, (rank * each, 0), (max(0, min(each, rows - rank * each)), columns))]
 
 
 class Stacked(msgspec.Struct, frozen=True):
@@ -95,31 +93,26 @@ class Stacked(msgspec.Struct, frozen=True):
 
     parallel_dim: int | None = 0
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return torch.cat([whole.chunk(size)[rank] for whole in wholes])
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        return [
+            Block(source, (rank * (rows // size), 0), (rows // size, columns))
+            for source, (rows, columns) in enumerate(shapes)
+        ]
 
 
 class QueryGroups(msgspec.Struct, frozen=True):
     """Query, key and value rows, group by group: the group's query heads, its key head, its value head."""
 
     groups: int
-    queries: int
-    """Query heads of one group."""
-    head_dim: int
     parallel_dim: int | None = 0
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        grouped = [torch.unflatten(whole, 0, (self.groups, -1)).chunk(size)[rank] for whole in wholes]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        grouped = torch.unflatten(torch.cat(list(shards)), 0, (self.groups, -1))
-        rows = [self.queries * self.head_dim, self.head_dim, self.head_dim]
-        return [part.flatten(0, 1) for part in torch.split(grouped, rows, dim=1)]
+    def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
+        mine = self.groups // size
+        return [
+            Block(source, (group * (rows // self.groups), *(0,) * len(columns)), (rows // self.groups, *columns))
+            for group in range(rank * mine, (rank + 1) * mine)
+            for source, (rows, *columns) in enumerate(shapes)
+        ]
 
 
 class Weight(msgspec.Struct, frozen=True):
@@ -133,25 +126,81 @@ class Weight(msgspec.Struct, frozen=True):
     copy: bool = False
     """Whether another stage holds the original: loaded, but never gathered."""
 
-    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The shard of tensor rank `rank` of `size`."""
-        return self.cut.split(wholes, rank, size)
-
-    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, from the shards by tensor rank."""
-        for (name, _), whole in zip(self.sources, self.cut.join(shards), strict=True):
-            yield name, whole
+    def blocks(self, rank: int, size: int) -> list[Block]:
+        """What the shard of tensor rank `rank` of `size` is made of, from its first row on."""
+        return self.cut.blocks([shape for _, shape in self.sources], rank, size)
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of each of `size` shards."""
-        wholes = [torch.empty(shape, device="meta") for _, shape in self.sources]
-        return tuple(self.split(wholes, 0, size).shape)
+        blocks = self.blocks(0, size)  # the first one is never padded
+        return (sum(block.size[0] for block in blocks), *blocks[0].size[1:])
+
+    def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The shard of tensor rank `rank` of `size`."""
+        shard = wholes[0].new_zeros(self.shard_shape(size))
+        for block, rows in self._rows(rank, size):
+            shard[rows] = wholes[block.source][_box(block)]
+        return shard
+
+    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, from the shards by tensor rank."""
+        wholes = [shards[0].new_empty(shape) for _, shape in self.sources]
+        for rank, shard in enumerate(shards):
+            for block, rows in self._rows(rank, len(shards)):
+                wholes[block.source][_box(block)] = shard[rows]
+        for (name, _), whole in zip(self.sources, wholes, strict=True):
+            yield name, whole
+
+    def parts(self, flat: Tensor, first: int, *, rank: int, size: int) -> Iterator[Part]:
+        """What the elements `flat` of the flattened shard of tensor rank `rank`, of which the first is number `first`,
+        are of whole tensors."""
+        begin = 0
+        for block in self.blocks(rank, size):
+            length = math.prod(block.size)
+            low, high = max(first, begin), min(first + len(flat), begin + length)
+            name, shape = self.sources[block.source]
+            for at, start, box in _boxes(block.size, low - begin, high - begin):
+                values = flat[begin + at - first :][: math.prod(box)].view(box)
+                yield Part(name, shape, tuple(a + b for a, b in zip(block.start, start, strict=True)), values)
+            begin += length
+
+    def _rows(self, rank: int, size: int) -> Iterator[tuple[Block, slice]]:
+        """Each block with its place in the shard."""
+        row = 0
+        for block in self.blocks(rank, size):
+            yield block, slice(row, row + block.size[0])
+            row += block.size[0]
+
+
+def _box(block: Block) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(block.start, block.size, strict=True))
+
+
+def _boxes(size: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The elements from `low` to `high` of a flattened vector or matrix as boxes: which is the first element of each,
+    where the box begins, and its size."""
+    if low >= high:
+        return
+    if len(size) == 1:
+        yield low, (low,), (high - low,)
+        return
+    _, columns = size
+    while low < high:
+        row, column = divmod(low, columns)
+        if column or high - low < columns:  # part of a row
+            count = min(columns - column, high - low)
+            yield low, (row, column), (1, count)
+        else:
+            rows = (high - low) // columns
+            count = rows * columns
+            yield low, (row, 0), (rows, columns)
+        low += count
 
 
 def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> list[Weight]:
     """All parameters of pipeline stage `stage` of `stages`, in an order near that of transformers."""
     embedding = (EMBEDDING, (shape.vocabulary, shape.hidden_size))
-    vocabulary = Vocabulary(rows=shape.vocabulary)
+    vocabulary = Vocabulary()
     weights = []
     if stage == 0:
         weights.append(Weight("embedding.word_embeddings.weight", (embedding,), vocabulary))
@@ -175,7 +224,7 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> 
 def _layer_weights(shape: ModelShape, megatron: str, theirs: str) -> Iterator[Weight]:
     hidden, inner, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
     rows = {"q": shape.heads * d, "k": shape.kv_heads * d, "v": shape.kv_heads * d}
-    groups = QueryGroups(groups=shape.kv_heads, queries=shape.heads // shape.kv_heads, head_dim=d)
+    groups = QueryGroups(groups=shape.kv_heads)
     attention, own = f"{megatron}self_attention.", f"{theirs}self_attn."
     yield Weight(
         f"{attention}linear_qkv.weight", tuple((f"{own}{x}_proj.weight", (n, hidden)) for x, n in rows.items()), groups
@@ -328,9 +377,14 @@ class WholeTensors:
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
 
-    def own_names(self) -> list[str]:
-        """Names of the tensors that this stage needs."""
-        return list(dict.fromkeys(name for weight in self._stages[self._stage] for name, _ in weight.sources))
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of all tensors of the model."""
+        return list(self.shapes.items())
+
+    def parts(self, number: int, flat: Tensor, first: int = 0) -> Iterator[Part]:
+        """What `flat`, elements from number `first` on of a flattened parameter of this stage, is of whole tensors."""
+        rank = self._layout.coordinates(self._rank).tensor
+        yield from self._stages[self._stage][number].parts(flat, first, rank=rank, size=self._layout.tensor)
 
     def _check(self, name: str, whole: Tensor) -> None:
         if name not in self.shapes:

@@ -1,0 +1,106 @@
+"""Checkpoints as Hugging Face has them: whole tensors in safetensors files, an index, settings and tokenizer beside.
+
+Works in bounded memory: one tensor after another goes from the files of a checkpoint, in which many ranks may have
+written a part each, into the file that is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from streamrl.config import LoraConfig
+from streamrl.errors import ModelError
+from streamrl.local_cache import cache_home
+from streamrl.lora import SETTINGS, adapter_settings
+from streamrl.models import made, weights_fingerprint
+from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file, write_index
+
+FILE_BYTES = 4 * 2**30
+"""A file holds no more, but for a single tensor that does."""
+NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
+DRAFT = "whole"
+"""The folder in which tensors are put together for `make_whole`."""
+
+
+def export(checkpoint: Path, target: Path, *, dtype: torch.dtype = torch.float32, limit: int = FILE_BYTES) -> None:
+    """Write the model in `checkpoint` into the folder `target`, which exists, in files of `limit` bytes.
+
+    Raises `ModelError` where something of the model is missing, and for an adapter, which is peft's as it is.
+    """
+    if (checkpoint / SETTINGS).exists():
+        base = json.loads((checkpoint / SETTINGS).read_bytes()).get("base_model_name_or_path")
+        raise ModelError(f"{checkpoint} is an adapter of {base}: peft, and programs that use it, load it as it is")
+    write_wholes(TensorFiles(checkpoint, MODEL), target, dtype=dtype, limit=limit)
+    copy_settings(checkpoint, target, dtype=dtype)
+
+
+def hugging_face_folder(checkpoint: Path, *, cache: Path | None = None) -> Path:
+    """Return a folder with the model of `checkpoint` that every program can load: itself, or an export in the cache."""
+    if TensorFiles(checkpoint, MODEL).are_wholes:
+        return checkpoint
+    home = cache or cache_home()
+    return made(home / f"export-{weights_fingerprint(checkpoint)}", lambda folder: export(checkpoint, folder))
+
+
+def make_whole(folder: Path, stem: str = MODEL, *, limit: int = FILE_BYTES) -> None:
+    """Replace the files of `stem` in `folder`, whatever many ranks have written, by those that `export` writes."""
+    draft = folder / DRAFT
+    draft.mkdir()
+    write_wholes(TensorFiles(folder, stem), draft, stem, limit=limit)
+    for file in (*folder.glob(f"{stem}*.safetensors"), *folder.glob(f"{stem}.safetensors.index.json")):
+        file.unlink()
+    for file in draft.iterdir():
+        file.rename(folder / file.name)
+    draft.rmdir()
+
+
+def write_wholes(
+    files: TensorFiles, folder: Path, stem: str = MODEL, *, dtype: torch.dtype | None = None, limit: int = FILE_BYTES
+) -> None:
+    """Write all tensors of `files` into files of `stem` in `folder`, each whole; `dtype`: None, as they are stored."""
+    files.check([(name, files.shape(name)) for name in files.names()])
+    contents: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    size = 0
+    for name in files.names():
+        entry = name, dtype or files.dtype(name), files.shape(name)
+        length = math.prod(entry[2]) * entry[1].itemsize
+        if contents[-1] and size + length > limit:
+            contents.append([])
+            size = 0
+        contents[-1].append(entry)
+        size += length
+    for number, entries in enumerate(contents):
+        tensors = (files.read(name).to(kind) for name, kind, _ in entries)
+        write_file(folder / file_name(stem, number, len(contents)), entries, tensors)
+    if len(contents) > 1:
+        write_index(folder, stem)
+
+
+def copy_settings(source: Path, target: Path, *, dtype: torch.dtype = torch.float32, scalar_head: bool = False) -> None:
+    """Copy what a checkpoint holds besides weights, its tokenizer included, and say what the weights are now."""
+    shutil.copytree(source, target, ignore=_ignored, dirs_exist_ok=True)
+    file = target / "config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    if scalar_head:
+        kind = str(settings["architectures"][0]).partition("For")[0]
+        settings["architectures"] = [f"{kind}ForSequenceClassification"]
+        settings |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    file.write_text(json.dumps(settings, indent=2))
+
+
+def copy_base(source: Path, target: Path, *, lora: LoraConfig) -> None:
+    """Copy what the base `source` of an adapter holds besides weights, and write peft's settings of the adapter."""
+    shutil.copytree(source, target, ignore=_ignored, dirs_exist_ok=True)
+    (target / SETTINGS).write_text(json.dumps(adapter_settings(lora, str(source.absolute())), indent=2))
+
+
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    patterns = shutil.ignore_patterns(*NOT_COPIED)(folder, names)
+    return {*patterns, *(name for name in names if (Path(folder) / name).is_dir())}

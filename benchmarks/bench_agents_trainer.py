@@ -25,10 +25,7 @@ from __future__ import annotations
 from bench_trainer import SCRATCH, Case, options_of, run
 from training_batch import BRANCHES, EPISODES, TURN_TOKENS, TURNS
 
-CASES = (
-    Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 1, agents=True),
-    Case("SmolLM2-135M", {"path": "smollm2-135m-instruct"}, 1, agents=True),
-)
+CASES = (Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 1, agents=True),)
 
 
 def main() -> None:

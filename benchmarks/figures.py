@@ -40,6 +40,15 @@ TRAINERS = {
     "unpadded": "plain torch, one by one",
     "TRL": "TRL's GRPOTrainer",
 }
+AGENTS_TRAINERS = {
+    "streamrl": "streamrl: trees, what conversations have in common once",
+    "streamrl, separate": "streamrl: each conversation",
+    "streamrl, calls": "streamrl: each call with its context",
+    "streamrl, Megatron": "streamrl on Megatron Core: trees",
+    "padded": "plain torch: conversations, padded",
+    "unpadded": "plain torch: conversations, one by one",
+    "TRL": "TRL's GRPOTrainer: conversations, padded",
+}
 STREAMS = {
     "streamrl": "streamrl",
     "bare": "bare pyzmq",
@@ -291,6 +300,18 @@ def trainer(results: Results) -> str:
     return f"{table}\n\n{'. '.join([f'Threads: {threads}', *notes])}."
 
 
+def agents_trainer(results: Results) -> str:
+    def line(row: dict[str, Any]) -> list[str]:
+        step = f"{row['tokens_computed']:,}", f"{row['seconds_per_step']:.2f}"
+        return [AGENTS_TRAINERS[row["contender"]], *step, f"{median(row['cpu_rounds']):,.0f}"]
+
+    rows = results["rows"]
+    header = ["rows", "tokens computed in a step", "seconds a step", "sampled tokens per second of CPU time"]
+    notes = [f"{row['contender']}: {row['note']}" for row in rows if row["note"]]
+    threads = results["settings"]["threads"]
+    return f"{markdown(header, map(line, rows))}\n\n{'. '.join([f'Threads: {threads}', *notes])}."
+
+
 def plan(results: Results) -> str:
     """What was predicted, and what runs then did."""
     header = "case", "changed from the calibration", "compared", "groups per second", "mean age", "masked", "met"
@@ -518,6 +539,7 @@ TABLES = (
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/agents.md", "bench_agents", agents),
+    Table("docs/agents.md", "bench_agents_trainer", agents_trainer),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),
@@ -563,17 +585,19 @@ def _importable(module: str) -> Callable[[argparse.Namespace], bool]:
     return lambda _: find_spec(module) is not None
 
 
+TRAINERS_NEEDED = {
+    "megatron": Needed("streamrl, Megatron", _importable("megatron"), "pip install -c constraints.txt -e '.[dev]'"),
+    "trl": Needed("TRL", _importable("trl"), "pip install -c constraints.txt trl==1.16.0"),
+}
 NEEDED = {
+    "bench_agents_trainer": TRAINERS_NEEDED,
     "bench_engine": {
         "sglang": Needed(
             "sglang", lambda options: options.sglang_python.exists(), "`make sglang-cpu`, or --sglang-python"
         ),
         "vllm": Needed("vllm", lambda options: options.vllm_python.exists(), "`make vllm-cpu`, or --vllm-python"),
     },
-    "bench_trainer": {
-        "megatron": Needed("streamrl, Megatron", _importable("megatron"), "pip install -c constraints.txt -e '.[dev]'"),
-        "trl": Needed("TRL", _importable("trl"), "pip install -c constraints.txt trl==1.16.0"),
-    },
+    "bench_trainer": TRAINERS_NEEDED,
 }
 
 

@@ -669,7 +669,7 @@ def check_needed(chosen: Sequence[str], options: argparse.Namespace) -> None:
 
 def main() -> None:
     benchmarks = unique(table.benchmark for table in TABLES)
-    optional = [name for needed in NEEDED.values() for name in needed]
+    optional = unique(name for needed in NEEDED.values() for name in needed)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     quick_enough = [name for name in benchmarks if name not in BY_NAME_ONLY]

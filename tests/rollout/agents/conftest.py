@@ -26,6 +26,7 @@ class Episode:
         self.reasoning = ""
         self.padding = ""
         self.finish_reason = "stop"
+        self.matched_stop = ""
 
     def count(self, request):
         pass
@@ -43,7 +44,7 @@ class Episode:
         calls = (ToolCall("call_1", "add", self.arguments),) if request.tools and not told else ()
         said = Message("assistant", text, self.reasoning, calls)
         reason = "tool_calls" if calls else self.finish_reason
-        done = Completion(said, reason, (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"))
+        done = Completion(said, reason, (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"), self.matched_stop)
         self.finished.set()
         return [done] * request.n
 

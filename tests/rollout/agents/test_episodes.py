@@ -226,6 +226,15 @@ async def test_of_ten_thousand_calls_those_beyond_the_limit_are_refused_and_dist
     assert (beside.reward, beside.turns) == (1.0, 2)
 
 
+async def test_the_string_that_ends_an_answer_is_trained_on_and_not_told() -> None:
+    async with playing(SOLVE) as workflow, session("So 2;", matched=";") as (made, engine):
+        (found,) = await workflow.run(task("stop"), made)
+    (asked,) = [request.sampling_params for request in engine.requests]
+    assert isinstance(asked, SamplingParams)
+    assert asked.stop == [";"]
+    assert (found.reward, parts(found)[-1]) == (1.0, (True, "So 2;"))
+
+
 async def test_an_answer_that_is_streamed_is_trained_like_any_other() -> None:
     (found,) = await play(SOLVE, "stream", "Two<|im_end|>", "Yes, two<|im_end|>")
     assert [text for sampled, text in parts(found) if sampled] == ["Two}", "Yes, two}"]

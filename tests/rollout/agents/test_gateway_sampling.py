@@ -86,6 +86,47 @@ async def test_log_probabilities_of_completions(client, caplog):
     assert len(caplog.messages) == 1
 
 
+async def test_strings_that_end_answers_are_told_in_each_api(served, client):
+    served.episode.matched_stop = ";"
+    await client.chat.completions.create(model="policy", messages=ASKED, stop=";")
+    await client.chat.completions.create(model="policy", messages=ASKED, stop=[";", "\n"])
+    await client.completions.create(model="policy", prompt="x", stop=[";"])
+    assert (await generate(served, {"stop": [";"]}))[0] == 200
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:
+        asked: Any = {"model": "policy", "max_tokens": 1, "messages": ASKED, "stop_sequences": [";"]}
+        whole = await other.messages.create(**asked)
+        async with other.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+    assert [request.stop for request in served.episode.requests] == [(";",), (";", "\n"), *[(";",)] * 4]
+    for answer in (whole, streamed):
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", ";")
+
+
+async def test_several_answers_are_choices_in_each_api_that_has_them(served, client):
+    chat = await client.chat.completions.create(model="policy", messages=ASKED, n=3)
+    completions = await client.completions.create(model="policy", prompt="x", n=3)
+    _, tokens = await generate(served, {"n": 3})
+    assert [request.n for request in served.episode.requests] == [3, 3, 3]
+    for choices in (chat.choices, completions.choices):
+        assert [choice.index for choice in choices] == [0, 1, 2]
+    assert [choice["index"] for choice in tokens["choices"]] == [0, 1, 2]
+    for create in (client.chat.completions.create, client.completions.create):
+        asked: Any = {"messages": ASKED} if create == client.chat.completions.create else {"prompt": "x"}
+        ended = [
+            choice.index
+            async for chunk in await create(model="policy", n=3, stream=True, **asked)
+            for choice in chunk.choices
+            if choice.finish_reason
+        ]
+        assert ended == [0, 1, 2]
+
+
+async def test_another_model_is_one_warning(client, caplog):
+    for _ in range(2):
+        await client.chat.completions.create(model="gpt-5", messages=ASKED)
+    assert caplog.messages == ["agents ask for the model 'gpt-5'; the policy answers"]
+
+
 async def generate(served, sampling, *, path="/inference/v1/generate", key="secret", **headers):
     """Ask the token endpoint as verifiers does; returns the status and the body."""
     headers = {"Authorization": f"Bearer {key}", **headers}

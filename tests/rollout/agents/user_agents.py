@@ -53,6 +53,8 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                 first = await streamed(client, policy, ("user", "1+1?"))
                 second = await streamed(client, policy, ("user", "1+1?"), ("assistant", first), ("user", "Sure?"))
                 return float((first, second) == ("Two", "Yes, two"))
+            case ["stop"]:
+                return float(await say(("user", "1+1?"), stop=[";"]) == "So 2")
             case ["million"]:
                 await say(("user", "1+1?"), max_tokens=1_000_000)
                 return 1.0

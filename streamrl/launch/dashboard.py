@@ -453,16 +453,17 @@ def _agents(status: Status) -> Text | None:
         return None
     episodes, seconds = found["agent_episodes_total"], found["agent_seconds_total"]
     text = Text(overflow="ellipsis", no_wrap=True)
-    text.append("agents ", style="dim").append(
-        f"at work {found['agent_episodes_running']:.0f}  episodes {episodes:,.0f}"
-    )
+    text.append("agents ", style="dim").append(f"{found['agent_episodes_running']:.0f}  episodes {episodes:,.0f}")
     if episodes and seconds:
         text.append(f"  calls {found['agent_calls_total'] / episodes:.1f}")
+        text.append(f"  turns {found['agent_turns_total'] / episodes:.1f}")
         text.append(f"  conversations {found['agent_trajectories_total'] / episodes:.2f}")
         text.append(f"  policy {found['agent_generation_seconds_total'] / seconds:.0%}")
     for name in ("rewritten", "drifted", "retries"):
         if count := found[f"agent_{name}_total"]:
             text.append(f"  {name} {count:.0f}", style="yellow")
+    if (trained := found["agent_tokens_trained_total"]) < (tokens := found["agent_tokens_total"]):
+        text.append(f"  trained {trained / tokens:.0%}", style="yellow")
     return text
 
 

@@ -105,6 +105,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
     calls_per_episode: float | None = None
     """Answers of the policy."""
+    turns_per_episode: float | None = None
+    """Answers in the conversation with the most of them."""
     trajectories_per_episode: float | None = None
     """Conversations that no other continues: 1 where histories only grow."""
     agent_rewritten: int = 0
@@ -193,6 +195,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
         episodes=int(episodes),
         calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
+        turns_per_episode=ratio(_counted(records, "rollout", "agent_turns_total"), episodes),
         trajectories_per_episode=ratio(_counted(records, "rollout", "agent_trajectories_total"), episodes),
         agent_rewritten=int(_counted(records, "rollout", "agent_rewritten_total")),
         agent_rerendered=int(_counted(records, "rollout", "agent_rerendered_total")),
@@ -277,8 +280,9 @@ def summary_table(summary: Summary) -> Table:
         row(
             "agents' episodes",
             f"{s.episodes:,}",
-            f"{_text(s.calls_per_episode, '.1f')} calls and {_text(s.trajectories_per_episode, '.2f')} conversations "
-            f"each; {_text(s.agent_generation_share, '.0%')} of their time waited for the policy, "
+            f"{_text(s.calls_per_episode, '.1f')} calls, {_text(s.turns_per_episode, '.1f')} turns and "
+            f"{_text(s.trajectories_per_episode, '.2f')} conversations each; "
+            f"{_text(s.agent_generation_share, '.0%')} of their time waited for the policy, "
             f"the rest was theirs, tools included; {_text(s.agent_trained_share, '.0%')} of the tokens trained; "
             f"{s.agent_rewritten} calls with a rewritten history, {s.agent_rerendered} written anew by the template, "
             f"{s.agent_drifted} answers of other tokens when tokenized anew, {s.agent_retries} retries answered",

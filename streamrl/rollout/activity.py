@@ -167,6 +167,7 @@ class Activity:
         self,
         *,
         calls: int,
+        turns: int,
         conversations: int,
         rewritten: int,
         rerendered: int,
@@ -179,14 +180,15 @@ class Activity:
     ) -> None:
         """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers.
 
-        `tokens`: all that were sampled for it; `tokens_trained`: those of answers that the agent received.
-
-        `rewritten`: calls whose history has answers that the policy never gave. `rerendered`: calls whose history the
-        model's template wrote in another way than before. `drifted`: answers whose text is other
-        tokens than those sampled. `metrics`: the agent's own figures; those beyond `MOST_METRICS` names are left out.
+        `turns`: answers in the conversation with the most of them. `tokens`: all that were sampled for it;
+        `tokens_trained`: those of answers that the agent received. `rewritten`: calls whose history has answers that
+        the policy never gave. `rerendered`: calls whose history the model's template wrote in another way than before.
+        `drifted`: answers whose text is other tokens than those sampled. `metrics`: the agent's own figures; those
+        beyond `MOST_METRICS` names are left out.
         """
         self.episodes["agent_episodes_total"] += 1
         self.episodes["agent_calls_total"] += calls
+        self.episodes["agent_turns_total"] += turns
         self.episodes["agent_trajectories_total"] += conversations
         self.episodes["agent_rewritten_total"] += rewritten
         self.episodes["agent_rerendered_total"] += rerendered

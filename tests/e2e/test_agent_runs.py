@@ -40,7 +40,7 @@ def test_the_synchronous_graph_trains_and_evaluates_agents_and_discounts_over_th
     found = summary(folder)
     assert found["oldest_token_age"] == 0
     assert found["episodes"] == 3 * 8 * 4
-    assert 1 <= found["calls_per_episode"] <= 3
+    assert 1 <= found["turns_per_episode"] == found["calls_per_episode"] <= 3
     assert found["trajectories_per_episode"] == 1  # though turns with other returns are trajectories of their own
     for step in steps(folder):  # all that is earned, undiscounted: a game is won or not
         episodes = 8 * 4

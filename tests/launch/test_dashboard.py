@@ -45,14 +45,16 @@ def test_agents_have_a_line(gservers: int) -> None:
         "agent_episodes_running": 12.0,
         "agent_episodes_total": 200.0,
         "agent_calls_total": 460.0,
+        "agent_turns_total": 420.0,
         "agent_trajectories_total": 220.0,
         "agent_seconds_total": 100.0,
         "agent_generation_seconds_total": 25.0,
-        "agent_rewritten_total": 3.0,
+        "agent_tokens_total": 1000.0,
+        "agent_tokens_trained_total": 900.0,
         "agent_retries_total": 0.0,
     }
     lines = drawn(dashboard(history(gservers=gservers, agents=agents), now=12.0, config=CONFIG))
-    said = "agents at work 12  episodes 200  calls 2.3  conversations 1.10  policy 25%  rewritten 3"
+    said = "agents 12  episodes 200  calls 2.3  turns 2.1  conversations 1.10  policy 25%  trained 90%"
     assert any(said in line for line in lines)
     assert not any("retries" in line for line in lines)
     assert len(lines) <= 30

@@ -94,6 +94,14 @@ class EpisodeTree:
         """How many calls no other continues."""
         return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent is not None})
 
+    @property
+    def turns(self) -> int:
+        """How many answers the conversation with the most of them has."""
+        turns: dict[int, int] = {}
+        for call in self.calls:
+            turns[id(call)] = 1 + (0 if call.parent is None else turns.get(id(call.parent), 0))
+        return max(turns.values(), default=0)
+
     def trajectories(self, returns: Sequence[float], *, score: float | None = None) -> list[Trajectory]:
         """Return the trajectories of an episode whose calls have `returns` `[calls]`, oldest first.
 

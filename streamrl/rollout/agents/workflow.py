@@ -190,6 +190,11 @@ class Episode:
         return self._tree.trajectories(returns, score=None if set(returns) == {score} else score)
 
     @property
+    def turns(self) -> int:
+        """How many answers the conversation with the most of them has."""
+        return self._tree.turns
+
+    @property
     def conversations(self) -> int:
         """How many there were."""
         return self._tree.conversations
@@ -375,6 +380,7 @@ class AgentWorkflow:
             raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
         session.activity.episode_ended(
             calls=episode.calls,
+            turns=episode.turns,
             conversations=episode.conversations,
             rewritten=episode.rewritten,
             rerendered=episode.rerendered,

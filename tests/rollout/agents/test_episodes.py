@@ -84,7 +84,7 @@ async def test_branches_train_each_sampled_token_once() -> None:
     assert "Two}" in "".join(text for _, text in parts(found[1]))
     assert [trajectory.reward for trajectory in found] == [1.0] * 3
     stats = activity.stats()
-    assert (stats["agent_episodes_total"], stats["agent_calls_total"], stats["agent_trajectories_total"]) == (1, 4, 3)
+    assert [stats[f"agent_{name}_total"] for name in ("episodes", "calls", "turns", "trajectories")] == [1, 4, 2, 3]
     assert stats["agent_rewritten_total"] == 0
 
 

@@ -28,9 +28,9 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.processes import visible_gpus
 from streamrl.planner.simulation import Costs
 from streamrl.records.metrics import METRICS_FILE, StepReport
-from streamrl.records.timeline import HeartbeatEntry
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, HeartbeatEntry
 from streamrl.report.reading import Records, read_run
-from streamrl.transport.membership import CHILDREN_SECONDS, MACHINE_SECONDS, PROCESSOR_SECONDS
+from streamrl.transport.membership import MACHINE_SECONDS
 
 CALIBRATION_SECONDS = 60.0
 """A calibration takes no longer than that, unless the run has not made `LEAST_STEPS` by then."""

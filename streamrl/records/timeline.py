@@ -27,6 +27,8 @@ HEARTBEATS_PER_SECOND = 100
 """That are written, of all processes together."""
 PROCESSOR_SECONDS = "processor_seconds_total"
 """The counter that each process has: where it falls, the process was started again."""
+CHILDREN_SECONDS = "children_processor_seconds_total"
+"""Of the children that a process has: reward processes, agents, a real SGLang server."""
 CLOSING_SECONDS = 5.0
 """Longest wait for a disk that does not respond."""
 

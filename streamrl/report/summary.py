@@ -18,6 +18,7 @@ from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.final import Final
 from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.report.reading import Records, figures, generation_busy, read_run, time_range, total, total_ages, values
 from streamrl.transport.control import Status
 
@@ -101,6 +102,8 @@ class Summary(msgspec.Struct, frozen=True):
     logprob_diff_mean: float | None
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
+    processor_seconds: float = 0.0
+    """Of all processes of the run and the children that they had, up to their last heartbeats."""
     episodes: int = 0
     """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
     calls_per_episode: float | None = None
@@ -193,6 +196,11 @@ def summarize(records: Records, *, name: str) -> Summary:
         overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
         logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
         logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+        processor_seconds=sum(
+            total(entries, name)
+            for entries in records.heartbeats.values()
+            for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)
+        ),
         episodes=int(episodes),
         calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
         turns_per_episode=ratio(_counted(records, "rollout", "agent_turns_total"), episodes),
@@ -261,7 +269,8 @@ def summary_table(summary: Summary) -> Table:
         if finding.topic not in TOLD_ELSEWHERE:
             turn = f"; turn {finding.turn[0]}" if finding.turn else ""
             row(finding.topic, finding.severity, escape(finding.text + turn))
-    row("steps", f"{s.steps}", f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all", last=True)
+    took = f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all"
+    row("steps", f"{s.steps}", f"{took}; {s.processor_seconds:.0f} s of processor time", last=True)
     given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""
     row(
         "groups trained",

@@ -17,6 +17,7 @@ from streamrl.config import Config
 from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity
 from streamrl.records.metrics import finite
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.credentials import CurveKeys, Shown, Verifier
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
@@ -25,10 +26,6 @@ log = logging.getLogger(__name__)
 
 UNKNOWN = 401
 """HTTP status: what the caller shows is not known, or not any more."""
-PROCESSOR_SECONDS = "processor_seconds_total"
-"""In each heartbeat: processor seconds of the process, all threads of it."""
-CHILDREN_SECONDS = "children_processor_seconds_total"
-"""Processor time of the children that it has: reward processes, a real SGLang server."""
 MACHINE_SECONDS = "machine_processor_seconds_total"
 """Processor time of all processes on the machine, whosever they are."""
 

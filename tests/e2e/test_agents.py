@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import openai
+import psutil
 import pytest
 
 from examples import guess_number
@@ -78,7 +79,12 @@ def test_a_rollout_worker_killed_in_mid_episode_loses_and_doubles_nothing(tmp_pa
     run_dir = tmp_path / "killed"
     process = start(GUESS_NUMBER, overrides(tmp_path, "killed", **settings))
     wait_for_steps(run_dir, 5)
-    process_of(run_dir, "rollout").kill()
+    worker = process_of(run_dir, "rollout")
+    agents = worker.children(recursive=True)
+    assert agents
+    worker.kill()
+    _, left = psutil.wait_procs(agents, timeout=30)
+    assert not left, "agents end with their rollout worker"
     process.ends_well()
     assert_exactly_once(run_dir)
     assert summary(run_dir)["steps"] == 30

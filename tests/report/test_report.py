@@ -222,6 +222,7 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
     summary = write_report(folder)
     assert [(f.severity, f.topic) for f in summary.findings] == [("warning", "staleness"), ("note", "restarts")]
     assert "rollout/1 was started again twice" in summary.findings[1].text
+    assert summary.processor_seconds == pytest.approx(2.0 + 0.7 + 0.1)
     assert json.loads((folder / "summary.json").read_text())["findings"][0]["turn"][0].startswith(
         "staleness.max_staleness=8"
     )

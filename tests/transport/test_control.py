@@ -18,6 +18,7 @@ from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLo
 from streamrl.essential import ends_with_its_work
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.transport import http
 from streamrl.transport import manager_client as control_client
 from streamrl.transport.control import (
@@ -46,7 +47,7 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.membership import CHILDREN_SECONDS, PROCESSOR_SECONDS, Membership
+from streamrl.transport.membership import Membership
 from tests.evaluations import make_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

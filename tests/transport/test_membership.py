@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 
-from streamrl.transport.membership import CHILDREN_SECONDS, PROCESSOR_SECONDS, machine_seconds, processor_seconds
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
+from streamrl.transport.membership import machine_seconds, processor_seconds
 
 BUSY = "import time; until = time.process_time() + 0.3\nwhile time.process_time() < until: pass\ninput()"
 

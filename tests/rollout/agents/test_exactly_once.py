@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,10 +107,20 @@ class Agent:
         self.had: list[str] = []
         self._policy = policy
         self._gateway = gateway
-        self._episode = episode
+        self.episode = episode
         self._client = client
         self._conversations: list[list[dict[str, str]]] = []
         self._bodies: list[dict[str, Any]] = []
+
+    def trained(self) -> Counter[Token]:
+        """What is under the loss in all trajectories of the episode."""
+        found: Counter[Token] = Counter()
+        for one in self.episode.trajectories(Earned(Score(1.0), []), discount=1.0):
+            check_trajectory(one)
+            mask = one.loss_mask
+            values = (one.input_ids, one.behavior_logprobs, one.policy_versions)
+            found.update(zip(*(value[mask].tolist() for value in values), strict=True))
+        return found
 
     async def take(self, step: Step, number: int) -> None:
         self._policy.cuts = step.cuts
@@ -169,7 +181,7 @@ class Agent:
         await self._policy.asked.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        generation = self._gateway._asked[self._episode.key][self._episode.name].kept[-1]
+        generation = self._gateway._asked[self.episode.key][self.episode.name].kept[-1]
         await until(lambda: generation.waiting == 0)
         self._policy.may_answer.set()
         await until(generation.task.done)
@@ -189,6 +201,31 @@ def test_each_token_that_an_agent_was_answered_is_under_the_loss_once_as_it_was_
 
 async def play(steps: list[Step]) -> None:
     policy = Policy()
+    async with asking(policy) as agent:
+        for number, step in enumerate(steps):
+            await agent.take(step, number)
+    assert agent.trained() == Counter(token for text in agent.had for token in policy.said[text])
+
+
+async def test_what_is_answered_after_the_end_of_the_episode_is_not_trained_on() -> None:
+    policy = Policy()
+    async with asking(policy) as agent:
+        await agent.take(Step("new", 0, ()), 0)
+        policy.may_answer.clear()
+        policy.asked.clear()
+        late = asyncio.create_task(agent.take(Step("continue", 0, ()), 1))
+        await policy.asked.wait()
+        agent.episode.end()
+        policy.may_answer.set()
+        with pytest.raises(AssertionError, match="this episode has ended"):
+            await late
+    assert agent.trained() == Counter(policy.said["1."])
+    assert list(policy.said) == ["1.", "2."]
+
+
+@asynccontextmanager
+async def asking(policy: Policy) -> AsyncIterator[Agent]:
+    """An agent of an episode whose gserver says what `policy` does."""
     table = EpisodeTable()
     gateway = Gateway(table, model="policy")
     async with session(script=policy, max_context=4000) as (made, _):
@@ -197,15 +234,5 @@ async def play(steps: list[Step]) -> None:
         root = f"{await gateway.start()}/episodes/{episode.name}/"
         headers = {"Authorization": f"Bearer {episode.key}"}
         async with aiohttp.ClientSession(root, headers=headers) as client:
-            agent = Agent(policy, gateway, episode, client)
-            for number, step in enumerate(steps):
-                await agent.take(step, number)
+            yield Agent(policy, gateway, episode, client)
         await gateway.close()
-    episode.end()
-    trained: Counter[Token] = Counter()
-    for one in episode.trajectories(Earned(Score(1.0), []), discount=1.0):
-        check_trajectory(one)
-        mask = one.loss_mask
-        values = (one.input_ids, one.behavior_logprobs, one.policy_versions)
-        trained.update(zip(*(value[mask].tolist() for value in values), strict=True))
-    assert trained == Counter(token for text in agent.had for token in policy.said[text])

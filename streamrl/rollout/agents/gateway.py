@@ -320,8 +320,10 @@ class Gateway:
             generation.idempotency_keys.add(idempotency_key)
         generation.waiting += 1
         try:
-            send = _write if generation.call.events is None else _stream
-            answer = await send(protocol, generation, request)
+            if (events := generation.call.events) is None:
+                answer = await _write(protocol, generation, request)
+            else:
+                answer = await _stream(events(generation.call), protocol, generation, request)
         finally:
             generation.waiting -= 1
             if generation.abandoned and not generation.task.done():
@@ -473,13 +475,13 @@ async def _write(protocol: Api, generation: _Generation, request: web.Request) -
     return answer
 
 
-async def _stream(protocol: Api, generation: _Generation, request: web.Request) -> web.StreamResponse:
+async def _stream(
+    events: common.Events, protocol: Api, generation: _Generation, request: web.Request
+) -> web.StreamResponse:
     """Write the answer out as it comes; raises as `_write` does, and what the generation raises before it says a word.
 
     What it raises later becomes the last event.
     """
-    assert generation.call.events is not None
-    events = generation.call.events(generation.call)
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     _send_at_once(request)
     async for pieces in generation.pieces.follow():

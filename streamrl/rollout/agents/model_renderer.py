@@ -37,6 +37,7 @@ WHOLE_ANSWERS = {"gemma4", "gpt-oss", "inkling", "llama-3"}
 text of theirs a header, another channel or a tool's call."""
 
 _BEGUN_TAG = re.compile(r"<[^<>\s]*\Z")
+"""At the end of a text: what may be the beginning of a tag."""
 
 _TOOLS: list[dict[str, Any]] = [
     {

@@ -302,11 +302,14 @@ def trainer(results: Results) -> str:
 
 def agents_trainer(results: Results) -> str:
     def line(row: dict[str, Any]) -> list[str]:
-        step = f"{row['tokens_computed']:,}", f"{row['seconds_per_step']:.2f}"
-        return [AGENTS_TRAINERS[row["contender"]], *step, f"{median(row['cpu_rounds']):,.0f}"]
+        cpu_rate = median(row["cpu_rounds"])
+        cpu_seconds = row["tokens_per_second"] * row["seconds_per_step"] / cpu_rate  # steps have equally many tokens
+        seconds = f"{row['seconds_per_step']:.2f} ({cpu_seconds:.2f})"
+        return [AGENTS_TRAINERS[row["contender"]], f"{row['tokens_computed']:,}", seconds, f"{cpu_rate:,.0f}"]
 
     rows = results["rows"]
-    header = ["rows", "tokens computed in a step", "seconds a step", "sampled tokens per second of CPU time"]
+    header = ["rows", "tokens computed in a step", "seconds a step (of CPU time)"]
+    header += ["sampled tokens per second of CPU time"]
     notes = [f"{row['contender']}: {row['note']}" for row in rows if row["note"]]
     threads = results["settings"]["threads"]
     return f"{markdown(header, map(line, rows))}\n\n{'. '.join([f'Threads: {threads}', *notes])}."

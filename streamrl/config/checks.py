@@ -105,7 +105,7 @@ _SGLANG_PARALLEL_FLAGS = {
 
 
 def _mismatch_problems(config: Config) -> list[str]:
-    warning, limit = config.trainer.logprob_diff_warning, config.trainer.logprob_diff_limit
+    warning, limit = config.logprob_diff_warning, config.trainer.logprob_diff_limit
     if limit is not None and limit < warning:
         return [f"trainer.logprob_diff_limit = {limit:g} is below trainer.logprob_diff_warning = {warning:g}"]
     return []
@@ -113,6 +113,10 @@ def _mismatch_problems(config: Config) -> list[str]:
 
 def _sglang_problems(config: Config) -> list[str]:
     problems = []
+    if config.gserver.engine != "embedded" and config.gserver.simulated_int8:
+        problems.append(
+            "gserver.simulated_int8 is of the embedded engine; SGLang has --quantization (docs/generation.md)"
+        )
     if config.gserver.engine == "sglang" and config.gserver.deterministic:
         problems.append(
             "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "

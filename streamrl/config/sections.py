@@ -30,6 +30,8 @@ from streamrl.config.trainer import AlgorithmConfig, CriticConfig, RewardModelCo
 from streamrl.ledger import OverAge
 
 DEFAULT_TRAIN_STEPS = 100
+DIFF_WARNING, QUANTIZED_DIFF_WARNING = 0.05, 0.2
+"""Mean difference of log-probabilities that is warned of, in nats; the second where gservers quantise weights."""
 
 
 class RunConfig(Section, frozen=True):
@@ -290,6 +292,10 @@ class SglangConfig(Section, frozen=True):
     """How long a server may take until it answers."""
 
 
+QUANTIZATION_FLAGS = ("--quantization", "--torchao-config")
+"""With these SGLang quantises the weights that it is sent."""
+
+
 class GserverConfig(Section, frozen=True):
     """The inference servers."""
 
@@ -323,6 +329,10 @@ class GserverConfig(Section, frozen=True):
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
     and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    simulated_int8: bool = False
+    """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
+    computes with them in `dtype`, so it is neither smaller nor faster: to try what a quantised rollout does to training
+    (docs/generation.md)."""
     prefill_tokens: Positive = 4096
     """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; the
     fewer are free, the fewer. Longer prompts are cut, so that they do not hold up the requests that run."""
@@ -333,6 +343,12 @@ class GserverConfig(Section, frozen=True):
     run's own gservers have keys that are made for the run."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether gservers compute with fewer bits than they are sent, as far as their flags tell."""
+        flags = {word.partition("=")[0] for word in self.sglang.args}
+        return self.simulated_int8 or not flags.isdisjoint(QUANTIZATION_FLAGS)
 
 
 class ManagerConfig(Section, frozen=True):
@@ -586,6 +602,13 @@ class Config(Section, frozen=True):
         if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
             limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
+
+    @property
+    def logprob_diff_warning(self) -> float:
+        """`trainer.logprob_diff_warning`, or what holds where it is not set, in nats."""
+        if self.trainer.logprob_diff_warning is not None:
+            return self.trainer.logprob_diff_warning
+        return QUANTIZED_DIFF_WARNING if self.gserver.quantized else DIFF_WARNING
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that all processes of a run must have alike, by name."""

@@ -85,9 +85,9 @@ class TrainerConfig(Section, frozen=True):
     """Longest time for one model function call."""
     wait_warning_seconds: PositiveFloat = 30.0
     """A wait for data longer than this is named in the log."""
-    logprob_diff_warning: PositiveFloat = 0.05
+    logprob_diff_warning: PositiveFloat | None = None
     """Mean difference between a gserver's and the trainer's log-probabilities that is warned of, in nats. In float32 it
-    is about 1e-6, in bfloat16 about 0.02."""
+    is about 1e-6, in bfloat16 about 0.02. None: 0.05, and 0.2 where gservers quantise their weights."""
     logprob_diff_limit: PositiveFloat | None = None
     """One at which the run stops."""
     optimizer: OptimizerConfig = OptimizerConfig()

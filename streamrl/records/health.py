@@ -196,7 +196,7 @@ def _kl(run: RunFigures, config: Config) -> Iterator[Finding]:
 
 
 def _engines(run: RunFigures) -> Iterator[Finding]:
-    limit = (run.config or Config()).trainer.logprob_diff_warning
+    limit = (run.config or Config()).logprob_diff_warning
     latest = run.steps[-1] if run.steps else {}
     far = {
         name.partition("/")[2].replace("_", "/"): value

@@ -59,7 +59,6 @@ class EmbeddedEngine:
     """Serves one model; `gserver.server.engine.Engine` says what each method does."""
 
     name = "embedded"
-    sends_weights = True
 
     def __init__(
         self,
@@ -79,10 +78,11 @@ class EmbeddedEngine:
         deterministic: bool = False,
         prefill_tokens: int = 4096,
         prefix_cache_bytes: int = 256 * 2**20,
+        rounds: bool = False,
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
     ) -> None:
-        """`lora`: what is updated are adapters of the model in `folder`, the first of them that in `adapter`; without
+        """`rounds`: the model's weights are rounded as int8 would. `lora`: what is updated are adapters of the model in `folder`, the first of them that in `adapter`; without
         one it changes nothing."""
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
@@ -111,7 +111,9 @@ class EmbeddedEngine:
             device=device,
             threads=threads,
             deterministic=deterministic,
+            rounds=rounds,
         )
+        self.sends_weights = not rounds or lora is not None  # weights that were rounded are not those that were trained
         self._adapters = Adapters(self._weights.served, lora) if lora is not None else None
         self._first_adapter = adapter
         cache = KVCache(

@@ -45,15 +45,18 @@ class DoubleBufferedWeights:
         device: torch.device,
         threads: int,
         deterministic: bool = False,
+        rounds: bool = False,
     ) -> None:
         """Arguments as in `Parameters`. `deterministic`: a set is served when all its matrices are packed, so that
-        equal requests get equal results to the last bit; else it is served at once, and packed meanwhile."""
+        equal requests get equal results to the last bit; else it is served at once, and packed meanwhile. `rounds`:
+        each set is rounded (`Parameters.round_to_int8`) before it is served."""
         self._architecture = architecture
         self.dtype = dtype
         self._compute_dtype = compute_dtype
         self._device = device
         self._threads = threads
         self._deterministic = deterministic
+        self._rounds = rounds
         self.served = self._new()
         self._staged: Parameters | None = None
         """None: a new set will be made."""
@@ -64,6 +67,8 @@ class DoubleBufferedWeights:
     def load_served(self, folder: Path) -> None:
         """Write the checkpoint in `folder` to the served set, before anything is computed; raises `ModelError`."""
         self.served.load(folder)
+        if self._rounds:
+            self.served.round_to_int8()
         self.served.synchronize()
         self.served.pack()
 
@@ -84,7 +89,7 @@ class DoubleBufferedWeights:
         return tensor_sums(self._writable().named[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        if self._compute_dtype != self.dtype or self._device.type != "cpu":
+        if self._compute_dtype != self.dtype or self._device.type != "cpu" or self._rounds:
             return False
         with self._making:
             self._staged = self._new(adopted=weights)
@@ -96,6 +101,8 @@ class DoubleBufferedWeights:
 
     def make_ready(self) -> None:
         staged = self._staged_or_new()
+        if self._rounds:
+            staged.round_to_int8()
         staged.synchronize()
         if self._deterministic:
             staged.pack()
@@ -188,6 +195,8 @@ class Parameters:
         self.named: dict[str, Tensor] = {}
         """Hugging Face name → contiguous view of the weights, in `compute_dtype`; without a tied head. To read only."""
         self._adopted = adopted
+        self._rounded = False
+        """Nothing was written since `round_to_int8`."""
         self._packer = Packer(threads=threads, deterministic=deterministic)
         self._lock = threading.Lock()
         self._matrices: list[Matrix] = []
@@ -220,6 +229,7 @@ class Parameters:
         Several threads may write, each another weight.
         """
         assert not self.read_only, "others read these weights"
+        self._rounded = False
         matrix = self._matrix_of.get(name)
         if matrix is not None:
             with self._lock:
@@ -232,6 +242,18 @@ class Parameters:
         Several threads may write, each another weight. Returns `tensor_sums` of what was written, as it is served.
         """
         return store_rounded(self.place(name), tensor, dtype=self.dtype)
+
+    def round_to_int8(self) -> None:
+        """Round the linear layers of all decoder layers to 255 values for each row, if they were not: those that int8
+        with a scale for each row has. The numbers stay in their dtype."""
+        if self._rounded:
+            return
+        for name, weight in self.named.items():
+            if weight.dim() == 2 and name.startswith("model.layers."):
+                place = self.place(name)
+                scale = weight.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
+                place.copy_((weight.float() / scale).round_() * scale)
+        self._rounded = True
 
     def synchronize(self) -> None:
         """Wait until everything is written, so that another thread may compute with it."""

@@ -241,6 +241,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         deterministic=settings.deterministic,
         prefill_tokens=settings.prefill_tokens,
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
+        rounds=settings.simulated_int8,
         lora=config.model.lora if config.weights.lora == "adapter" else None,
         adapter=Path(config.run.resume_from) if config.run.resume_from else None,
     )

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from streamrl.config.trainer import TrainerConfig
 from streamrl.errors import StreamRLError, TrainingError
 from streamrl.trainer.calls import Sibling, Trained
 from streamrl.transport.control import Scores
@@ -134,11 +133,12 @@ class Comparison:
 class MismatchWatch:
     """Looks at the figures of one step after another. Pure."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, *, warning: float, limit: float | None = None) -> None:
+        """Mean differences, in nats: one that is warned of, and one at which the run stops."""
         self._complete = True
         """Whether every gserver was compared at the last version."""
-        self._warning = config.logprob_diff_warning
-        self._limit = config.logprob_diff_limit
+        self._warning = warning
+        self._limit = limit
 
     def look(self, figures: Mapping[str, float], *, policy_version: int) -> None:
         """Warn, or raise `TrainingError`, if a mean difference (nats) is large, and name whose it is.

@@ -176,7 +176,7 @@ class Master:
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
         """Groups and sampled tokens that were discarded as too old since the last step."""
-        self._mismatch = MismatchWatch(config.trainer)
+        self._mismatch = MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
         self._comparison: Comparison | None = None
         """The latest; those before it belong to the publication."""
 

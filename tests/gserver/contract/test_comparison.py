@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from streamrl.config import from_dict
 from streamrl.errors import TrainingError
 from streamrl.trainer.master.comparison import MismatchWatch, compared_figures
 from streamrl.transport.control import Compare, Scores
@@ -58,6 +57,6 @@ async def test_one_that_keeps_its_old_weights_under_the_new_name_is_named(gserve
     trained = gserver.logprobs(PROMPT, RESPONSE)
     assert found.logprobs == pytest.approx(before, abs=TOLERANCE)
     figures = compared_figures([found], trained, sampled=range(len(RESPONSE)))
-    watch = MismatchWatch(from_dict({"trainer": {"logprob_diff_warning": 0.005, "logprob_diff_limit": 0.01}}).trainer)
+    watch = MismatchWatch(warning=0.005, limit=0.01)
     with pytest.raises(TrainingError, match=r"gserver/0 and the trainer differ by \S+ nats for each token"):
         watch.look(figures, policy_version=gserver.version)

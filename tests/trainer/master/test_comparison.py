@@ -131,7 +131,8 @@ async def test_a_comparison_that_fails_costs_its_figures_alone(scores, sampled, 
 
 
 def watch(**trainer):
-    return MismatchWatch(from_dict({"trainer": trainer}).trainer)
+    config = from_dict({"trainer": trainer})
+    return MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
 
 
 SMALL = [{}, {"logprob_diff_mean/gserver_0": 0.05}, {"sampling_diff_mean": 1e-6}, {"logprob_diff_max/gserver_0": 0.4}]

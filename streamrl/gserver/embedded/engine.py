@@ -82,8 +82,8 @@ class EmbeddedEngine:
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
     ) -> None:
-        """`rounds`: the model's weights are rounded as int8 would. `lora`: what is updated are adapters of the model in `folder`, the first of them that in `adapter`; without
-        one it changes nothing."""
+        """`rounds`: the model's weights are rounded as int8 would. `lora`: what is updated are adapters of the model in
+        `folder`, the first of them that in `adapter`; without one it changes nothing."""
         compute_with(1)  # the engine has a thread of its own
         architecture = read_architecture(folder)
         if max_context > architecture.max_position:

@@ -111,6 +111,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["model.lora.rank=2", "trainer.roles.ref.backend=megatron"], "the reference is the actor's model"),
         (["model.lora.rank=2", "trainer.offload=['ref']"], "trainer.offload: with model.lora"),
         (["model.lora.rank=2", "algorithm.ref_update_every=1", "algorithm.kl_coef=0.1"], "ref_update_every: with"),
+        (["gserver.engine=sglang", "gserver.simulated_int8=true"], "gserver.simulated_int8 is of the embedded engine"),
         (["model.lora.rank=2", "gserver.engine=sglang"], 'SGLang servers need "merged"'),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
@@ -278,6 +279,20 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
     seen = as_evaluated(other)
     assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)
     assert (seen.rollout.sampling.temperature, seen.rollout.sampling.max_new_tokens) == (0.8, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        ({}, 0.05),
+        ({"gserver": {"simulated_int8": True}}, 0.2),
+        ({"gserver": {"engine": "sglang", "sglang": {"args": ["--quantization=fp8"]}}}, 0.2),
+        ({"gserver": {"engine": "sglang", "sglang": {"args": ["--quantization-param-path=x"]}}}, 0.05),
+        ({"gserver": {"simulated_int8": True}, "trainer": {"logprob_diff_warning": 0.01}}, 0.01),
+    ],
+)
+def test_a_quantised_rollout_may_differ_more_before_it_is_warned_of(settings: dict[str, Any], warning: float) -> None:
+    assert from_dict(settings).logprob_diff_warning == warning
 
 
 def test_sections_are_frozen() -> None:

@@ -25,10 +25,11 @@ def gserver_1_keeps_its_weights() -> None:
     """It makes new weights ready, says that it serves them, and goes on with those that it has."""
     if "gserver" not in sys.orig_argv or sys.orig_argv[sys.orig_argv.index("--index") + 1] != "1":
         return
+    from streamrl.gserver.embedded.adapters import Adapters
     from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 
-    def swap(self: DoubleBufferedWeights) -> Any:
+    def swap(self: Any) -> Any:
         self.make_ready()
         return self.served
 
-    DoubleBufferedWeights.swap = swap  # type: ignore[method-assign]
+    DoubleBufferedWeights.swap = Adapters.swap = swap  # type: ignore[method-assign]

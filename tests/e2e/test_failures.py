@@ -208,18 +208,23 @@ def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_pat
     wait_until_gone(run_dir, seconds=10)
 
 
+@pytest.mark.parametrize("trained", [{}, {"model__lora__rank": 8, "trainer__lr": 2e-2}], ids=["weights", "an adapter"])
 def test_a_gserver_that_keeps_its_old_weights_is_named_within_two_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: dict[str, Any]
 ) -> None:
     """One of two. No checksum can see it: what it has made ready is right, and it says that it serves it."""
     have_lied(gserver_1_keeps_its_weights, tmp_path, monkeypatch)
-    settings = FOR_EVER | {
-        "gserver__count": 2,
-        "staleness__max_staleness": 4,
-        "trainer__logprob_diff_warning": 0.005,
-        "trainer__logprob_diff_limit": 0.01,
-        "weights__mode": "collective",
-    }
+    settings = (
+        FOR_EVER
+        | trained
+        | {
+            "gserver__count": 2,
+            "staleness__max_staleness": 4,
+            "trainer__logprob_diff_warning": 0.005,
+            "trainer__logprob_diff_limit": 0.01,
+            "weights__mode": "collective",
+        }
+    )
     process = start(COPY_SCRATCH, overrides(tmp_path, "lies", **settings), fresh=True)
     assert process.exit_code() == 1, process.output[-4000:]
     assert re.search(

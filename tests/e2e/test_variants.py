@@ -144,3 +144,11 @@ def test_pools_started_by_hand_form_a_run_that_refuses_another_configuration(tmp
     figures = summary(tmp_path / "hand")
     assert figures["steps"] == SIX_STEPS["run__total_train_steps"]
     assert [evaluation["policy_version"] for evaluation in figures["evaluations"]] == [figures["steps"]]
+
+
+def test_gservers_that_round_their_weights_differ_from_the_trainer_and_the_comparison_knows(tmp_path: Path) -> None:
+    """As with a quantised rollout; training goes on from the log-probabilities of what has sampled."""
+    said = run(COPY_SCRATCH, overrides(tmp_path, "int8", **SIX_STEPS, gserver__simulated_int8="true"))
+    assert_exactly_once(tmp_path / "int8")
+    assert 1e-5 < largest_difference(tmp_path / "int8") < 0.2
+    assert "logprob_diff_warning" not in said

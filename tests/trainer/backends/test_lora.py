@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -157,6 +158,17 @@ def _equals_peft(rank: int, models: Path, scratch: Path, world: int, shard: bool
     if rank == 0:
         torch.testing.assert_close(outputs(merged, compared)[sampled], mine[sampled], rtol=0, atol=2e-5)
     model.close()
+    rounded = TorchModel(msgspec.structs.replace(spec, dtype=torch.bfloat16), world=world)
+    assert rounded._frozen is not None
+    assert {weight.dtype for weight in rounded._frozen.local().values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in rounded._parameters.values()} == {torch.float32}
+    own = make_groups(0)[rank::world]
+    micros = micro_batches(own)
+    rounded.accumulate(micros, loss_of(own, micros))
+    rounded.update(lambda: None)
+    torch.testing.assert_close(outputs(rounded, compared)[sampled], seen[0][sampled].float(), rtol=0, atol=0.3)
+    assert {weight.dtype for _, weight in rounded.merged().gather_weights(dtype=torch.bfloat16)} == {torch.bfloat16}
+    rounded.close()
 
 
 @pytest.mark.parametrize(("world", "shard"), [(1, False), (2, False), (2, True)])

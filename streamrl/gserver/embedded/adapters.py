@@ -138,10 +138,13 @@ class Adapters:
         self._parameters = parameters
         self._lora = lora
         specs = adapter_specs([(name, tuple(weight.shape)) for name, weight in parameters.named.items()], lora)
+        self.shapes: dict[str, tuple[int, ...]] = dict(specs)
+        """Name → shape of what an update brings."""
+        self.ignored: frozenset[str] = frozenset()
+        """Names that may come with an update and are not kept."""
         self.served = self._new()
         self._staged: Adapter | None = None
         self._making = threading.Lock()
-        self.shapes: Mapping[str, tuple[int, ...]] = dict(specs)
 
     def load_served(self, folder: Path) -> None:
         """Serve the adapter in `folder`, in peft's format; raises `ModelError`."""
@@ -184,6 +187,10 @@ class Adapters:
         self.make_ready()
         self.served, self._staged = self._writable(), None
         return self.served
+
+    def share(self) -> Mapping[str, Tensor]:
+        """Return the served adapter's tensors, by name, for others to read as long as they like."""
+        return self.served.named
 
     def checksum(self) -> WeightsChecksum:
         """Return the checksum of the served adapter, as it was published."""

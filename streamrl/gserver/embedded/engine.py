@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.model import KVCache, Model
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, Scheduler
-from streamrl.gserver.embedded.weights import TIED_HEAD, DoubleBufferedWeights
+from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, Ticket
 from streamrl.gserver.server.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
 from streamrl.transport.generation import (
@@ -129,14 +128,11 @@ class EmbeddedEngine:
             prefix_cache_bytes=prefix_cache_bytes,
             adapter=self._adapters.served if self._adapters is not None else None,
         )
-        updated = self._weights.served if self._adapters is None else self._adapters.served
+        self._updated: DoubleBufferedWeights | Adapters = self._adapters or self._weights
+        """What an update changes."""
         self._receiver = WeightReceiver(
-            expected=Expected(
-                shapes={name: tuple(tensor.shape) for name, tensor in updated.named.items()},
-                dtype=dtype,
-                ignored=frozenset((TIED_HEAD,)) if architecture.tied and self._adapters is None else frozenset(),
-            ),
-            aside=self._weights if self._adapters is None else self._adapters,
+            expected=Expected(shapes=self._updated.shapes, dtype=dtype, ignored=self._updated.ignored),
+            aside=self._updated,
             device=device,
             timeout=update_timeout,
         )
@@ -252,10 +248,8 @@ class EmbeddedEngine:
 
         async def replace() -> str:
             await self._receiver.discard()
-            if self._adapters is not None:
-                await in_thread(partial(self._adapters.load_staged, folder))
-            else:
-                await in_thread(lambda: self._weights.load_staged(folder))
+            await in_thread(lambda: self._updated.load_staged(folder))
+            if self._adapters is None:
                 self.model_path = str(folder)
             return await self._swap(Staged(version=version))
 
@@ -265,14 +259,13 @@ class EmbeddedEngine:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        updated = self._weights.served if self._adapters is None else self._adapters
-        return await self._receiver.exclusively(updated.checksum)
+        return await self._receiver.exclusively(self._updated.checksum)
 
     async def served_weights(self) -> ServedWeights:
         return await self._do(
             lambda: ServedWeights(
                 version=self._scheduler.version,
-                tensors=self._weights.share() if self._adapters is None else self._adapters.served.named,
+                tensors=self._updated.share(),
                 dtype=self._weights.dtype,
                 device=self._device,
             )
@@ -335,8 +328,7 @@ class EmbeddedEngine:
         seconds = await self._do(swap)
         self._freeing = asyncio.create_task(in_thread(self._weights.free_retired))
         self._weight_updates += 1
-        updated = self._weights.served if self._adapters is None else self._adapters.served
-        return f"{len(updated.named)} tensors swapped in within {seconds:.4f} s"
+        return f"{len(self._updated.shapes)} tensors swapped in within {seconds:.4f} s"
 
     def _load_first(self) -> None:
         self._weights.load_served(self._folder)

@@ -116,6 +116,20 @@ class DoubleBufferedWeights:
         self.served.start_packing()
         return self.served
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of what an update brings."""
+        return {name: tuple(tensor.shape) for name, tensor in self.served.named.items()}
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Names that may come with an update and are not kept."""
+        return frozenset((TIED_HEAD,)) if self._architecture.tied else frozenset()
+
+    def checksum(self) -> WeightsChecksum:
+        """Return the checksum of the weights as served."""
+        return self.served.checksum()
+
     def share(self) -> Mapping[str, Tensor]:
         """Return what is served now, by name, for others to read as long as they like."""
         self.served.read_only = True
@@ -252,7 +266,7 @@ class Parameters:
             if weight.dim() == 2 and name.startswith("model.layers."):
                 place = self.place(name)
                 scale = weight.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
-                place.copy_((weight.float() / scale).round_() * scale)
+                place.copy_(((weight.float() / scale).round_() * scale).to(self.dtype))
         self._rounded = True
 
     def synchronize(self) -> None:

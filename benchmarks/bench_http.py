@@ -60,7 +60,8 @@ class _Parsed(asyncio.Protocol):
 
     def requested(self) -> None:
         """All of a request is there."""
-        call = Call("POST", self.path, self.headers, bytes(self.body))
+        call = Call("POST", self.path, self.headers)
+        call.body = bytes(self.body)
         self.body.clear()
         self.headers = {}
         self.running = asyncio.get_running_loop().create_task(self._answer(call))

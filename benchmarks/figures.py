@@ -359,6 +359,44 @@ def demo(results: Results) -> str:
     return markdown(["system", seconds, "relative to the first", "steps", "reached in"], cells)
 
 
+def fuzz(results: Results) -> str:
+    """What hostile messages did to each port of a run, and to the run."""
+    *rows, end = results["rows"]
+    grown = {row["port"]: row for row in rows if "grown_mb" in row}
+    lines = []
+    for port in grown:
+        sent = [row for row in rows if row["port"] == port and "way" in row]
+        a_second = sum(row["messages"] for row in sent) / sum(row["seconds"] for row in sent)
+        changes = [", ".join(f"{size:+.0f}" for size in grown[port][key]) for key in ("grown_mb", "grown_mb_without")]
+        accepted = sum(row["accepted"] for row in sent)
+        lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{a_second:,.0f}", f"{accepted}"])
+        lines[-1] += changes
+    header = ["port of", "messages", "a second", "accepted", "MB grown under messages, by way", "MB grown without"]
+    trained = f"The run trained on {end['groups_trained']:,} groups meanwhile, in {end['steps']:,} steps: "
+    lost = f"{end['groups_twice']} twice, {end['groups_lost']} lost"
+    minutes = f"All of it took {results['settings']['seconds'] / 60:.0f} minutes, pauses without messages included."
+    return f"{markdown(header, lines)}\n\n{trained}{lost}. {minutes}"
+
+
+def scale(results: Results) -> str:
+    """What more rollout workers and gservers cost the manager, with the same groups in flight."""
+    lines = []
+    by_pool = sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"]))
+    for before, row in zip([None, *by_pool], by_pool, strict=False):
+        used = row["manager_cpu_us_per_call"] * row["calls_per_second"]
+        one_more = MISSING
+        if before is not None and before["gservers"] == row["gservers"]:
+            more = used - before["manager_cpu_us_per_call"] * before["calls_per_second"]
+            one_more = f"{more / (row['workers'] - before['workers']):,.0f} µs"
+        cells = [f"{row['workers']:,}", f"{row['gservers']}", f"{row['groups_per_second']:.0f}"]
+        cells += [f"{row['calls_per_second']:,.0f}", f"{used / 1e6:.1%}", one_more]
+        cells += [f"{row['p50_ms']:.1f} ms, {row['p99_ms']:.1f} ms", f"{row['manager_mib']:.0f} MiB"]
+        lines.append([*cells, f"{row['timeline_kib_per_second']:.0f} KiB", f"{row['calls_per_update']:.1f}"])
+    header = "workers | gservers | groups/s | calls/s | of a core, for the manager | for one more worker, each second"
+    header += " | a call, p50 and p99 | its memory | timeline each second | calls to a gserver for an update"
+    return markdown(header.split(" | "), lines)
+
+
 def staleness_verdict(results: Results) -> str:
     return staleness.verdict(results["rows"])
 
@@ -543,6 +581,8 @@ TABLES = (
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/agents.md", "bench_agents", agents),
     Table("docs/agents.md", "bench_agents_trainer", agents_trainer),
+    Table("docs/clusters.md", "bench_scale", scale),
+    Table("docs/security.md", "fuzz", fuzz),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),

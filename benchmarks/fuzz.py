@@ -1,245 +1,674 @@
-"""Malformed and hostile messages at each listening port of a real small run, which has to go on as if there were none.
+"""Malformed and hostile messages at each listening port of a real run, which has to go on as if there were none.
 
-    python benchmarks/fuzz.py [--messages 100000] [--steps 40]
+    python benchmarks/fuzz.py [--messages 100000]
 
-Each port is sent so many messages in each of three ways: without any key; with the token and the credential of a
-rollout worker that has joined; and in the name of rollout/0, without what proves it. HTTP requests are mutations of
-valid ones to all of the server's calls, ZMQ messages mutations of what members say. Counted is what was accepted, how
-much memory each process has grown by, and whether the run ended well. The worker neither asks for groups, which it
-might then push, nor says that it fails: that it may do.
+Manager, gserver, master, model worker and a rollout worker with agents are started as a user would start them, with
+taps between them (`fuzz_taps.py`) that record what they say to each other. Then each port is sent so many messages in
+each of three ways: without any key; with the token and the credentials of a rollout worker that has joined; and with a
+stolen identity: the name of rollout/0 without what proves it, a credential for another receiver, and at the gateway the
+key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes from
+the wire's types; and those, mutated (`tests/hostile.py`).
+
+Nothing may be accepted, no process end, and no group be trained on twice or get lost. After each way comes a pause of
+the same length: what a process grows by under messages is held against what it grows by without. A rollout worker may
+ask for groups, beat, leave and fail the run; that is left out. All ports are sent to at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
+import socket
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import httptools
 import msgspec
+import numpy as np
 import psutil
+import uvloop
 import zmq
-import zmq.asyncio
 from common import write_results
 from rich.console import Console
 
-from streamrl import config as configuration
-from streamrl.gserver.manager.access import ALLOWED, LOOKS
-from streamrl.machine import machine_identity
-from streamrl.transport.control import Register, Status
-from streamrl.transport.keys import GENERATION_CALLS
-from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.push_pull import Ask
-from streamrl.transport.secret import VARIABLE, Secret
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from tests import hostile  # noqa: E402
 
-WAYS = ("no key", "a worker's key", "a stolen name")
+from fuzz_taps import Taps  # noqa: E402
+
+from streamrl import config as configuration  # noqa: E402
+from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
+from streamrl.gserver.manager.http import BODIES  # noqa: E402
+from streamrl.machine import machine_identity  # noqa: E402
+from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
+from streamrl.rollout.agents.pipe import Score  # noqa: E402
+from streamrl.trainer.calls import Done, Published, Stored, Trained  # noqa: E402
+from streamrl.transport import generation, request_reply  # noqa: E402
+from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
+from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
+from streamrl.transport.keys import GENERATION_CALLS, bearer  # noqa: E402
+from streamrl.transport.manager_client import ControlClient  # noqa: E402
+from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
+from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
+from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER  # noqa: E402
+from tests import hostile  # noqa: E402
+from tests.hostile import Request  # noqa: E402
+
+WAYS = ("no key", "a worker's key", "a stolen identity")
 WORKER = 77
 """The number of the rollout worker that has joined."""
-ANSWER_SECONDS = 0.5
-"""What is cut short is waited for as long: the server waits for the rest."""
-AT_ONCE = 8
-MINE = {"POST /heartbeat", "POST /in_flight", "POST /leave", "POST /reject", "POST /route", "GET /topology"}
-"""Calls that a rollout worker may make in its own name."""
-GSERVER_CALLS = (*sorted(GENERATION_CALLS), "/pause_generation", "/update_weights_from_disk", "/end_weight_update")
+BATCH_GROUPS = 8
+SETTINGS = {
+    "run.name": "fuzzed",
+    "run.total_train_steps": 10**6,
+    "run.stop_at_reward": 2.0,
+    "trainer.batch_groups": BATCH_GROUPS,
+    "trainer.save_at_end": "false",
+    "algorithm.epochs": 1,
+    "algorithm.minibatches": 1,
+    "rollout.max_concurrent_groups": 24,
+    "staleness.over_age": "wait",
+    "metrics.sinks": "[]",
+    "metrics.plots": "false",
+    "manager.port": 0,
+}
+AT_ONCE = 4
+"""Connections to one HTTP port."""
+PIPELINED = 32
+"""Requests that are sent together. The last one ends the connection: it is no HTTP, or not quite."""
+ANSWER_SECONDS = 30.0
+"""A server that answers nothing for so long hangs."""
+RAW_SHARE = 0.02
+"""Of messages to a ZMQ port: bytes that its protocol does not know."""
+SETTLE_SECONDS = 2.0
+GROWTH_MB = 32.0
+"""A process that goes on growing by so much more under messages than without keeps some of them. The first way does not
+count: with it come the buffers that later messages use again."""
+GSERVER_BODIES: Mapping[str, Any] = {
+    "/generate": generation.GenerateRequest,
+    "/pause_generation": generation.PauseGeneration,
+    "/continue_generation": generation.Empty,
+    "/abort_request": generation.AbortRequest,
+    "/flush_cache": generation.Empty,
+    "/init_weights_update_group": generation.InitWeightsUpdateGroup,
+    "/destroy_weights_update_group": generation.DestroyWeightsUpdateGroup,
+    "/begin_weight_update": generation.Empty,
+    "/update_weights_from_distributed": generation.UpdateWeightsFromDistributed,
+    "/offer_weights": generation.OfferWeights,
+    "/send_weights": generation.SendWeights,
+    "/end_weight_update": generation.Empty,
+    "/update_weights_from_disk": generation.UpdateWeightsFromDisk,
+    "/update_weight_version": generation.UpdateWeightVersion,
+    "/weights_checker": generation.WeightsChecker,
+}
+WORKERS_CALLS = {"POST /in_flight", "POST /reject", "POST /route"}
+"""That a rollout worker may make in its own name."""
+LEFT_OUT = {"POST /admit", "POST /fail_run", "POST /leave", "POST /heartbeat", "GET /topology"}
+"""What it may do as well, and what would change the run or take long."""
+HARMLESS = {*LOOKS, "GET /health"}
 
 
-def requests(calls: Sequence[str], *, count: int, headers: str, seed: int) -> Iterator[tuple[str, bytes]]:
-    """`count` mutated requests with `headers`, each with the call that it began as."""
-    dice = random.Random(seed)
-    for _ in range(count):
-        call = dice.choice(calls)
-        fields: dict[str, Any] = {"worker": dice.choice((0, WORKER)), "evaluator": 0, "role": "rollout", "seq": 1}
-        fields |= {"index": dice.choice((0, WORKER)), "stats": {}, "count": 5, "groups": [], "reason": "", "error": "x"}
-        body = bytearray(msgspec.json.encode(fields))
-        for _ in range(dice.randrange(4)):
-            at = dice.randrange(len(body) + 1)
-            body[at : at + dice.randrange(3)] = dice.randbytes(dice.randrange(6))
-        head = f"{call} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
-        raw = bytearray(head.encode() + body)
-        if dice.random() < 0.3:
-            raw[dice.randrange(len(raw))] = dice.randrange(256)
-        yield call, bytes(raw)
+# --- the run -------------------------------------------------------------------------------------
 
 
-async def fuzz_http(address: str, messages: Iterator[tuple[str, bytes]], allowed: set[str]) -> Counter[str]:
-    """Send each on a connection of its own; return how often what happened. `accepted` is what should not have been."""
-    host, _, port = address.rpartition("/")[2].rpartition(":")
-    found: Counter[str] = Counter()
+class Port(NamedTuple):
+    process: str
+    pid: int
+    address: str
 
-    async def one(call: str, raw: bytes) -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(raw)
-            async with asyncio.timeout(ANSWER_SECONDS):
-                line = await reader.readline()
-            status = line.split(b" ")[1].decode() if line.startswith(b"HTTP/") else "cut off"
-        except (TimeoutError, OSError):
-            status = "no answer"
-        finally:
-            writer.close()
-        found[status] += 1
-        if status.startswith("2") and call not in allowed and not raw.startswith((b"GET /health", b"GET /status")):
-            found["accepted"] += 1
-            print(f"accepted: {raw[:300]!r}", file=sys.stderr)
-
-    async def lane() -> None:
-        for call, raw in messages:
-            await one(call, raw)
-
-    await asyncio.gather(*(lane() for _ in range(AT_ONCE)))
-    return found
+    @property
+    def role(self) -> str:
+        return self.process.partition("/")[0]
 
 
-def members_messages(credential: str) -> list[list[bytes]]:
-    """What members say to a head and to the master."""
-    incarnation = bytes(16)
-    ask = msgspec.msgpack.encode(Ask(offered=[1, 2, 3], permits=["0" * 32] * 3, withdrawn=[0]))
-    header = {"type": "group", "seq": 3, "worker": "rollout/0", "prompt_length": 1, "finish_reasons": ["stop"]}
-    header |= {"generation_seconds": 1.0, "dtypes": ["int32"] * 7, "size": 1, "tokens": 4, "permit": "0" * 32}
-    group = [msgspec.msgpack.encode(header), bytes(64)]
-    numbered = [[kind, bytes(8), incarnation + b"\x80"] for kind in (b"H", b"N", b"R", b"E", b"A")]
-    return [[ask], group, *numbered, [credential.encode()]]
+class Run:
+    """The processes of a run, each by its own command; ended with `end`."""
 
+    def __init__(self, folder: Path, taps: Taps) -> None:
+        self._folder = folder
+        self._taps = taps
+        self._begun: dict[str, asyncio.subprocess.Process] = {}
+        self._file = ROOT / "examples" / "guess_number.toml"
+        self._overrides = [f"run.dir={folder}", f"security.secret_file={folder / 'secret'}"]
+        self._overrides += [f"{key}={value}" for key, value in SETTINGS.items()]
+        self.secret = Secret.make()
+        self.config = configuration.load(self._file, self._overrides)
 
-async def fuzz_zmq(address: str, identity: bytes, *, credential: str, count: int, seed: int) -> Counter[str]:
-    """Send `count` messages under the routing id `identity`; return what was replied to them."""
-    found: Counter[str] = Counter()
-    context = zmq.asyncio.Context()
-    with context.socket(zmq.DEALER) as endpoint:
-        endpoint.set(zmq.LINGER, 2000)
-        endpoint.set(zmq.RCVHWM, 100)
-        if identity:
-            endpoint.set(zmq.ROUTING_ID, identity)
-        endpoint.connect(address)
-        for frames in hostile.messages(members_messages(credential), count=count, seed=seed):
-            await endpoint.send_multipart(frames)
-            found["sent"] += 1
-            while await endpoint.poll(0):
-                reply = await endpoint.recv_multipart()
-                with_places = reply and b"send" in reply[0]
-                told = msgspec.msgpack.decode(reply[0]) if with_places else {}
-                found["accepted"] += len(told.get("stored", ())) + len(told.get("send", ()))
-                found["replies"] += 1
-            if found["sent"] % 200 == 0:
-                await asyncio.sleep(0)
-    context.term()
-    return found
+    async def begin(self) -> None:
+        self.secret.write(self._folder / "secret")
+        await self._start("manager")
+        log = self._folder / "manager.log"
+        async with asyncio.timeout(120):
+            while "listens at " not in log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        self.url = log.read_text().partition("listens at ")[2].split(";")[0].split()[0]
+        self.client = ControlClient(self.url, secret=self.secret)
+        tap = await self._taps.before_manager(self.url)
+        proxy = await self._taps.before_gateways()
+        for role in ("gserver", "trainer"):
+            await self._start(role, "--manager", tap)
+        await self._start("rollout", "--manager", tap, HTTP_PROXY=proxy)
 
-
-async def fuzz(messages: int, steps: int, folder: Path, console: Console) -> list[dict[str, Any]]:
-    secret = Secret.make()
-    secret_file = folder / "secret"
-    secret.write(secret_file)
-    file = ROOT / "examples" / "copy_scratch.toml"
-    overrides = [f"run.dir={folder}", "run.name=fuzzed", f"run.total_train_steps={steps}", "trainer.batch_groups=8"]
-    overrides += ["rollout.group_size=4", "metrics.sinks=[]", "metrics.plots=false"]
-    overrides += ["manager.port=0", f"security.secret_file={secret_file}"]
-    config = configuration.load(file, overrides)
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    log = (folder / "run.log").open("wb")
-    command = [sys.executable, "-m", "streamrl", "run", str(file), *overrides]
-    run = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environment, cwd=ROOT)
-    try:
-        url = await manager_url(folder / "fuzzed" / "logs" / "manager-0.log")
-        client = ControlClient(url, secret=secret)
-        status = await until_running(client)
-        message = Register("rollout", WORKER, "", config.digest(), os.getpid(), "fuzz", config.shared_changes())
-        message = msgspec.structs.replace(message, machine=machine_identity())
-        member = ControlClient(url, secret=secret)
-        granted = await member.register(message, patience=10)
-        before = {f"{p.role}/{p.index}": memory(p.pid) for p in status.processes}
-        manager_calls, rows = sorted(ALLOWED), []
-        http = [("manager", url, manager_calls)] + [
-            (p.role, p.address, [f"POST {path}" for path in GSERVER_CALLS])
-            for p in status.processes
-            if p.role == "gserver"
-        ]
-        for seed, way in enumerate(WAYS):
-            shown = {WAYS[0]: "", WAYS[1]: granted.token, WAYS[2]: "rollout/0." + "0" * 64}[way]
-            headers = f"Authorization: Bearer {shown}\r\n" if shown else ""
-            for name, address, calls in http:
-                allowed = set(LOOKS) | (MINE if way == WAYS[1] and name == "manager" else set())
-                if way == WAYS[1]:
-                    calls = [call for call in calls if call not in ("POST /admit", "POST /fail_run", "POST /leave")]
-                    calls = [call for call in calls if call != "POST /heartbeat"]
-                    # what it may say of itself, it may: that it gives up, for example
-                began = time.monotonic()
-                mutated = requests(calls, count=messages, headers=headers, seed=seed)
-                found = await fuzz_http(address, mutated, allowed)
-                rows.append(row(name, way, found, time.monotonic() - began))
-                console.print(rows[-1])
-            for process in status.processes:
-                if process.role not in ("model_worker", "master") or not process.address:
-                    continue
-                credential = granted.credentials.get(process.role, "")
-                identity = {WAYS[0]: b"", WAYS[1]: f"{credential} fuzz".encode(), WAYS[2]: b"rollout/0"}[way]
-                began = time.monotonic()
-                found = await fuzz_zmq(
-                    process.address, identity, credential=granted.credentials["model_worker"], count=messages, seed=seed
-                )
-                rows.append(row(process.role, way, found, time.monotonic() - began))
-                console.print(rows[-1])
-        grown = {f"{p.role}/{p.index}": memory(p.pid) - before[f"{p.role}/{p.index}"] for p in status.processes}
-        rows.append({"memory_grown_mb": {name: round(size / 2**20, 1) for name, size in grown.items()}})
-        await client.close()
-        await member.close()
-        code = await asyncio.wait_for(run.wait(), 900)
-        summary = msgspec.json.decode((folder / "fuzzed" / "summary.json").read_bytes())
-        rows.append({"exit_code": code} | {k: summary[k] for k in ("steps", "groups_trained", "groups_lost")})
-        console.print(rows[-2:])
-        return rows
-    finally:
-        if run.returncode is None:
-            run.terminate()
-            await run.wait()
+    async def _start(self, role: str, *options: str, **variables: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | variables
+        environment |= {"OMP_NUM_THREADS": "1"}
+        log = (self._folder / f"{role}.log").open("wb")
+        command = [sys.executable, "-m", "streamrl", role, str(self._file), *self._overrides, *options]
+        self._begun[role] = await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, env=environment, cwd=ROOT
+        )
         log.close()
 
+    async def until_steps(self, count: int) -> Status:
+        """Wait until so many training steps were made."""
+        async with asyncio.timeout(180):
+            while len(self.steps()) < count:
+                self.check()
+                await asyncio.sleep(0.2)
+        return await self.client.status()
 
-def row(port: str, way: str, found: Counter[str], seconds: float) -> dict[str, Any]:
-    return {"port": port, "way": way, "accepted": found["accepted"], "found": dict(found), "seconds": round(seconds, 1)}
+    def check(self) -> None:
+        """Exit if a process has ended."""
+        for role, process in self._begun.items():
+            if process.returncode is not None:
+                raise SystemExit(f"{role} has ended:\n{(self._folder / f'{role}.log').read_text()[-6000:]}")
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.config.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def ports(self, status: Status) -> list[Port]:
+        """All ports at which processes of the run listen."""
+        pids = {f"{p.role}/{p.index}": p.pid for p in status.processes if (p.role, p.index) != ("rollout", WORKER)}
+        found = []
+        for name, pid in {"manager/0": self._begun["manager"].pid, **pids}.items():
+            for one in psutil.Process(pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    scheme = "tcp" if name.startswith(("model_worker", "master")) else "http"
+                    found.append(Port(name, pid, f"{scheme}://127.0.0.1:{one.laddr.port}"))
+        return found
+
+    async def join(self) -> RegisterReply:
+        """Join as another rollout worker."""
+        config = self.config
+        message = Register("rollout", WORKER, "", config.digest(), os.getpid(), "fuzz", config.shared_changes())
+        message = msgspec.structs.replace(message, machine=machine_identity())
+        client = ControlClient(self.url, secret=self.secret)
+        granted = await client.register(message, patience=10)
+        await client.close()
+        return granted
+
+    async def finish(self) -> dict[str, Any]:
+        """End the run; return what became of its groups."""
+        self.check()
+        await self.client.finish_run(FinishRun(reason="enough was sent"))
+        codes = {}
+        for role, process in self._begun.items():
+            codes[role] = await asyncio.wait_for(process.wait(), 120)
+        codes.pop("trainer")  # its master says that the manager has ended the run
+        steps = self.steps()
+        trained = [seq for step in steps for seq in step["seqs"]]
+        return {
+            "steps": len(steps),
+            "groups_trained": len(trained),
+            "groups_twice": len(trained) - len(set(trained)),
+            "groups_lost": len(set(range(len(trained))) - set(trained)),
+            "whole_steps": sum(len(step["seqs"]) == BATCH_GROUPS for step in steps),
+            "exit_codes": codes,
+        }
+
+    async def end(self) -> None:
+        for process in self._begun.values():
+            if process.returncode is None:
+                process.terminate()
+        for process in self._begun.values():
+            try:
+                await asyncio.wait_for(process.wait(), 20)
+            except TimeoutError:
+                process.kill()
+        await self.client.close()
 
 
-def memory(pid: int) -> int:
-    return int(psutil.Process(pid).memory_info().rss)
+# --- what is sent --------------------------------------------------------------------------------
 
 
-async def manager_url(log: Path) -> str:
-    async with asyncio.timeout(120):
-        while not (log.exists() and "listens at " in log.read_text()):  # noqa: ASYNC110, ASYNC240
-            await asyncio.sleep(0.2)
-    return log.read_text().partition("listens at ")[2].split()[0]  # noqa: ASYNC240
+class Requests:
+    """What an HTTP port is sent: `made` by hypothesis, and `recorded`."""
+
+    def __init__(self, made: Sequence[Request], recorded: Sequence[Request]) -> None:
+        self.made = made
+        self.recorded = recorded or made
+
+    def without(self, calls: set[str]) -> Requests:
+        def kept(requests: Sequence[Request]) -> list[Request]:
+            return [each for each in requests if call_of(each) not in calls]
+
+        return Requests(kept(self.made), kept(self.recorded))
+
+    def draw(self, dice: random.Random) -> Request:
+        which = dice.random()
+        if which < 0.4:
+            return dice.choice(self.made)
+        return hostile.mutated_body(dice.choice(self.recorded if which < 0.7 else self.made), dice)
 
 
-async def until_running(client: ControlClient) -> Status:
-    async with asyncio.timeout(120):
-        while (status := await client.status()).state != "running":  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
-    return status
+class Messages:
+    """What a ZMQ port is sent, and whole streams of bytes for it."""
+
+    def __init__(self, made: Sequence[list[bytes]], recorded: Sequence[list[bytes]], streams: Sequence[bytes]) -> None:
+        self.made = made
+        self.recorded = recorded or made
+        self.streams = streams or [bytes(64)]
+
+    def draw(self, dice: random.Random) -> list[bytes]:
+        which = dice.random()
+        if which < 0.4:
+            return dice.choice(self.made)
+        return hostile.mutated(dice.choice(self.recorded if which < 0.7 else self.made), dice) or [b""]
+
+    def draw_stream(self, dice: random.Random) -> bytes:
+        begin = dice.choice(self.streams)[: dice.choice((11, 64, 120, 4000))]
+        (broken,) = hostile.mutated([begin], dice)[:1] or [b""]
+        return broken[:20_000]
+
+
+def call_of(request: Request) -> str:
+    return f"{request.method} {request.target.partition('?')[0]}"
+
+
+def requests_of(calls: Mapping[str, Any], gets: Sequence[str], *, count: int, begin: int) -> list[Request]:
+    """`count` requests to all `calls` (POST, by path with the type of the body) and `gets`."""
+    found = []
+    each = max(2, count // (len(calls) + len(gets)))
+    for number, (path, body) in enumerate(calls.items()):
+        values = hostile.examples(hostile.values_of(body), count=each, begin=begin + number)
+        for content in hostile.encoded(values, msgspec.json.encode):
+            found.append(Request("POST", path, {"Content-Type": "application/json"}, content))
+    dice = random.Random(begin)
+    queries = (
+        "",
+        "?after=0",
+        "?after=-1",
+        "?after=1e400",
+        "?count=9999999999",
+        "?name=../../etc/passwd&begin=0",
+        "?%00",
+    )
+    for path in gets:
+        found += [Request("GET", path + dice.choice(queries), {}, b"") for _ in range(each)]
+    return found
+
+
+def groups_of(count: int, begin: int) -> list[list[bytes]]:
+    """Messages with groups, of headers and arrays that fit together or do not."""
+    found = []
+    dice = random.Random(begin)
+    sizes = [np.dtype(kind).itemsize for kind in ARRAYS.values()]
+    for header in hostile.examples(hostile.values_of(GroupHeader), count=count, begin=begin):
+        if isinstance(header, dict):
+            header |= {"dtypes": list(ARRAYS.values())} if dice.random() < 0.8 else {}
+            header |= {"size": 4, "tokens": 12} if dice.random() < 0.8 else {}
+        lengths = [4 * size for size in sizes[:3]] + [12 * size for size in sizes[3:]]
+        arrays = [dice.randbytes(length) for length in lengths]
+        packed = [b"".join(arrays)] if dice.random() < 0.5 else arrays
+        found += [[head, *packed] for head in hostile.encoded([header], msgspec.msgpack.encode)]
+    return found
+
+
+def masters_messages(count: int, begin: int) -> list[list[bytes]]:
+    """What workers say to the master, of groups that they hold, too."""
+    found = []
+    dice = random.Random(begin)
+    bodies = [
+        (b"N", Stored),
+        (b"R", Done),
+        (b"R", Trained),
+        (b"R", Published),
+        (b"H", bytes),
+        (b"A", None),
+        (b"E", str),
+    ]
+    for number, (kind, body) in enumerate(bodies):
+        for value in hostile.examples(hostile.values_of(body), count=count // len(bodies), begin=begin + number):
+            for content in hostile.encoded([value], msgspec.msgpack.encode):
+                start = bytes(request_reply.INCARNATION_BYTES) if kind in (b"N", b"H") else b""
+                request = dice.randrange(1 << dice.choice((3, 10, 63))).to_bytes(request_reply.NUMBER_BYTES, "big")
+                found.append([kind, request, start + content])
+    meta = {
+        "seq": 3,
+        "head": FIRST_ROLLOUT_WORKER + WORKER,
+        "worker": f"rollout/{WORKER}",
+        "size": 1,
+        "tokens": 2,
+        "rewards": [1.0],
+    }
+    meta |= {"response_lengths": [1], "version_counts": {0: 1}, "generation_seconds": 1.0}
+    stored = bytes(request_reply.INCARNATION_BYTES) + msgspec.msgpack.encode({"metas": [meta]})
+    return [*found, [b"N", (1).to_bytes(request_reply.NUMBER_BYTES, "big"), stored]]
+
+
+def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
+    """Role → what its port is sent; `count` messages are made for each."""
+    gets = [call.removeprefix("GET ") for call in ALLOWED if call.startswith("GET")]
+    agents: dict[str, Any] = {path: dict[str, Any] for path in PROTOCOLS} | {"/score": Score, "/episodes": None}
+    agents |= {f"/episodes/{name}{path}": body for name in ("0-0", "..", "%00") for path, body in agents.items()}
+    asks = hostile.examples(hostile.values_of(Ask), count=count // 2, begin=1)
+    return {
+        "manager": Requests(requests_of(BODIES, [*gets, "/health"], count=count, begin=2), taps.requests("manager")),
+        "gserver": Requests(
+            requests_of(GSERVER_BODIES, ["/health", "/model_info", "/server_info"], count=count, begin=3),
+            taps.requests("gserver"),
+        ),
+        "rollout": Requests(requests_of(agents, ["/v1/models"], count=count, begin=4), taps.requests("rollout")),
+        "model_worker": Messages(
+            [[ask] for ask in hostile.encoded(asks, msgspec.msgpack.encode)] + groups_of(count // 2, 5),
+            taps.messages("model_worker"),
+            taps.streams("model_worker"),
+        ),
+        "master": Messages(masters_messages(count, 6), taps.messages("master"), taps.streams("master")),
+    }
+
+
+# --- how it is sent ------------------------------------------------------------------------------
+
+
+class _Replies:
+    """Status codes of the replies that come by one connection."""
+
+    def __init__(self) -> None:
+        self.statuses: deque[int] = deque()
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:  # 100: go on
+            self.statuses.append(status)
+
+
+class HttpFuzz:
+    """Sends requests to one port over some connections."""
+
+    def __init__(self, port: Port, requests: Requests, *, shown: str, allowed: set[str], count: int, seed: int) -> None:
+        self.found: Counter[str] = Counter()
+        self._host, self._port = urlsplit(port.address).hostname, urlsplit(port.address).port
+        self._name = port.process
+        self._requests = requests
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in bearer(shown).items())
+        self._allowed = allowed
+        self._left = count
+        self._dice = random.Random(seed)
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._lane() for _ in range(AT_ONCE)))
+
+    async def _lane(self) -> None:
+        while self._left > 0:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            try:
+                await self._batch(reader, writer)
+            finally:
+                writer.close()
+
+    async def _batch(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send some whole requests, and at last one that is none."""
+        count = min(PIPELINED, self._left)
+        whole = [self._requests.draw(self._dice) for _ in range(count - 1)]
+        self._left -= count
+        replies = _Replies()
+        writer.write(b"".join(request.encode(self._headers) for request in whole))
+        ended = not await self._until(replies, len(whole), reader)
+        for request in whole:
+            if not replies.statuses:
+                self._left += len(whole) - whole.index(request) - 1  # those that follow were not looked at
+                self.found["cut off"] += 1
+                break
+            self._count(call_of(request), replies.statuses.popleft(), request.body)
+        if ended:
+            self._left += 1
+            return
+        raw = hostile.mutated_head(self._requests.draw(self._dice).encode(self._headers), self._dice)
+        try:
+            writer.write(raw)
+            writer.write_eof()
+            await self._until(replies, sys.maxsize, reader)
+        except OSError:
+            pass
+        said = " ".join(raw.lstrip(b"\r\n").split(b"\r\n", 1)[0].decode("latin-1").split(" ")[:2]).partition("?")[0]
+        if not replies.statuses:
+            self.found["cut off"] += 1
+        for status in replies.statuses:
+            self._count(said, status, raw)
+
+    async def _until(self, replies: _Replies, count: int, reader: asyncio.StreamReader) -> bool:
+        """Read until there are `count` replies; return whether there are, and not the end of the connection."""
+        while len(replies.statuses) < count:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    data = await reader.read(2**16)
+                replies.feed(data)
+            except OSError:
+                return False
+            except TimeoutError as error:
+                raise SystemExit(f"{self._name} answers nothing for {ANSWER_SECONDS:.0f} s") from error
+            if not data:
+                return False
+        return True
+
+    def _count(self, call: str, status: int, content: bytes) -> None:
+        self.found[str(status)] += 1
+        if status < 300 and call not in self._allowed:
+            self.found["accepted"] += 1
+            print(f"{self._name} accepted: {call} {content[:100]!r}", file=sys.stderr)
+        elif status == 500:
+            print(f"{self._name} failed: {call} {content[:100]!r}", file=sys.stderr)
+
+
+LAST = 2**40
+"""The sequence number of what is sent last: a head refuses it, and so tells that it has read all before."""
+
+
+def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], count: int, seed: int) -> Counter[str]:
+    """Send `count` messages, some under each of the routing ids `identities`, and wait until they were read; for a
+    thread. Return what was replied. Raises `zmq.Again` when nothing is read any more."""
+    found: Counter[str] = Counter()
+    dice = random.Random(seed)
+    raw = int(RAW_SHARE * count)
+    with zmq.Context() as context:
+        for number, identity in enumerate(identities):
+            with context.socket(zmq.DEALER) as endpoint:
+                endpoint.set(zmq.LINGER, int(1000 * ANSWER_SECONDS))
+                endpoint.set(zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS))
+                endpoint.set(zmq.SNDHWM, 100)
+                if identity:
+                    endpoint.set(zmq.ROUTING_ID, identity)
+                endpoint.connect(port.address)
+                for sent in range((count - raw) * (number + 1) // len(identities) - found["sent"]):
+                    endpoint.send_multipart(messages.draw(dice))
+                    found["sent"] += 1
+                    if sent % 64 == 0:
+                        _take(endpoint, found, port)
+                if port.role == "model_worker":
+                    _until_read(endpoint, found, port)
+    address = (urlsplit(port.address).hostname, urlsplit(port.address).port)
+    for _ in range(raw):
+        with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
+            try:
+                connection.sendall(messages.draw_stream(dice))
+            except OSError:
+                found["cut off"] += 1
+            found["sent"] += 1
+    return found
+
+
+def _until_read(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> None:
+    endpoint.send(msgspec.msgpack.encode(Ask(offered=[LAST], permits=["0" * 32], withdrawn=[])))
+    while not any(refusal.seq == LAST for reply in _take(endpoint, found, port) for refusal in reply.refused):
+        if not endpoint.poll(1000 * ANSWER_SECONDS):
+            raise SystemExit(f"{port.process} answers nothing for {ANSWER_SECONDS:.0f} s")
+
+
+def _take(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> Iterator[Reply]:
+    """The replies that are there. Groups that a head stores or asks for are accepted."""
+    taken = []
+    while endpoint.poll(0):
+        frames = endpoint.recv_multipart()
+        found["replies"] += 1
+        if port.role == "model_worker":
+            taken.append(msgspec.msgpack.decode(frames[0], type=Reply))
+            found["accepted"] += len(taken[-1].stored) + len(taken[-1].send)
+            found["refused"] += len(taken[-1].refused)
+        elif frames[0] != b"B":  # the master's probes
+            found[f"reply {frames[0]!r}"] += 1
+    return iter(taken)
+
+
+class Sending:
+    """All ports of a run, and what they are sent in each way."""
+
+    def __init__(self, ports: Sequence[Port], taps: Taps, granted: RegisterReply, *, messages: int) -> None:
+        self._ports = ports
+        self._messages = messages
+        self._granted = granted
+        self._ended_episode = next(iter(sorted(taps.keys)), "").removeprefix("Bearer ")
+        self._corpora = corpora(taps, count=min(2000, max(100, messages // 5)))
+
+    async def all_ports(self, way: str, seed: int) -> list[dict[str, Any]]:
+        """Send everything to all ports at once; return a row for each."""
+        return await asyncio.gather(*(self._one(port, way, seed + number) for number, port in enumerate(self._ports)))
+
+    async def _one(self, port: Port, way: str, seed: int) -> dict[str, Any]:
+        began = time.monotonic()
+        corpus = self._corpora[port.role]
+        if isinstance(corpus, Requests):
+            found = await self._http(port, corpus, way, seed)
+        else:
+            identities = self._identities(port.role)[way]
+            found = await asyncio.to_thread(
+                fuzz_zmq, port, corpus, identities=identities, count=self._messages, seed=seed
+            )
+        seconds = time.monotonic() - began
+        return {
+            "port": port.process,
+            "way": way,
+            "messages": self._messages,
+            "accepted": found.pop("accepted", 0),
+            "seconds": round(seconds, 1),
+            "found": dict(sorted(found.items())),
+        }
+
+    async def _http(self, port: Port, requests: Requests, way: str, seed: int) -> Counter[str]:
+        stolen = self._ended_episode if port.role == "rollout" else "rollout/0." + "0" * 64
+        own = self._granted.gserver_key if port.role == "gserver" else self._granted.token
+        allowed = HARMLESS if port.role == "manager" else {"GET /health"} if port.role == "gserver" else set()
+        if way == WAYS[1] and port.role == "manager":
+            allowed, requests = allowed | WORKERS_CALLS | {"GET /model"}, requests.without(LEFT_OUT)
+        if way == WAYS[1] and port.role == "gserver":
+            allowed = allowed | {f"{method} {path}" for method in ("GET", "POST") for path in GENERATION_CALLS}
+        shown = dict(zip(WAYS, ("", own, stolen), strict=True))[way]
+        fuzz = HttpFuzz(port, requests, shown=shown, allowed=allowed, count=self._messages, seed=seed)
+        await fuzz.run()
+        return fuzz.found
+
+    def _identities(self, role: Any) -> dict[str, list[bytes]]:
+        """Way → routing ids."""
+        mine = self._granted.credentials
+        others = mine["master" if role == "model_worker" else "model_worker"]
+        forged = mine[role].replace(f"rollout/{WORKER}", "rollout/0", 1)
+        return {
+            WAYS[0]: [b""],
+            WAYS[1]: [f"{mine[role]} fuzz".encode()],
+            WAYS[2]: [b"rollout/0", f"{others} fuzz".encode(), f"{forged} fuzz".encode()],
+        }
+
+
+async def fuzz(messages: int, folder: Path, console: Console) -> list[dict[str, Any]]:
+    taps = Taps()
+    run = Run(folder, taps)
+    rows: list[dict[str, Any]] = []
+    try:
+        await run.begin()
+        status = await run.until_steps(10)
+        taps.recording = False
+        ports = run.ports(status)
+        console.print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
+        granted = await run.join()
+        sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages)
+        grown: dict[str, dict[bool, list[float]]] = {port.process: {False: [], True: []} for port in ports}
+        made = [0, 0]
+        for seed, way in enumerate(WAYS):
+            seconds = 0.0
+            for quiet in (False, True):
+                began, before, steps = time.monotonic(), memory(ports), len(run.steps())
+                if quiet:
+                    await asyncio.sleep(seconds)
+                else:
+                    rows += await sending.all_ports(way, 100 * seed)
+                    await asyncio.sleep(SETTLE_SECONDS)
+                seconds = time.monotonic() - began
+                run.check()
+                made[quiet] += len(run.steps()) - steps
+                for name, size in memory(ports).items():
+                    grown[name][quiet].append(round(size - before[name], 1))
+            for row in rows[-len(ports) :]:
+                console.print(row)
+        rows += [
+            {"port": name, "grown_mb": under[False], "grown_mb_without": under[True]} for name, under in grown.items()
+        ]
+        late = await run.client.status()
+        rows.append(await run.finish() | {"steps_under": made[0], "steps_without": made[1]})
+        others = [p for p in late.processes if p.pid != os.getpid()]
+        rows[-1]["silent"] = [f"{p.role}/{p.index}" for p in others if p.state == "silent"]
+        console.print(*rows[-len(ports) - 1 :])
+        return rows
+    finally:
+        await run.end()
+        await taps.close()
+
+
+def memory(ports: Sequence[Port]) -> dict[str, float]:
+    """Megabytes that each process has in memory."""
+    return {port.process: psutil.Process(port.pid).memory_info().rss / 2**20 for port in ports}
+
+
+def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What should not be."""
+    found = [f"{row['port']} accepted {row['accepted']} messages" for row in rows if row.get("accepted")]
+    found += [f"{row['port']} failed at {row['found']['500']}" for row in rows if row.get("found", {}).get("500")]
+    for row in rows:
+        more = sum(row.get("grown_mb", ())[1:]) - max(0.0, sum(row.get("grown_mb_without", ())[1:]))
+        if more > GROWTH_MB:
+            found.append(f"{row['port']} went on growing, by {more:.0f} MB more under messages than without")
+    end = rows[-1]
+    whole = end["whole_steps"] == end["steps"] and not end["groups_twice"] and not end["groups_lost"]
+    if not whole or any(end["exit_codes"].values()) or end["silent"]:
+        found.append(f"the run suffered: {end}")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000, help="at each port, in each way")
-    parser.add_argument("--steps", type=int, default=2000, help="of the run meanwhile")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=200)
     with tempfile.TemporaryDirectory() as folder:
-        rows = asyncio.run(fuzz(options.messages, options.steps, Path(folder), console))
-    console.print(f"written to {write_results('fuzz', {'messages': options.messages}, rows)}")
-    accepted = sum(each.get("accepted", 0) for each in rows)
-    if accepted or rows[-1]["exit_code"] or rows[-1]["groups_lost"]:
-        raise SystemExit(f"{accepted} messages were accepted; the run: {rows[-1]}")
+        began = time.monotonic()
+        rows = uvloop.run(fuzz(options.messages, Path(folder), console))
+        seconds = round(time.monotonic() - began)
+    console.print(f"written to {write_results('fuzz', {'messages': options.messages, 'seconds': seconds}, rows)}")
+    if found := problems(rows):
+        raise SystemExit("\n".join(found))
 
 
 if __name__ == "__main__":

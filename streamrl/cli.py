@@ -120,10 +120,10 @@ def manager(
     """Start the gserver manager, which all others join. Tells its URL."""
 
     from streamrl import config as configuration
-    from streamrl.launch.role import begin_anew, run_manager
+    from streamrl.launch.role import begin_anew, from_latest, run_manager
 
     if resume:
-        overrides = _from_where(config, overrides, resume)
+        overrides = from_latest(config, overrides or ())
         begin_anew(configuration.load(config, overrides))
 
     def tell(url: str) -> None:
@@ -161,7 +161,7 @@ def gserver(
     component: Component = None,
 ) -> None:
     """Start inference servers, also in the middle of a run."""
-    overrides = _from_where(config, overrides, resume)
+    overrides = _from_where(config, overrides, resume, manager=manager)
     if count is not None:
         _pool("gserver", count, index, config, overrides, manager, advertise)
     _member("gserver", index, config, overrides, manager, model_dir, component, advertise)
@@ -181,7 +181,7 @@ def rollout(
     component: Component = None,
 ) -> None:
     """Start rollout workers, also in the middle of a run."""
-    overrides = _from_where(config, overrides, resume)
+    overrides = _from_where(config, overrides, resume, manager=manager)
     if count is not None:
         _pool("rollout", count, index, config, overrides, manager, advertise)
     _member("rollout", index, config, overrides, manager, model_dir, component, advertise)
@@ -199,7 +199,7 @@ def evaluator(
     component: Component = None,
 ) -> None:
     """Start the evaluator, if the configuration has an \\[evaluation]."""
-    overrides = _from_where(config, overrides, resume)
+    overrides = _from_where(config, overrides, resume, manager=manager)
     _member("evaluator", 0, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -230,7 +230,7 @@ def trainer(
     from streamrl.launch.processes import share_of
     from streamrl.launch.trainer import run_trainer
 
-    overrides = _from_where(config, overrides, resume)
+    overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
     share = share_of(resolved, node=node, nodes=nodes, environment=os.environ)
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
@@ -259,11 +259,13 @@ def master(
     overrides: Overrides = None,
     *,
     manager: ManagerUrl,
+    resume: Resume = False,
     advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start the master alone, for a trainer that was started with --no-master."""
+    overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     _member("master", 0, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -659,13 +661,15 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _from_where(config: Path, overrides: list[str] | None, resume: bool) -> list[str]:
-    """Return the overrides, with the one that has the run go on where it was if it is to."""
+def _from_where(
+    config: Path, overrides: list[str] | None, resume: bool, *, manager: str, trains: bool = False
+) -> list[str]:
+    """Return the overrides, with the one that has this process go on where the manager does if it is to."""
     if not resume:
         return list(overrides or ())
-    from streamrl.launch.role import from_latest
+    from streamrl.launch.role import from_managers
 
-    return from_latest(config, overrides or ())
+    return from_managers(config, overrides or (), manager_url=manager, needed=trains)
 
 
 def _member(

@@ -27,7 +27,7 @@ from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
-from streamrl.transport.control import AskPlace, Drain, Role
+from streamrl.transport.control import AskPlace, Drain, ResumePoint, Role
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, await_secret, given
 
@@ -86,6 +86,39 @@ def from_latest(config_file: Path, overrides: Sequence[str]) -> list[str]:
     """Return `overrides` with the one that has the run go on from its latest checkpoint, if there is one."""
     found = progress.checkpoints(configuration.load(config_file, overrides).run_dir)
     return [*overrides, f"run.resume_from={found[-1].absolute()}"] if found else list(overrides)
+
+
+def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
+    """Return `overrides` with the one that has this process go on from the checkpoint that the manager goes on from: so
+    all agree, whenever each is started, even if one more checkpoint is written in between.
+
+    `needed`: it counts from there, so it cannot begin without. Else it begins with the model where it has no such
+    checkpoint. Raises `ConfigError` and `StreamRLError`.
+    """
+    config = configuration.load(config_file, overrides)
+
+    async def ask() -> ResumePoint:
+        client = ControlClient.of(config, manager_url)
+        try:
+            return await client.resume_point(patience=config.manager.join_timeout_seconds)
+        finally:
+            await client.close()
+
+    await_secret(manager_url, config)
+    point = asyncio.run(ask())
+    if not point.checkpoint:
+        return list(overrides)
+    for folder in progress.checkpoints(config.run_dir):
+        chosen = [*overrides, f"run.resume_from={folder.absolute()}"]
+        identity = progress.identity(configuration.load(config_file, chosen))
+        if (folder.name, identity) == (point.checkpoint, point.identity):
+            return chosen
+    if needed:
+        raise ConfigError(
+            f"the manager goes on from {point.checkpoint} ({point.identity}), which is not among the checkpoints of "
+            f"{config.run_dir} here: bring a copy of it, or start the manager again with --resume"
+        )
+    return list(overrides)
 
 
 def begin_anew(config: Config) -> None:

@@ -139,6 +139,18 @@ def of_run(config: Config) -> Progress | None:
     return progress
 
 
+def identity(config: Config) -> str:
+    """What tells the checkpoint that the run goes on from, and its copies, from all others; empty: it begins anew.
+
+    Raises as `of_run` does.
+    """
+    begun = of_run(config)
+    if begun is None:
+        return ""
+    digest = hashlib.blake2b(msgspec.json.encode(begun), digest_size=8).hexdigest()
+    return f"version {begun.policy_version}, {digest}"
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run that it can go on from, the one that was written last at the end."""
     found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]

@@ -18,6 +18,7 @@ call, and joins with it; each role has a token for its own.
 | call | by | meaning |
 |---|---|---|
 | POST /register | owner | a process joins; refused when its configuration differs |
+| GET /resume_point | owner | the checkpoint that the run goes on from |
 | POST /place | owner | a number for a process that joins a running run |
 | POST /drain | owner | a gserver or rollout worker finishes what it has and leaves |
 | POST /leave | gserver, rollout | it has left |
@@ -87,6 +88,10 @@ class Register(msgspec.Struct, frozen=True):
     """Whether its socket at `address` takes CURVE connections alone."""
     model: str = ""
     """`weights_fingerprint` of what a gserver or a model worker begins with."""
+    begins_from: str = ""
+    """`progress.identity` of what the trainer's processes go on from; empty: they begin anew."""
+    joined_before: str = ""
+    """`RegisterReply.manager` of the last join; empty: it is the first one."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -100,6 +105,17 @@ class RegisterReply(msgspec.Struct, frozen=True):
     """For a receiver on ZMQ: what it knows credentials and permits by; hexadecimal."""
     gserver_key: str = ""
     """For those who generate: what gservers ask for."""
+    manager: str = ""
+    """Tells this start of the manager from others."""
+
+
+class ResumePoint(msgspec.Struct, frozen=True):
+    """What the run goes on from; empty: it begins anew."""
+
+    checkpoint: str
+    """Name of the folder among the run's checkpoints."""
+    identity: str
+    """`progress.identity`."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

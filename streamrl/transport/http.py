@@ -5,7 +5,8 @@ A small HTTP/1.1 server for short calls with JSON bodies, for a process that ans
 It knows what such calls need and nothing else: keep-alive connections, one call at a time on each, bodies with a
 `Content-Length`. httptools (llhttp, the parser of Node.js) parses; a general web server around it spends several times
 as much on a call (`benchmarks/bench_http.py`). Owns its connections. Invariants: a
-caller that hangs up cancels its call; nothing is read into memory beyond the limits; after `close` no call runs.
+caller that hangs up cancels its call; nothing is read into memory beyond the limits, and no body of a caller who is
+refused by the head of his call; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -164,6 +165,10 @@ log = logging.getLogger(__name__)
 MOST_HEAD_BYTES = 32 * 2**10
 IDLE_SECONDS = 120.0
 """A connection on which nobody calls for so long is closed."""
+DRAIN_BYTES = 256 * 2**10
+DRAIN_SECONDS = 1.0
+"""What a refused caller goes on sending is thrown away, so much of it and for so long, before his connection is closed:
+closed at once, he might lose the answer that tells him why."""
 
 
 class Hosts:
@@ -207,13 +212,14 @@ class Call:
 
     __slots__ = ("body", "headers", "member", "method", "path", "query_text")
 
-    def __init__(self, method: str, target: str, headers: dict[str, str], body: bytes) -> None:
+    def __init__(self, method: str, target: str, headers: dict[str, str]) -> None:
         self.method = method
         path, _, self.query_text = target.partition("?")
         self.path = unquote(path) if "%" in path else path
         self.headers = headers
         """By name in lower case."""
-        self.body = body
+        self.body = b""
+        """Complete once the call is handled; empty while its head is checked."""
         self.member: Any = None
         """Which member of the run has proved that it asks, where the server wants to know."""
 
@@ -242,14 +248,20 @@ class Answer:
 
 
 Handler = Callable[[Call], Awaitable[Answer]]
+Check = Callable[[Call], Answer | None]
+"""Returns the answer to a call that is refused by its head; None: its body may come."""
 Refuse = Callable[[int, str], Answer]
 
 
 class HttpServer:
-    """Answers calls with `handle`, which must not raise; `refuse` makes the answer to what is no HTTP."""
+    """Answers calls with `handle`; `check` sees the head of each before its body is read. Neither may raise. `refuse`
+    makes the answer to what is no HTTP."""
 
-    def __init__(self, handle: Handler, *, refuse: Refuse, most_body_bytes: int) -> None:
+    def __init__(
+        self, handle: Handler, *, refuse: Refuse, most_body_bytes: int, check: Check = lambda call: None
+    ) -> None:
         self.handle = handle
+        self.check = check
         self.refuse = refuse
         self.most_body_bytes = most_body_bytes
         self.connections: set[_Connection] = set()
@@ -285,11 +297,15 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
         self._received = bytearray()  # while a call runs, and not looked at yet
-        self._waiting: deque[tuple[Call, bool]] = deque()  # calls that came in one piece, and whether others may follow
-        self._refusal: tuple[int, str] | None = None  # of what comes after them
+        self._waiting: deque[tuple[Call, Answer | None, bool]] = deque()
+        """Calls that came in one piece, the answer to each that is refused, and whether others may follow."""
+        self._refusal: Answer | None = None  # of what comes after them
         self._target = ""
         self._headers: dict[str, str] = {}
         self._body = bytearray()
+        self._call: Call | None = None  # whose head is complete
+        self._refused: Answer | None = None  # by its head
+        self._drained = 0  # bytes thrown away
         self._head_bytes = 0  # of a head that is not complete yet
         self._in_body = False
         self._closing = False
@@ -311,7 +327,10 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.running is None:
-            self._feed(data)
+            if self._closing:
+                self._drain(len(data))
+            else:
+                self._feed(data)
         else:
             self._received += data
             if len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
@@ -328,6 +347,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._target, self._headers, self._body = "", {}, bytearray()
+        self._call = self._refused = None
 
     def on_url(self, url: bytes) -> None:
         self._target += url.decode("latin-1")
@@ -344,25 +364,25 @@ class _Connection(asyncio.Protocol):
             self._refuse(411, "send the body with a Content-Length")
         elif length > most:
             self._refuse(413, f"the body has {length} bytes, more than the {most} allowed")
+        else:
+            self._call = Call(self._parser.get_method().decode("latin-1"), self._target, self._headers)
+            self._refused = self._server.check(self._call)
 
     def on_body(self, body: bytes) -> None:
-        if self._refusal is None:
+        if self._call is not None and self._refused is None:
             self._body += body
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        if self._refusal is None:
-            method = self._parser.get_method().decode("latin-1")
-            call = Call(method, self._target, self._headers, bytes(self._body))
-            self._waiting.append((call, self._parser.should_keep_alive()))
+        if self._call is not None:
+            self._call.body = bytes(self._body)
+            self._waiting.append((self._call, self._refused, self._parser.should_keep_alive()))
 
     def _feed(self, data: bytes | bytearray) -> None:
-        if self._closing:
-            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # which may be ignored, but nothing is parsed after it
-            self._waiting = deque((call, False) for call, _ in self._waiting)
+            self._waiting = deque((call, refused, False) for call, refused, _ in self._waiting)
             self._refuse(400, "this server speaks HTTP/1.1 only")
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP/1.1 request: {error}")
@@ -370,6 +390,8 @@ class _Connection(asyncio.Protocol):
             self._head_bytes += len(data) if not self._waiting else 0
             if self._head_bytes > MOST_HEAD_BYTES:
                 self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES} bytes")
+        elif self._refused is not None:
+            self._refusal = self._refusal or self._refused  # without waiting for the rest of its body
         elif self._refusal is None and self._headers.get("expect", "").lower() == "100-continue":
             del self._headers["expect"]  # said once
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -379,18 +401,28 @@ class _Connection(asyncio.Protocol):
         """Begin the next call, or refuse what is none."""
         if self._waiting:
             self._head_bytes = 0
-            call, keep_alive = self._waiting.popleft()
-            self.running = self._loop.create_task(self._answer(call, keep_alive=keep_alive))
+            call, refused, keep_alive = self._waiting.popleft()
+            self.running = self._loop.create_task(self._answer(call, refused, keep_alive=keep_alive))
         elif self._refusal is not None:
             self._closing = True
-            self._transport.write(self._server.refuse(*self._refusal).encode(keep_alive=False))
-            self._transport.close()
+            self._transport.write(self._refusal.encode(keep_alive=False))
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            if self._idle is not None:
+                self._idle.cancel()
+            self._idle = self._loop.call_later(DRAIN_SECONDS, self._transport.close)
         elif self._received:
             received, self._received = self._received, bytearray()
             self._feed(received)
 
-    async def _answer(self, call: Call, *, keep_alive: bool) -> None:
-        answer = await self._server.handle(call)
+    def _drain(self, count: int) -> None:
+        """Throw `count` bytes away that came after the last answer."""
+        self._drained += count
+        if self._drained > DRAIN_BYTES:
+            self._transport.close()
+
+    async def _answer(self, call: Call, refused: Answer | None, *, keep_alive: bool) -> None:
+        answer = refused if refused is not None else await self._server.handle(call)
         self.running = None
         self._since = self._loop.time()
         keep_alive = keep_alive and not self._closing
@@ -403,7 +435,7 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         if self._refusal is None:
-            self._refusal = status, message
+            self._refusal = self._server.refuse(status, message)
 
     def _look_whether_idle(self) -> None:
         left = self._since + IDLE_SECONDS - self._loop.time()

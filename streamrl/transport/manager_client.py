@@ -60,6 +60,7 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Reject,
+    ResumePoint,
     ResyncNeeded,
     Role,
     Route,
@@ -181,6 +182,12 @@ class ControlClient:
             lambda: self._join("/place", message, Place), what=what, patience=patience, refusals=False
         )
         return place.index
+
+    async def resume_point(self, *, patience: float) -> ResumePoint:
+        """Return what the run goes on from; keeps trying for `patience` seconds while the manager is not there yet, or
+        is that of a run which is over."""
+        what = f"asking the manager at {self.url} what the run goes on from (is it running there?)"
+        return await patiently(lambda: self._get("/resume_point", ResumePoint), what=what, patience=patience)
 
     async def model(self, *, patience: float) -> ModelListing:
         """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""

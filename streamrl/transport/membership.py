@@ -51,8 +51,10 @@ class Membership:
         patience: float = PATIENCE_SECONDS,
         keys: CurveKeys | None = None,
         encrypted: bool = False,
+        begins_from: str = "",
     ) -> None:
-        """`address`: at which others reach the process; `keys`: its own, if it has made them already; `encrypted`:
+        """`address`: at which others reach the process; `begins_from`: as in `Register`;
+        `keys`: its own, if it has made them already; `encrypted`:
         whether the socket at `address` takes connections of CURVE alone, under these keys."""
         self.keys = keys if keys is not None else CurveKeys.make()
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
@@ -71,6 +73,7 @@ class Membership:
         self._config = config
         self._encrypted = encrypted
         self._model = model
+        self._begins_from = begins_from
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
@@ -132,6 +135,8 @@ class Membership:
                 curve_key=self.keys.public,
                 encrypted=self._encrypted,
                 model=self._model,
+                begins_from=self._begins_from,
+                joined_before=self.granted.manager,
             ),
             patience=patience,
         )

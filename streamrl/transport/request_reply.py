@@ -21,6 +21,7 @@ worker's first word.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -65,6 +66,11 @@ LARGEST_FRAME = 1 << 28
 """Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
 RESEND_SECONDS = 2.0
 """A notice that the master has not confirmed for so long is sent again."""
+CONNECT_AGAIN_SECONDS = 5.0
+"""A worker that has heard nothing from the master yet connects again so often: whoever was turned away, because the
+manager did not know his key just then, is turned away for good as far as ZMQ knows."""
+WELCOME_SECONDS = 60.0
+"""A worker that the master has not answered for so long gives up. The master's probes come every `BEAT_SECONDS`."""
 NUMBER_BYTES = 8
 """Length of a request id."""
 INCARNATION_BYTES = 16
@@ -362,6 +368,9 @@ class ReplyChannel(Generic[Call]):
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._address = master.address
+        self._welcomed = False
+        """Whether the master was heard."""
         connect(self._socket, master.address, curve_key=master.curve_key, shown=shown, link=uuid.uuid4().hex[:8])
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
@@ -377,7 +386,9 @@ class ReplyChannel(Generic[Call]):
 
     async def receive(self) -> tuple[int, Call]:
         """Return the id of the next call, and the call, in the order that all workers share. `begin` it before it is
-        carried out."""
+        carried out. Raises `PeerLost` when the master does not answer at all."""
+        if not self._welcomed:
+            await self._until_welcomed()
         while True:
             frames = await self._socket.recv_multipart()
             try:
@@ -433,6 +444,23 @@ class ReplyChannel(Generic[Call]):
         await asyncio.gather(self._beating, return_exceptions=True)
         self._socket.close()
         self._context.term()
+
+    async def _until_welcomed(self) -> None:
+        """Wait for the master's first word."""
+        began = time.monotonic()
+        while not await self._socket.poll(CONNECT_AGAIN_SECONDS * 1000):
+            waited = time.monotonic() - began
+            if waited >= WELCOME_SECONDS:
+                raise PeerLost(
+                    f"the master at {self._address} has not answered for {waited:.0f} s: either it cannot be reached "
+                    "from here (stream.host, firewalls), or it turns this process away, because another one has taken "
+                    "its place; look at the logs of the master and the manager, end the other one, and start again"
+                )
+            log.warning("the master at %s has not answered for %.0f s; connecting again", self._address, waited)
+            with contextlib.suppress(zmq.ZMQError):  # ZMQ has given the connection up
+                self._socket.disconnect(self._address)
+            self._socket.connect(self._address)
+        self._welcomed = True
 
     async def _beat(self) -> None:
         while True:

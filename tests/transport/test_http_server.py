@@ -9,18 +9,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from streamrl.transport.http import MOST_HEAD_BYTES, Answer, Call, HttpServer
+from streamrl.transport.http import DRAIN_BYTES, MOST_HEAD_BYTES, Answer, Call, HttpServer
 
 BODY_LIMIT = 1000
 
 
 @dataclass
 class Echo:
-    """Answers with what it was asked; `/wait` is answered when `go` is set."""
+    """Answers with what it was asked; `/wait` is answered when `go` is set, and `/secret` to nobody."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check(self, call: Call) -> Answer | None:
+        assert not call.body
+        return Answer(b"not for you", status=401) if call.path == "/secret" else None
 
     async def handle(self, call: Call) -> Answer:
         if call.path == "/wait":
@@ -34,9 +38,14 @@ class Echo:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Echo, HttpServer, int]]:
+async def serving(most_body_bytes: int | None = None) -> AsyncIterator[tuple[Echo, HttpServer, int]]:
     echo = Echo()
-    server = HttpServer(echo.handle, refuse=lambda s, m: Answer(m.encode(), status=s), most_body_bytes=BODY_LIMIT)
+    server = HttpServer(
+        echo.handle,
+        check=echo.check,
+        refuse=lambda s, m: Answer(m.encode(), status=s),
+        most_body_bytes=BODY_LIMIT if most_body_bytes is None else most_body_bytes,
+    )
     _, port = await server.listen("127.0.0.1", 0)
     try:
         yield echo, server, port
@@ -54,6 +63,13 @@ async def ask(port: int, *parts: bytes, answers: int = 1) -> list[tuple[int, str
     found = [await answer_on(reader) for _ in range(answers)]
     writer.close()
     return found
+
+
+async def send_all(writer: asyncio.StreamWriter, size: int) -> None:
+    async with asyncio.timeout(10):
+        for _ in range(size // 2**20):
+            writer.write(bytes(2**20))
+            await writer.drain()
 
 
 async def answer_on(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
@@ -116,6 +132,34 @@ async def test_what_is_no_call_is_refused_and_the_connection_closed(request_byte
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
         assert (await ask(port, b"GET / HTTP/1.1\r\n\r\n"))[0][0] == 200, "others are answered"
+
+
+async def test_who_is_refused_by_the_head_of_his_call_is_told_so_before_its_body_comes() -> None:
+    async with serving() as (_, _, port):
+        whole = b"POST /secret HTTP/1.1\r\nContent-Length: 2\r\n\r\nok"
+        found = await ask(port, whole * 2 + whole.replace(b"secret", b"x"), answers=3)
+        assert [status for status, _, _ in found] == [401, 401, 200], "a body that is there ends no connection"
+        for expects in (b"", b"Expect: 100-continue\r\n"):
+            head = b"POST /secret HTTP/1.1\r\n" + expects + b"Content-Length: 900\r\n\r\n"
+            ((status, text, body),) = await ask(port, head)
+            assert (status, body, "Connection: close" in text) == (401, b"not for you", True), expects
+
+
+async def test_of_a_refused_body_little_is_taken_and_nothing_kept() -> None:
+    """The answer is there although the caller goes on sending, and he is cut off soon after."""
+    size = 64 * 2**20
+    async with serving(most_body_bytes=size) as (_, server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /secret HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        assert (await answer_on(reader))[0] == 401
+        writer.write(bytes(DRAIN_BYTES // 2))
+        await writer.drain()
+        assert await asyncio.wait_for(reader.read(), 10) == b"", "nothing but the end"
+        (connection,) = server.connections
+        assert len(connection._body) == len(connection._received) == 0
+        with pytest.raises(ConnectionError):
+            await send_all(writer, size)
+        writer.close()
 
 
 async def test_a_caller_that_hangs_up_cancels_its_call() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 
 import msgspec
@@ -13,6 +14,7 @@ import zmq.asyncio
 
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
+from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from tests import hostile
 from tests.credentials import peer_at, shown_by, verifier_of
@@ -433,6 +435,49 @@ async def test_an_answer_of_another_type_is_refused():
         await m.wait_for({0}, patience=5)
         with pytest.raises(WireError, match="Double was answered with something else"):
             await m.call(0, Double(1), News, timeout=5)
+
+
+@pytest.mark.parametrize("known_from", [2, math.inf])
+async def test_a_worker_that_is_turned_away_connects_again_and_gives_up_in_the_end(known_from, monkeypatch, caplog):
+    """ZMQ itself does not, once the doorkeeper has refused a key. `known_from`: the first time that it is known."""
+    monkeypatch.setattr(request_reply, "CONNECT_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(request_reply, "WELCOME_SECONDS", 60.0 if known_from < math.inf else 1.0)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
+    masters, mine = CurveKeys.make(), CurveKeys.make()
+    knocked = []
+
+    async def is_member(key):
+        knocked.append(key)
+        return len(knocked) >= known_from
+
+    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=lambda *_: None, keys=masters)
+    channel.admit(verifier_of("master", encrypted=True))
+    doorkeeper = Doorkeeper(channel.context, is_member)
+    doorkeeper.start()
+    end = ReplyChannel(
+        master=peer_at(channel.endpoint, curve_key=masters.public),
+        worker=0,
+        shown=shown_by("model_worker", 0, to="master", keys=mine),
+        call_type=Double,
+    )
+    serving = asyncio.create_task(serve(end, []))
+    try:
+        if known_from < math.inf:
+            await channel.wait_for({0}, patience=30)
+            assert (await channel.call(0, Double(2), Answer, timeout=30)).value == 4
+            assert "connecting again" in caplog.text
+        else:
+            async with asyncio.timeout(30):
+                with pytest.raises(ExceptionGroup) as lost:
+                    await serving
+            assert lost.group_contains(PeerLost, match="has not answered for .* turns this process away")
+        assert set(knocked) == {mine.public}
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await end.close()
+        doorkeeper.stop()
+        await channel.close()
 
 
 async def test_a_forged_identity_takes_nobodys_place(caplog):

@@ -9,6 +9,7 @@ believed only where it agrees with what the caller has shown.
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Mapping, Set
 from typing import NamedTuple, get_args
 
@@ -37,6 +38,7 @@ class Allowed(NamedTuple):
 
 ALLOWED: Mapping[str, Allowed] = {
     "POST /register": Allowed(_NOBODY),
+    "GET /resume_point": Allowed(_NOBODY),
     "POST /place": Allowed(_NOBODY),
     "POST /drain": Allowed(_NOBODY),
     "POST /leave": Allowed(frozenset({"gserver", "rollout"}), "role"),
@@ -83,6 +85,8 @@ class Access:
         self._shown = secret.shown.encode()
         self._registry = registry
         self._gserver_key = gserver_key
+        self.manager = secrets.token_hex(8)
+        """Tells this start of the manager from others; no secret."""
         self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
 
     def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
@@ -103,6 +107,7 @@ class Access:
                 if member.role in heard
             },
             verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
+            manager=self.manager,
             gserver_key=self._gserver_key if member.role in ("rollout", "evaluator") else "",
         )
 
@@ -119,6 +124,10 @@ class Access:
         if member is not None:
             return member
         return OWNER if hmac.compare_digest(token.encode(errors="replace"), self._shown) else None
+
+    def has_its_place(self, member: Member) -> bool:
+        """Whether no other process has taken the place of `member` since it was told by its token."""
+        return self._registry.get(member.role, member.index) is member
 
 
 def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> None:

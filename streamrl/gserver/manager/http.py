@@ -1,5 +1,7 @@
 """The manager's HTTP layer: bodies to Structs, errors to replies. Nothing is decided here.
 
+Who calls is told by the head of the call: of those who may not call, no body is read.
+
 | status | when |
 |---|---|
 | 400 | the body or the query is not what the call takes |
@@ -14,8 +16,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar, get_args
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -54,8 +56,6 @@ from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-
 HEALTH = "/health"
 _ANYONE = Allowed(frozenset())
 
@@ -63,6 +63,32 @@ _encoder = msgspec.json.Encoder()
 
 MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
+
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/register": Register,
+    "/place": AskPlace,
+    "/drain": Drain,
+    "/leave": Leave,
+    "/heartbeat": Heartbeat,
+    "/member": AskMember,
+    "/admit": Admit,
+    "/route": Route,
+    "/in_flight": InFlight,
+    "/reject": Reject,
+    "/groups": GroupChanges,
+    "/publish/begin": PublishBegin,
+    "/publish/commit": PublishCommit,
+    "/compare": Compare,
+    "/evaluate": Evaluate,
+    "/evaluation/next": NextEvaluation,
+    "/evaluation/route": EvaluationRoute,
+    "/evaluation": EvaluationResult,
+    "/report": StepReport,
+    "/finish_run": FinishRun,
+    "/fail_run": FailRun,
+}
+"""Path of each POST → what it takes."""
 
 
 def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
@@ -73,9 +99,14 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     calls = _calls(manager)
     seldom = Seldom(log)
 
-    def refused(call: Call, route: _Route, key: str) -> Answer | None:
+    def check(call: Call) -> Answer | None:
         """Tell who calls, and refuse those who may not."""
-        headers = call.headers
+        key, headers = f"{call.method} {call.path}", call.headers
+        route = calls.get(key)
+        if route is None:
+            if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {call.path}")]:
+                return _refuse(405, f"{key}: use {' or '.join(methods)}")
+            return _refuse(404, f"{key}: the manager has no such call")
         if why := hosts.forged(headers.get("host"), headers.get("origin")):
             return _refuse(403, f"{key}: {why}")
         if call.path == HEALTH or (on_loopback and key in LOOKS):
@@ -95,12 +126,9 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     async def handle(call: Call) -> Answer:
         key = f"{call.method} {call.path}"
         try:
-            route = calls.get(key)
-            if route is None:
-                if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {call.path}")]:
-                    return _refuse(405, f"{key}: use {' or '.join(methods)}")
-                return _refuse(404, f"{key}: the manager has no such call")
-            return refused(call, route, key) or await route.handler(call)
+            if call.member is not None and not manager.access.has_its_place(call.member):
+                return _refuse(401, f"{key}: {_WRONG_KEY}")  # lost while the body came
+            return await calls[key].handler(call)
         except WireError as error:
             return _refuse(400, str(error))
         except PeerError as error:
@@ -113,7 +141,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
             log.exception("%s failed", key)
             return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
 
-    return HttpServer(handle, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
+    return HttpServer(handle, check=check, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
 
 
 class _Route(NamedTuple):
@@ -134,34 +162,35 @@ _WRONG_KEY = (
 def _calls(manager: Manager) -> dict[str, _Route]:
     """Method and path → call."""
     members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
-    posts: dict[str, tuple[type[Any], Callable[[Any], Awaitable[msgspec.Struct]]]] = {
-        "/register": (Register, members.register),
-        "/place": (AskPlace, manager.elastic.place),
-        "/drain": (Drain, manager.elastic.drain),
-        "/leave": (Leave, manager.elastic.left),
-        "/heartbeat": (Heartbeat, members.heartbeat),
-        "/member": (AskMember, members.is_member),
-        "/admit": (Admit, groups.admit),
-        "/route": (Route, groups.route),
-        "/in_flight": (InFlight, groups.in_flight),
-        "/reject": (Reject, groups.reject),
-        "/groups": (GroupChanges, groups.take_changes),
-        "/publish/begin": (PublishBegin, weights.begin),
-        "/publish/commit": (PublishCommit, weights.commit),
-        "/compare": (Compare, manager.comparisons.ask),
-        "/evaluate": (Evaluate, evaluations.ask),
-        "/evaluation/next": (NextEvaluation, evaluations.next),
-        "/evaluation/route": (EvaluationRoute, evaluations.route),
-        "/evaluation": (EvaluationResult, evaluations.result),
-        "/report": (StepReport, manager.report),
-        "/finish_run": (FinishRun, manager.finish_run),
-        "/fail_run": (FailRun, manager.fail_run),
+    posts: dict[str, Callable[[Any], Awaitable[msgspec.Struct]]] = {
+        "/register": members.register,
+        "/place": manager.elastic.place,
+        "/drain": manager.elastic.drain,
+        "/leave": manager.elastic.left,
+        "/heartbeat": members.heartbeat,
+        "/member": members.is_member,
+        "/admit": groups.admit,
+        "/route": groups.route,
+        "/in_flight": groups.in_flight,
+        "/reject": groups.reject,
+        "/groups": groups.take_changes,
+        "/publish/begin": weights.begin,
+        "/publish/commit": weights.commit,
+        "/compare": manager.comparisons.ask,
+        "/evaluate": evaluations.ask,
+        "/evaluation/next": evaluations.next,
+        "/evaluation/route": evaluations.route,
+        "/evaluation": evaluations.result,
+        "/report": manager.report,
+        "/finish_run": manager.finish_run,
+        "/fail_run": manager.fail_run,
     }
     gets: dict[str, Handler] = {
         "/publish/machines": _get(lambda call: weights.machines()),
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
         "/compared": _get(lambda call: manager.comparisons.compared(_count(call, "version"))),
+        "/resume_point": _get(lambda call: members.resume_point()),
         "/model": _get(lambda call: manager.model.listing()),
         "/model/part": _get(lambda call: manager.model.part(call.query.get("name", ""), _count(call, "begin"))),
         "/topology": _get(
@@ -177,15 +206,15 @@ def _calls(manager: Manager) -> dict[str, _Route]:
         HEALTH: _health,
     }
     calls = {}
-    for path, (body, call) in posts.items():
+    for path, call in posts.items():
         allowed = ALLOWED[f"POST {path}"]
-        calls[f"POST {path}"] = _Route(_post(body, call, allowed), allowed)
+        calls[f"POST {path}"] = _Route(_post(BODIES[path], call, allowed), allowed)
     for path, handler in gets.items():
         calls[f"GET {path}"] = _Route(handler, ALLOWED.get(f"GET {path}", _ANYONE))
     return calls
 
 
-def _post(body: type[Body], call: Callable[[Body], Awaitable[msgspec.Struct]], allowed: Allowed) -> Handler:
+def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]], allowed: Allowed) -> Handler:
     decoder = msgspec.json.Decoder(body)
 
     async def handle(request: Call) -> Answer:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.machine import machine_identity
+from streamrl.records import progress
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of
 from streamrl.transport.control import (
@@ -34,6 +36,7 @@ from streamrl.transport.control import (
     Peer,
     Register,
     RegisterReply,
+    ResumePoint,
     Role,
     Silence,
     SilentProcess,
@@ -45,6 +48,9 @@ from streamrl.transport.manager_client import PLACE_TAKEN
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
 log = logging.getLogger(__name__)
+
+TRAINER: Set[Role] = frozenset({"master", "model_worker"})
+"""Those who have to count from the same groups and versions as the ledger."""
 
 
 class Members:
@@ -76,6 +82,10 @@ class Members:
         """`own_stats`: the manager's own figures, for the timeline."""
         self._configuration = SharedConfiguration(config)
         self._open = open_to_others
+        self._resume_point = ResumePoint(
+            checkpoint=Path(config.run.resume_from).name if config.run.resume_from else "",
+            identity=progress.identity(config),
+        )
         self._model: tuple[str, str] | None = None
         """The fingerprint of the run's first weights, and who told it."""
         self._elastic = config.trainer.graph != SYNCHRONOUS
@@ -97,12 +107,15 @@ class Members:
     async def register(self, message: Register) -> RegisterReply:
         """Enter a process; one that registers again, because its reply was lost or it was not known, changes nothing.
 
-        Raises `ConfigError` when it has another configuration than the manager, and `PeerError` (423) when another
+        Raises `ConfigError` when it has another configuration than the manager, or goes on from another checkpoint;
+        `PeerError` when it trained under an earlier manager, whose groups and versions this one does not know; and
+        `PeerError` (423) when another
         process has its place that is not gone: neither silent nor, where it can be seen from here, ended.
         """
         who = f"{message.role}/{message.index}"
         self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")
         self._check_model(message, who=who)
+        self._check_beginning(message, who=who)
         if self._open and is_loopback(host_of(message.address)):
             raise ConfigError(
                 f"{who} (process {message.pid} on {message.host}) announces {message.address}, which only its own "
@@ -171,6 +184,12 @@ class Members:
             unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
         )
 
+    async def resume_point(self) -> ResumePoint:
+        """Return what the run goes on from. Raises `PeerError` when it is over: the next one may go on from another."""
+        if self._state.over:
+            raise PeerError("this run is over")
+        return self._resume_point
+
     async def silence(self, after: int) -> Silence:
         """Return who is silent, as soon as that has changed since the number of changes `after`."""
         registry = self._registry
@@ -225,6 +244,9 @@ class Members:
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
+        if holder is not None and message.role == "master" and has_ended(holder):
+            self._state.end("failed", f"{holder.name} (process {holder.pid}) has ended")
+            raise PeerError("the run ends, since its master has; start the manager again, too (--resume)")
         if holder is None or holder.silent or holder.gave_up or has_ended(holder):
             return
         left = holder.last_heard.silent_at - now
@@ -264,6 +286,23 @@ class Members:
             raise ConfigError(
                 f"{who} on {message.host} begins with other weights than {first}: the folders that model.path (or "
                 "run.resume_from) names on the two differ; bring copies of one checkpoint to all hosts"
+            )
+
+    def _check_beginning(self, message: Register, *, who: str) -> None:
+        """The ledger and the trainer count from the same groups and versions, or not at all."""
+        if message.role not in TRAINER:
+            return
+        if message.joined_before not in ("", self._access.manager):
+            raise PeerError(
+                f"{who} (process {message.pid} on {message.host}) has trained under another manager, which is gone: "
+                "start the trainer again (--resume) to go on from the checkpoint that this one goes on from"
+            )
+        ours = self._resume_point.identity
+        if message.begins_from != ours:
+            raise ConfigError(
+                f"{who} (process {message.pid} on {message.host}) goes on from {message.begins_from or 'no checkpoint'}"
+                f", and the manager from {ours or 'no checkpoint'}: start both with the same run.resume_from; with "
+                "--resume the trainer takes the manager's"
             )
 
     def _goes_on_without(self, member: Member) -> bool:

@@ -12,6 +12,8 @@ a client that hangs up cancels only its handler; what nobody has asked for again
 cancelled, too. An answer is delivered once all of it has left this process for a connection that is open; the episode
 is told which were. The last `KEPT_REQUESTS` requests of an episode can be asked again.
 
+No body is read of a caller whose key opens nothing.
+
 Streams. Pieces go out as the policy says them, from the beginning to each client that asks for the same generation. A
 stream begins with its first piece, so that a refusal before it still has a status of its own.
 """
@@ -30,6 +32,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
 from streamrl.rollout.agents.pipe import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
@@ -48,6 +51,8 @@ KEPT_REQUESTS = 256
 CLOSE_SECONDS = 1.0
 ABANDONED_SECONDS = 30.0
 """A generation whose clients have hung up goes on for so long; the SDKs ask again within 8 seconds."""
+GONE = 410
+"""HTTP status: the episode has ended."""
 _SCORE_FORM = 'the body must be {"score": NUMBER}, and may have "rewards" and "metrics", from names to numbers'
 LEASE_SECONDS = 30.0
 """Who asks for an episode waits so long for one, and may then ask again."""
@@ -87,7 +92,7 @@ class Episodes(Protocol):
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
         """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
-        raised as a `RequestRefused` with status 410."""
+        raised as a `RequestRefused` with status `GONE`."""
 
     def ended_with(self, key: str, score: Score) -> bool:
         """Whether the episode with this key has ended, and with this score: a client says it again."""
@@ -290,14 +295,13 @@ class Gateway:
 
     async def _score(self, request: web.Request) -> web.Response:
         try:
-            score = msgspec.json.decode(await request.read(), type=Score)
-        except msgspec.DecodeError as error:
-            raise RequestRefused(f"{_SCORE_FORM}: {error}") from None
-        if not score.said:
-            raise RequestRefused(_SCORE_FORM)
-        if not self._episodes.ended_with(_key(request), score):
             _, _, episode = self._find(request)
-            episode.score(score)
+        except RequestRefused as refused:
+            if refused.status != GONE or not self._episodes.ended_with(_key(request), await _said(request)):
+                raise
+            return _json({})
+        said = await _said(request)
+        episode.score(said)
         return _json({})
 
     def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -395,6 +399,17 @@ def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation 
         *(same[-1:] if retried else ()),
     ]
     return candidates[0] if candidates else None
+
+
+async def _said(request: web.Request) -> Score:
+    """Read what an agent says that its episode is worth."""
+    try:
+        score = msgspec.json.decode(await request.read(), type=Score)
+    except UNDECODABLE as error:
+        raise RequestRefused(f"{_SCORE_FORM}: {error}") from None
+    if not score.said:
+        raise RequestRefused(_SCORE_FORM)
+    return score
 
 
 def _continued(call: Call, asked: _Asked) -> Call:

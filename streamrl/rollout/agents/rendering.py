@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import UNDECODABLE, ConfigError, DataError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.chat import ChatTokenizer
 
@@ -223,7 +223,7 @@ def _begun(text: str, word: str) -> int:
 def _tool_call(text: str, names: set[str]) -> ToolCall | None:
     try:
         call = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return None
     if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments"), dict):
         return None
@@ -258,5 +258,5 @@ def _arguments(text: str) -> Any:
     """Templates write arguments with `tojson`, so they take the object, not its text."""
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return text

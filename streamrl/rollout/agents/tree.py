@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import Message
 from streamrl.rollout.generation import Generation
 from streamrl.types import NO_VERSION, Trajectory
@@ -186,7 +187,7 @@ def _identity(message: Message) -> bytes:
 def _canonical(arguments: str) -> Any:
     try:
         return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return arguments
 
 

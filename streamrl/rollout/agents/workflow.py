@@ -19,7 +19,7 @@ import msgspec
 
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
-from streamrl.rollout.agents.gateway import EpisodeCalls, Gateway, OnPiece
+from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
 from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told
 from streamrl.rollout.agents.pipe import Access, Score
 from streamrl.rollout.agents.rendering import Renderer, Sampled, before_stop, settled
@@ -201,7 +201,7 @@ class Episode:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise RequestRefused(ENDED, status=410)
+            raise RequestRefused(ENDED, status=GONE)
 
     def _tokens_of(self, request: ChatRequest) -> tuple[Call | None, list[int]]:
         """Return the call that is continued, if one is, and all tokens that the policy is to continue."""
@@ -323,7 +323,7 @@ class EpisodeTable:
         """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
         found = self._by_key.get(key)
         if found is None and key in self._ended:
-            raise RequestRefused(ENDED, status=410)
+            raise RequestRefused(ENDED, status=GONE)
         return None if found is None or episode not in ("", found.name) else found
 
     def ended_with(self, key: str, score: Score) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -51,10 +51,13 @@ from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import RequestChannel, Requests
 from streamrl.transport.secret import encrypts
-from streamrl.transport.synchronous import name_on_channel, number_on_channel
+from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER, name_on_channel, number_on_channel
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 3.0
+"""How long the manager may take to hear that the master ends."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
@@ -94,6 +97,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             stats=master.stats,
             keys=keys,
             encrypted=encrypted,
+            begins_from=progress.identity(config),
         )
         master.membership = membership
         await membership.join(patience=config.manager.join_timeout_seconds)
@@ -107,8 +111,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             if finished:
                 reason = training.result() + await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
-        except* StreamRLError as errors:
-            await membership.fail(errors)
+        except BaseException as error:  # others wait for the master: whatever ends it is told at once
+            await _say_goodbye(membership, error)
             raise
         finally:
             for task in (training, stopping):
@@ -121,13 +125,20 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
 
 
+async def _say_goodbye(membership: Membership, error: BaseException) -> None:
+    """Tell the manager why the master ends, as soon as that can be heard."""
+    stopped = isinstance(error, asyncio.CancelledError)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await membership.fail(StreamRLError("it was stopped") if stopped else error)
+
+
 def _own(worker: int, notice: Stored) -> Stored:
-    """What `worker` tells of groups that it holds itself."""
-    foreign = [meta.seq for meta in notice.metas if meta.head != worker]
-    if not foreign:
-        return notice
-    log.warning("%s tells of groups that others hold, such as %d: ignored", name_on_channel(worker), foreign[0])
-    return Stored([meta for meta in notice.metas if meta.head == worker])
+    """What `worker` tells of groups that it holds itself: a rollout worker holds none."""
+    own = [meta for meta in notice.metas if meta.head == worker < FIRST_ROLLOUT_WORKER]
+    if len(own) < len(notice.metas):
+        log.warning("%s tells of groups that it does not hold: ignored", name_on_channel(worker))
+    return Stored(own)
 
 
 class Master:

@@ -129,6 +129,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             stats=worker.stats,
             keys=keys,
             encrypted=encrypted,
+            begins_from=progress.identity(config),
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
         if door is not None:

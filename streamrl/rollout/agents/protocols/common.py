@@ -9,6 +9,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
 
 MAX_SAMPLES = 256
@@ -92,7 +93,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     """Return `body` as a `kind`, or refuse it with the name of what is wrong."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise RequestRefused(f"the request's body cannot be read: {error}") from None
 
 

@@ -1,0 +1,203 @@
+"""Taps between the processes of a run: what they say to each other is passed on as it is, and recorded, for `fuzz.py`.
+
+The one before the manager changes one thing: a process that registers an address is entered with that of a tap before
+it. So all others go through taps without knowing, and the tap of the manager is all that they are told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import httptools
+import msgspec
+from aiohttp import web
+from yarl import URL
+
+from tests.hostile import Request
+
+STREAM_BYTES = 2 * 2**20
+"""That are kept of one connection."""
+CONNECTIONS = 64
+"""That are kept of one port."""
+KEPT_HEADERS = ("content-type", "x-session-id", "x-api-key", "idempotency-key", "anthropic-version")
+GREETING_BYTES = 64
+MORE, LONG, COMMAND = 1, 2, 4
+"""Flags of a frame of ZMTP 3 (https://rfc.zeromq.org/spec/23)."""
+
+
+class Taps:
+    """All taps of one run. What comes is recorded by role while `recording`."""
+
+    def __init__(self) -> None:
+        self.recording = True
+        self.keys: set[str] = set()
+        """That agents showed the gateway."""
+        self._requests: dict[str, list[Request]] = defaultdict(list)
+        self._streams: dict[str, list[bytearray]] = defaultdict(list)
+        """Role → what the clients of its port sent, by connection."""
+        self._addresses: dict[str, str] = {}
+        """Address of a process → that of the tap before it."""
+        self._closing: list[Any] = []
+        self._copying: set[asyncio.Task[Any]] = set()
+
+    async def before_manager(self, url: str) -> str:
+        """Open the tap of the manager at `url`; return its URL."""
+        return await self._serve("manager", url)
+
+    async def before_gateways(self) -> str:
+        """Open a proxy of HTTP, by which agents ask the gateways; return its URL."""
+        return await self._serve("rollout", "")
+
+    def requests(self, role: str) -> list[Request]:
+        """What was asked of the HTTP servers of `role`."""
+        found = list(self._requests[role])
+        for stream in self._streams[role]:
+            found += http_requests(bytes(stream))
+        return found
+
+    def messages(self, role: str) -> list[list[bytes]]:
+        """What was sent to the ZMQ sockets of `role`."""
+        return [frames for stream in self._streams[role] for frames in zmq_messages(bytes(stream))]
+
+    def streams(self, role: str) -> list[bytes]:
+        """The same with all that ZMQ says besides, by connection."""
+        return [bytes(stream) for stream in self._streams[role]]
+
+    async def close(self) -> None:
+        for task in self._copying:
+            task.cancel()
+        await asyncio.gather(*self._copying, return_exceptions=True)
+        for close in reversed(self._closing):
+            await close()
+
+    async def _serve(self, role: str, url: str) -> str:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+        )
+
+        async def forward(request: web.BaseRequest) -> web.Response:
+            body = await request.read()
+            target = request.raw_path.removeprefix(str(request.url.origin()))
+            headers = {name: value for name, value in request.headers.items() if name.lower() in KEPT_HEADERS}
+            if self.recording:
+                self._requests[role].append(Request(request.method, target, headers, body))
+                self.keys |= {request.headers.get("Authorization", "")} if role == "rollout" else set()
+            if target == "/register":
+                body = await self._with_tap(body)
+            shown = {"Authorization": request.headers.get("Authorization", "")}
+            to = URL((url or str(request.url.origin())) + target, encoded=True)
+            try:
+                async with session.request(request.method, to, data=body or None, headers=headers | shown) as reply:
+                    kind = reply.content_type
+                    return web.Response(status=reply.status, body=await reply.read(), content_type=kind)
+            except aiohttp.ClientError as error:  # as if the server itself were gone
+                return web.Response(status=502, text=str(error))
+
+        runner = web.ServerRunner(web.Server(forward, access_log=None, handler_cancellation=True), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._closing += [session.close, runner.cleanup]
+        return "http://{}:{}".format(*runner.addresses[0][:2])
+
+    async def _with_tap(self, registration: bytes) -> bytes:
+        """Return the registration of a process with the address of a tap."""
+        message = msgspec.json.decode(registration)
+        address = message["address"]
+        if address and address not in self._addresses:
+            self._addresses[address] = await self._open(message["role"], address)
+        return msgspec.json.encode(message | {"address": self._addresses.get(address, "")})
+
+    async def _open(self, role: str, address: str) -> str:
+        parts = urlsplit(address)
+
+        async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            kept = bytearray()
+            if self.recording and len(self._streams[role]) < CONNECTIONS:
+                self._streams[role].append(kept)
+            try:
+                from_server, to_server = await asyncio.open_connection(parts.hostname, parts.port)
+            except OSError:
+                writer.close()
+                return
+            both = (self._copy(reader, to_server, kept), self._copy(from_server, writer, None))
+            tasks = [asyncio.create_task(each) for each in both]
+            self._copying |= set(tasks)
+            try:
+                await asyncio.wait(tasks)
+            finally:
+                self._copying -= set(tasks)
+
+        server = await asyncio.start_server(join, "127.0.0.1", 0)
+
+        async def close() -> None:
+            server.close()
+
+        self._closing.append(close)
+        return f"{parts.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray | None) -> None:
+        try:
+            while content := await reader.read(2**16):
+                if kept is not None and self.recording and len(kept) < STREAM_BYTES:
+                    kept += content
+                writer.write(content)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+
+class _Reading:
+    """What httptools tells of a stream of requests."""
+
+    def __init__(self) -> None:
+        self.found: list[Request] = []
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_message_begin(self) -> None:
+        self.target, self.headers, self.body = "", dict[str, str](), bytearray()
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.decode("latin-1").lower() in KEPT_HEADERS:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        method = self.parser.get_method().decode()
+        self.found.append(Request(method, self.target, self.headers, bytes(self.body)))
+
+
+def http_requests(stream: bytes) -> list[Request]:
+    """The requests that were sent on one connection."""
+    reading = _Reading()
+    reading.parser.feed_data(stream)
+    return reading.found
+
+
+def zmq_messages(stream: bytes) -> Iterator[list[bytes]]:
+    """The messages in `stream`, what one end of a connection of ZMTP 3 has sent, without the commands between them."""
+    at, frames = GREETING_BYTES, list[bytes]()
+    while at + 2 <= len(stream):
+        flags = stream[at]
+        width = 8 if flags & LONG else 1
+        begin = at + 1 + width
+        at = begin + int.from_bytes(stream[at + 1 : begin], "big")
+        if at > len(stream):
+            return
+        if flags & COMMAND:
+            continue
+        frames.append(stream[begin:at])
+        if not flags & MORE:
+            yield frames
+            frames = []

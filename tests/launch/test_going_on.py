@@ -1,0 +1,105 @@
+"""Where a pool begins that is started again: where the manager does, whatever else is on the disk by then."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config import Config, to_toml
+from streamrl.errors import ConfigError, PeerError
+from streamrl.launch.role import from_latest, from_managers
+from streamrl.records import progress
+from streamrl.records.progress import Progress
+from streamrl.transport.control import FinishRun
+from streamrl.transport.manager_client import ControlClient
+from tests.gserver.harness import Run, managed, small_config
+
+
+def written(config: Config, version: int, *, trained: int | None = None) -> Path:
+    """A checkpoint of the run at `version`."""
+    folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    seqs = [(0, 2 * version if trained is None else trained)]
+    progress.write(folder, Progress(version, trained=seqs, rejected=[], prompts=progress.prompts_digest(config)))
+    return folder
+
+
+def going_on(config: Config, folder: Path) -> Config:
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(folder)))
+
+
+def file_of(config: Config, folder: Path) -> Path:
+    file = folder / "config.toml"
+    file.write_text(to_toml(config))
+    return file
+
+
+async def taken(run: Run, file: Path, *, needed: bool) -> list[str]:
+    return await asyncio.to_thread(from_managers, file, (), manager_url=run.url, needed=needed)
+
+
+async def test_all_go_on_from_the_managers_checkpoint_though_there_is_a_newer_one(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    file = file_of(config, tmp_path)
+    older = written(config, 4)
+    assert from_latest(file, []) == [f"run.resume_from={older}"]
+    async with managed(going_on(config, older)) as run:
+        written(config, 8)  # by a trainer that has not noticed yet that its manager was gone
+        for needed in (True, False):
+            assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
+
+
+async def test_whoever_lacks_the_managers_checkpoint_is_told_and_one_who_can_do_without_begins(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    file = file_of(config, tmp_path)
+    async with managed(going_on(config, written(config, 4))) as run:
+        written(config, 4, trained=5)  # of the same name, and another one
+        with pytest.raises(
+            ConfigError, match=r"the manager goes on from step-000004 \(version 4, .*bring a copy of it"
+        ):
+            await taken(run, file, needed=True)
+        assert await taken(run, file, needed=False) == []
+
+
+async def test_a_manager_that_begins_anew_takes_all_others_with_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    async with managed(config) as run:
+        written(config, 4)
+        assert await taken(run, file_of(config, tmp_path), needed=True) == []
+
+
+async def test_nobody_goes_on_from_where_a_run_that_is_over_began(tmp_path: Path) -> None:
+    """The next one may go on from another checkpoint: it is waited for."""
+    config = small_config(tmp_path, manager={"join_timeout_seconds": 0.3, "lease_seconds": 30.0})
+    async with managed(config) as run:
+        await run.register("rollout")  # who is not told yet keeps the manager there
+        await run.client.finish_run(FinishRun(reason="enough"))
+        with pytest.raises(PeerError, match="this run is over"):
+            await taken(run, file_of(config, tmp_path), needed=True)
+
+
+@pytest.mark.parametrize("role", ["master", "model_worker"])
+async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(role: Any, tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    older, newer = written(config, 4), written(config, 8)
+    async with managed(going_on(config, older)) as run, run.member() as client:
+        message = run.registration(role)
+
+        async def join(begins_from: str, client: ControlClient = client, **more: str) -> str:
+            told = msgspec.structs.replace(message, begins_from=begins_from, **more)
+            return (await client.register(told, patience=5.0)).manager
+
+        mine, theirs = progress.identity(going_on(config, newer)), progress.identity(going_on(config, older))
+        with pytest.raises(PeerError, match=r"goes on from version 8, \w+, and the manager from version 4, \w+: start"):
+            await join(mine)
+        with pytest.raises(PeerError, match="goes on from no checkpoint, and the manager from version 4"):
+            await join("")
+        with pytest.raises(PeerError, match="has trained under another manager, which is gone: start the trainer"):
+            await join(theirs, joined_before="0123456789abcdef")
+        manager = await join(theirs)
+        assert await join(theirs, joined_before=manager) == manager, "this one had not known it for a moment"
+        await run.register("rollout")  # has no part in it

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import openai
-import psutil
 import pytest
 
 from examples import guess_number
@@ -27,9 +26,11 @@ from tests.e2e.harness import (
     start,
     steps,
     summary,
+    until,
     wait_for_steps,
     wait_until_gone,
 )
+from tests.processes import lives
 
 GUESS_NUMBER = ROOT / "examples" / "guess_number.toml"
 LOOK_UP = ROOT / "examples" / "look_up.toml"
@@ -80,11 +81,10 @@ def test_a_rollout_worker_killed_in_mid_episode_loses_and_doubles_nothing(tmp_pa
     process = start(GUESS_NUMBER, overrides(tmp_path, "killed", **settings))
     wait_for_steps(run_dir, 5)
     worker = process_of(run_dir, "rollout")
-    agents = worker.children(recursive=True)
+    agents = [child.pid for child in worker.children(recursive=True)]
     assert agents
     worker.kill()
-    _, left = psutil.wait_procs(agents, timeout=30)
-    assert not left, "agents end with their rollout worker"
+    until(lambda: not any(map(lives, agents)), "the end of the agents of the worker that died", seconds=30)
     process.ends_well()
     assert_exactly_once(run_dir)
     assert summary(run_dir)["steps"] == 30

@@ -104,6 +104,29 @@ async def test_completions_are_streamed_as_they_come(speaking):
     assert "".join(texts) == "one two"
 
 
+async def test_a_model_that_goes_back_to_reasoning_is_told_whole(served):
+    async def complete(request, *, call, on_piece):
+        on_piece(Piece(0, "one"))
+        on_piece(Piece(0, reasoning="h"))
+        on_piece(Piece(0, " t"))
+        return [Completion(WHOLE, "tool_calls", (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"))]
+
+    served.episode.complete = complete
+    async with openais(served) as client:
+        stream = await client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        async with client.responses.stream(model="m", input="hello") as events:
+            whole = await events.get_final_response()
+    assert "".join(delta.content or "" for delta in deltas) == "one two"
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
+    assert (whole.output[0].content[0].text, whole.output_text) == ("hm", "one two")
+    client = anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", max_retries=0)
+    async with client, client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
+        blocks = (await stream.get_final_message()).content
+    assert "".join(block.text for block in blocks if block.type == "text") == "one two"
+    assert "".join(block.thinking for block in blocks if block.type == "thinking") == "hm"
+
+
 async def test_who_asks_again_in_mid_stream_hears_it_from_the_beginning(speaking):
     body = {"model": "m", "messages": ASKED, "stream": True}
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:

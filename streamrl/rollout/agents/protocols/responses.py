@@ -255,7 +255,7 @@ class Events:
                 found += self._closed(item)
             elif item["type"] == "function_call":
                 found += self._function_call(item)
-            elif item["type"] == "message" or not self._told.reasoning:
+            elif item["type"] == "message" or not (self._told.reasoning or self._open):
                 found += self._more(item, item["content"][0]["text"]) + self._closed(item)
         return found + self._event(f"response.{whole['status']}", response=whole)
 

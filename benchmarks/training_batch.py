@@ -45,6 +45,8 @@ Step = Callable[[list[TrajectoryGroup]], Found]
 
 
 class Contender(NamedTuple):
+    """What is measured."""
+
     step: Step
     computed: Callable[[list[TrajectoryGroup]], int]
     """Tokens that go through the model in a step, padding included."""

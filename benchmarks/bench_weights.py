@@ -2,6 +2,7 @@
 
     python benchmarks/bench_weights.py [--quick] [--sizes 0.5M 5M 135M] [--gservers 1 2 4] [--modes collective ...]
                                        [--dtype bfloat16] [--engine simulated] [--changed 0.01 0.05 0.2]
+                                       [--senders 1 2 4]
 
 A real manager, real gservers (embedded, in processes of their own, otherwise idle) and the trainer's publisher.
 With `--engine simulated` gservers receive the weights and throw them away: for models that have no room here twice.
@@ -16,6 +17,9 @@ The trainer has its weights in float32; with `--dtype bfloat16` they are convert
 
 With `--changed` the same is measured with `weights.delta`, when so large a share of the numbers of each weight has
 changed since the version before, beside 1 for all of them; what was sent is a column of its own.
+
+With `--senders` so many model workers, each a process of its own that has all weights, broadcast a part each; the most
+that one of them sent is a column of its own.
 
 Bare is a broadcast (gloo) of as many bytes in as many tensors from and into memory that is there (1 GiB of it, used
 again for what is larger), whatever the way. Repeats of both take turns, and of both the median counts.
@@ -34,27 +38,29 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from common import earlier_rows, latest, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from weights_gserver import bare_broadcast
+from weights_rank import read_weights, source_of
 
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.device import resolve_dtype
 from streamrl.gserver.manager import process
 from streamrl.models import ensure_checkpoint
-from streamrl.safetensors_files import TensorFiles
-from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.trainer.worker.publisher import Carriers, Publisher, carriers_for
+from streamrl.trainer.worker.weight_source import Senders, WeightSource
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.collective import open_store
+from streamrl.transport.collective import join_world, open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -110,7 +116,9 @@ class Point:
         urls: list[str],
         *,
         secret: Secret,
+        senders: Senders | None = None,
     ) -> None:
+        """`senders`: what brings the weights where several model workers do."""
         self.config = config
         self.dtype = resolve_dtype(config.gserver.dtype, torch.device("cpu"))
         self._client = client
@@ -119,16 +127,20 @@ class Point:
         self._generation = GenerationClient(timeout=START_SECONDS, key=generation_key(config, secret))
         self._store = open_store("127.0.0.1")
         self._bare = 0
-        self._publisher = Publisher(
-            client=client,
-            config=config.weights,
-            carriers=carriers_for(
+        self._senders = senders
+        carriers = (
+            Carriers(senders)
+            if senders is not None
+            else carriers_for(
                 config, listening=LOOPBACK, backend="gloo", dtype=self.dtype, device=torch.device("cpu"), numbers=0
-            ),
-            in_thread=asyncio.to_thread,
+            )
+        )
+        self._publisher = Publisher(
+            client=client, config=config.weights, carriers=carriers, in_thread=asyncio.to_thread
         )
 
-    async def publish(self, version: int, weights: Weights) -> dict[str, float]:
+    async def publish(self, version: int, weights: Weights | WeightSource) -> dict[str, float]:
+        before = self._senders.sent_by_rank if self._senders is not None else []
         began = time.perf_counter()
         published = await self._publisher.publish(version, weights)  # type: ignore[arg-type]
         publish_seconds = time.perf_counter() - began
@@ -139,7 +151,15 @@ class Point:
             "first_token_seconds": first_token,
             "pause_seconds": published.pause_seconds,
             "sent_megabytes": published.bytes / 2**20,
+            "most_sent_megabytes": self._most_sent(before, published.bytes) / 2**20,
         }
+
+    def _most_sent(self, before: list[int], all_bytes: int) -> int:
+        """The most bytes that one sender has sent since `before`."""
+        if self._senders is None:
+            return all_bytes
+        now = self._senders.sent_by_rank
+        return max(b - a for a, b in zip(before or [0] * len(now), now, strict=True))
 
     async def bare(self, weights: Weights) -> float:
         """Seconds of a broadcast of the same bytes without anything around it."""
@@ -175,7 +195,9 @@ class Point:
 
 
 @asynccontextmanager
-async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[Point]:
+async def point(
+    config: Config, folder: Path, model_dir: Path, *, senders: Senders | None = None
+) -> AsyncIterator[Point]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(config))
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -194,7 +216,9 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
     ]
     try:
         peers = await client.topology("gserver", config.gserver.count, patience=START_SECONDS)
-        found = Point(config, client, gservers, [peer.address for peer in peers], secret=of_run_at(url))
+        found = Point(
+            config, client, gservers, [peer.address for peer in peers], secret=of_run_at(url), senders=senders
+        )
         try:
             yield found
         finally:
@@ -208,6 +232,47 @@ async def point(config: Config, folder: Path, model_dir: Path) -> AsyncIterator[
             await gserver.wait()
 
 
+@asynccontextmanager
+async def ranks(
+    config: Config, folder: Path, model_dir: Path, tensors: dict[str, Tensor], *, world: int
+) -> AsyncIterator[WeightSource]:
+    """The source of weights on rank 0 of `world` model workers, whose others are processes of their own."""
+    file = folder / "ranks.toml"
+    file.write_text(configuration.to_toml(config))
+    store = open_store("127.0.0.1")
+    others = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, str(Path(__file__).with_name("weights_rank.py")), str(file), str(model_dir)),
+            *(str(rank), str(world), str(store.port)),
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(1, world)
+    ]
+
+    def join() -> WeightSource:
+        join_world(
+            address="127.0.0.1",
+            port=store.port,
+            rank=0,
+            world_size=world,
+            backend="gloo",
+            timeout=START_SECONDS,
+            store=store,
+        )
+        return source_of(config, tensors, rank=0, world=world)
+
+    try:
+        source = await asyncio.to_thread(join)
+        yield source
+        source.close()
+    finally:
+        for other in others:
+            other.kill()
+        for other in others:
+            await other.wait()
+        dist.destroy_process_group()
+
+
 async def measure(
     size: str,
     count: int,
@@ -217,6 +282,7 @@ async def measure(
     repeats: int,
     dtype: str = "float32",
     changed: float | None = None,
+    senders: int = 1,
 ) -> dict[str, Any]:
     """One row. `changed`: the share of numbers that differ from one version to the next, with deltas."""
     with tempfile.TemporaryDirectory() as name:
@@ -239,16 +305,22 @@ async def measure(
             }
         )
         model_dir = ensure_checkpoint(config, cache=folder / "cache")
-        files = TensorFiles(model_dir, "model")
         rows, bare = [], []
-        async with point(config, folder, model_dir) as here:
-            weights = Weights({name: files.read(name).float() for name in files.names()}, dtype=here.dtype)
-            await here.publish(1, weights)  # forms the group, makes the second set of weights
+        tensors = read_weights(model_dir)
+        async with AsyncExitStack() as stack:
+            source: WeightSource | None = None
+            several: Senders | None = None
+            if senders > 1:
+                source = await stack.enter_async_context(ranks(config, folder, model_dir, tensors, world=senders))
+                several = Senders(resolve_dtype(dtype, torch.device("cpu")))
+            here = await stack.enter_async_context(point(config, folder, model_dir, senders=several))
+            weights = Weights(tensors, dtype=here.dtype)
+            await here.publish(1, source or weights)  # forms the group, makes the second set of weights
             for version in range(2, repeats + 2):
                 if changed is not None:
                     weights.change(changed)
                 bare.append(await here.bare(weights))
-                rows.append(await here.publish(version, weights))
+                rows.append(await here.publish(version, source or weights))
         figures = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
         bare_seconds = statistics.median(bare)
         return {
@@ -261,6 +333,7 @@ async def measure(
             "gservers": count,
             "megabytes": sum(weights.sizes) / 2**20,
             "changed": changed,
+            "senders": senders,
             **figures,
             "bare_seconds": bare_seconds,
             "share": bare_seconds / figures["publish_seconds"],
@@ -269,7 +342,7 @@ async def measure(
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        *("way", "model", "weights", "gservers", "MiB", "changed", "sent MiB"),
+        *("way", "model", "weights", "gservers", "MiB", "changed", "senders", "sent MiB", "by one"),
         *("first token", "publish", "pause", "bare", "share of bare"),
     )
     for row in rows:
@@ -278,7 +351,8 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             *(row["mode"] + simulated, row["size"], row["dtype"], str(row["gservers"]), f"{row['megabytes']:.1f}"),
             *(
                 "–" if row.get("changed") is None else f"{row['changed']:.0%}",
-                f"{row.get('sent_megabytes', row['megabytes']):.1f}",
+                *(str(row.get("senders", 1)), f"{row.get('sent_megabytes', row['megabytes']):.1f}"),
+                f"{row.get('most_sent_megabytes', row['megabytes']):.1f}",
             ),
             *(f"{1000 * row[f'{key}_seconds']:.1f} ms" for key in ("first_token", "publish", "pause", "bare")),
             f"{row['share']:.2f}",
@@ -327,6 +401,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--changed", nargs="+", type=float, help="shares of changed numbers, by broadcast with deltas")
+    parser.add_argument("--senders", nargs="+", type=int, help="model workers that broadcast a part each")
     parser.add_argument("--append", action="store_true", help="keep the points that the last run has written")
     chosen = parser.parse_args()
     sizes = chosen.sizes or (["0.5M", "5M"] if chosen.quick else ["0.5M", "5M", "135M"])
@@ -335,17 +410,17 @@ def main() -> None:
     console = Console(width=140)
     name = "bench_weights" if chosen.changed is None else "bench_weights_deltas"
     modes, shares = (chosen.modes, [None]) if chosen.changed is None else (["collective"], [*chosen.changed, 1.0, None])
+    if chosen.senders is not None:
+        name, modes = "bench_weights_senders", ["collective"]
     rows = earlier_rows(name) if chosen.append else []
-    for mode, size, count, changed in product(modes, sizes, counts, shares):
-        measuring = measure(
-            size, count, mode, engine=chosen.engine, repeats=chosen.repeats, dtype=chosen.dtype, changed=changed
-        )
-        rows.append(asyncio.run(measuring))
+    for mode, size, count, changed, senders in product(modes, sizes, counts, shares, chosen.senders or [1]):
+        options = {"engine": chosen.engine, "repeats": chosen.repeats, "dtype": chosen.dtype}
+        rows.append(asyncio.run(measure(size, count, mode, changed=changed, senders=senders, **options)))
         console.print(table_of(rows[-1:]))
     console.print(table_of(rows))
     settings = {"checksum": True, "quick": chosen.quick}
     console.print(f"written: {write_results(name, settings, rows)}")
-    if chosen.changed is None:
+    if name == "bench_weights":
         console.print(f"and {plot(rows)}")
 
 

@@ -208,6 +208,8 @@ class Senders:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.sent_bytes = 0
+        self.sent_by_rank: list[int] = []
+        """As `sent_bytes`, of each rank."""
         self.sent_numbers = 0
         self._source: WeightSource
 
@@ -226,7 +228,8 @@ class Senders:
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Have all ranks send; return the checksum of each weight, by name."""
         sent = [reply for reply in self._source.ask(Send(begin)) if isinstance(reply, Sent)]
-        self.sent_bytes = sum(reply.bytes for reply in sent)
+        self.sent_by_rank = [reply.bytes for reply in sent]
+        self.sent_bytes = sum(self.sent_by_rank)
         self.sent_numbers = sum(reply.numbers for reply in sent)
         if errors := [f"rank {rank}: {reply.error}" for rank, reply in enumerate(sent) if reply.error]:
             raise PublicationError("; ".join(errors))

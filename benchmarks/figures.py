@@ -583,6 +583,8 @@ TABLES = (
     Table("docs/agents.md", "bench_agents_trainer", agents_trainer),
     Table("docs/clusters.md", "bench_scale", scale),
     Table("docs/security.md", "fuzz", fuzz),
+    Table("docs/page.md", "bench_page", page_views),
+    Table("docs/page.md", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),
@@ -600,8 +602,10 @@ def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path 
 
     def block(match: re.Match[str]) -> str:
         table = mine[match["name"]]
-        results = read_results(kept / f"{table.benchmark}.json")
-        return f"<!-- table: {table.name} -->\n\n{table.render(results)}\n\n{source(results)}\n\n<!-- end of table -->"
+        path = kept / f"{table.benchmark}.json"
+        results = read_results(path) if path.exists() else None
+        shown = f"{table.render(results)}\n\n{source(results)}" if results is not None else NOT_MEASURED
+        return f"<!-- table: {table.name} -->\n\n{shown}\n\n<!-- end of table -->"
 
     return BLOCK.sub(block, text)
 

@@ -47,13 +47,15 @@ class Task(msgspec.Struct, frozen=True):
     """What a sink's process is told before anything else, as one line of JSON."""
 
     sink: str
+    """A key of `SINKS`."""
     folder: str
-    """The run's."""
+    """The run's folder."""
     name: str
-    """The run's."""
+    """The run's name."""
     project: str
+    """What the run is filed under there."""
     resumed: bool
-    """The run went on from a checkpoint: it has been told of before."""
+    """Whether the run went on from a checkpoint, so that the sink may know it already."""
     config: dict[str, Any]
     """The resolved configuration."""
     begin: dict[str, int]

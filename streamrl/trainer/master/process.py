@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 3.0
 """How long the manager may take to hear that the master ends."""
+STOP_SECONDS = 3.0
+"""How long sinks may take for their last figures when the run is stopped; less than a launcher waits for the master."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
@@ -274,7 +276,7 @@ class Master:
             await asyncio.gather(self._publication, return_exceptions=True)
         if self._comparison is not None:
             await self._comparison.close()
-        self._metrics.close(timeout=1.0)
+        await asyncio.to_thread(self._metrics.close, timeout=STOP_SECONDS)
 
     async def _initialize(self) -> None:
         self.membership.waiting_for = "model workers to connect"

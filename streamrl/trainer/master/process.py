@@ -276,7 +276,9 @@ class Master:
             await asyncio.gather(self._publication, return_exceptions=True)
         if self._comparison is not None:
             await self._comparison.close()
-        await asyncio.to_thread(self._metrics.close, timeout=STOP_SECONDS)
+        if self._metrics.waits_for:
+            await asyncio.to_thread(self._metrics.close, timeout=STOP_SECONDS)
+        self._metrics.close()
 
     async def _initialize(self) -> None:
         self.membership.waiting_for = "model workers to connect"

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 3.0
 """How long the manager may take to hear that the master ends."""
-STOP_SECONDS = 3.0
+STOP_SECONDS = 1.5
 """How long sinks may take for their last figures when the run is stopped; less than a launcher waits for the master."""
 
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from streamrl import config as configuration
 from streamrl.checksum import weights_checksum
-from streamrl.config import Config
+from streamrl.config import Config, LoraConfig
+from streamrl.lora import adapter_specs
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.publisher import Carriers, Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
@@ -253,6 +254,52 @@ async def test_what_has_changed_little_is_sent_as_deltas(tmp_path: Path) -> None
         await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
         assert await served(1) == {weights_checksum(weights).total}, "it was brought to them afterwards"
         publisher.close()
+        await control.close()
+        await client.close()
+
+
+@pytest.mark.timeout(180)
+async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=2)
+    config = tiny_config(tmp_path)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, lora=lora))
+    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    base = [(name, tuple(weight.shape)) for name, weight in load_file(model_dir / "model.safetensors").items()]
+    specs = adapter_specs(base, lora)
+
+    def adapter(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(shape, generator=generator) for name, shape in specs}
+
+    def publisher(control: ControlClient, mode: str) -> Publisher:
+        chosen = configuration.overridden(config, [f"weights.mode={mode}"])
+        carriers = carriers_for(
+            chosen, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+        )
+        return Publisher(client=control, config=chosen.weights, carriers=carriers, in_thread=asyncio.to_thread)
+
+    async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
+        client = GenerationClient(timeout=60.0, key=generation_key(config, run.secret))
+        control = KillingClient(run.url, secret=run.secret)
+        status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
+        urls = [p.address for p in status.processes if p.role == "gserver"]
+        client.control_keys |= {url: control_key(config, run.secret, index) for index, url in enumerate(urls)}
+        for version, mode in enumerate(("collective", "shared_memory", "disk"), start=1):
+            generating = asyncio.create_task(client.generate(urls[0], long_request()))
+            await asyncio.sleep(0.05)
+            if mode == "disk":
+                control.victim = processes[1]
+            publishing = publisher(control, mode)
+            published = await publishing.publish(version, FixedWeights(adapter(version)))
+            assert published.bytes == sum(tensor.nbytes for tensor in adapter(0).values())
+            served = {(await client.checksum(url))["total"] for url in (urls if mode != "disk" else urls[:1])}
+            assert served == {weights_checksum(adapter(version)).total}
+            spans = (await generating).meta_info.weight_versions
+            assert spans is not None
+            assert len(spans) == 1  # whichever version it began with
+            assert (await client.model_info(urls[0])).weight_version == str(version)
+            publishing.close()
+        assert live_gservers(await run.client.status()) == {0}
         await control.close()
         await client.close()
 

@@ -24,8 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import capacity
 import staleness
 from common import KEPT, LATEST, ROOT, read_results
+
+from streamrl.planner.capacity import GIB
 
 Results = dict[str, Any]
 """What `common.write_results` has written."""
@@ -57,6 +60,8 @@ STREAMS = {
 }
 BY_NAME_ONLY = {"staleness", "delay"}
 """Benchmarks that take the better part of a day: run only when they are named."""
+COMPUTED = ""
+"""In place of a benchmark: the table is computed, and nothing was measured."""
 MISSING = "–"
 NOT_MEASURED = "Not measured yet."
 SHOWN_STEPS = 3
@@ -495,6 +500,55 @@ def delay(results: Results) -> str:
     return markdown(header.split(" | "), rows)
 
 
+def capacity_memory(_: Results) -> str:
+    """Memory of one GPU of each pool, for given divisions of GPUs."""
+    header = "model | GPUs | trainer | weights, gradients, optimizer | gathered | activations, logits | all"
+    header += " | gservers | weights | KV cache | tokens in it"
+    rows = []
+    for machine, shape, one in capacity.divisions():
+        trainer, server = one.trainer, one.server
+        lacking = f" (lacks {one.lacking / GIB:.0f})" if one.lacking else ""
+        rows.append(
+            [
+                shape.name,
+                f"{machine.gpus}",
+                f"{one.layout} ({one.layout.backend})",
+                f"{trainer.state / GIB:.1f}",
+                f"{trainer.gathered / GIB:.1f}",
+                f"{(trainer.activations + trainer.logits) / GIB:.1f}",
+                f"{trainer.total / GIB:.1f}{lacking}",
+                f"{one.gservers} × {one.server_tensor}",
+                f"{server.weights / GIB:.1f}",
+                f"{server.kv_room / GIB:.1f}",
+                f"{server.kv_tokens:,}",
+            ]
+        )
+    return markdown(header.split(" | "), rows)
+
+
+def capacity_traffic(_: Results) -> str:
+    """What a weight update moves, and how large a checkpoint is, for the same divisions."""
+    header = "model | trainer | gservers | served weights | senders | sent by each | received by each GPU | time"
+    header += " | checkpoint"
+    rows = []
+    for _, shape, one in capacity.divisions():
+        update = one.update
+        rows.append(
+            [
+                shape.name,
+                str(one.layout),
+                f"{one.gservers} × {one.server_tensor}",
+                f"{update.weights / GIB:.1f} GiB",
+                f"{update.senders}",
+                f"{update.sent_per_link / GIB:.1f} GiB",
+                f"{update.received_per_link / GIB:.1f} GiB",
+                f"{update.seconds:.1f} s",
+                f"{one.checkpoint / GIB:,.0f} GiB",
+            ]
+        )
+    return markdown(header.split(" | "), rows)
+
+
 def demo_printed(results: Results) -> str:
     """The first and the last steps, and how it ended."""
     steps, _ = _steps_and_summary(results)
@@ -557,7 +611,7 @@ class Table(NamedTuple):
     page: str
     """Where it stands, relative to the root."""
     benchmark: str
-    """Whose results it shows."""
+    """Whose results it shows, or `COMPUTED`."""
     render: Callable[[Results], str]
 
     @property
@@ -589,6 +643,8 @@ TABLES = (
     Table("docs/staleness.md", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness", staleness_objectives),
     Table("docs/staleness.md", "staleness", staleness_over_age),
+    Table("docs/scale.md", COMPUTED, capacity_memory),
+    Table("docs/scale.md", COMPUTED, capacity_traffic),
 )
 BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
@@ -603,8 +659,13 @@ def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path 
     def block(match: re.Match[str]) -> str:
         table = mine[match["name"]]
         path = kept / f"{table.benchmark}.json"
-        results = read_results(path) if path.exists() else None
-        shown = f"{table.render(results)}\n\n{source(results)}" if results is not None else NOT_MEASURED
+        if table.benchmark == COMPUTED:
+            shown = f"{table.render({})}\n\n*computed, not measured*"
+        elif path.exists():
+            results = read_results(path)
+            shown = f"{table.render(results)}\n\n{source(results)}"
+        else:
+            shown = NOT_MEASURED
         return f"<!-- table: {table.name} -->\n\n{shown}\n\n<!-- end of table -->"
 
     return BLOCK.sub(block, text)
@@ -715,7 +776,7 @@ def check_needed(chosen: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    benchmarks = unique(table.benchmark for table in TABLES)
+    benchmarks = unique(table.benchmark for table in TABLES if table.benchmark != COMPUTED)
     optional = unique(name for needed in NEEDED.values() for name in needed)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()

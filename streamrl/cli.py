@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -339,29 +339,102 @@ def check(
     console.print(Text(told, style="green"), soft_wrap=True)
 
 
+SIZE = "With --model-shape"
+
+
+def _size(*, what: str, minimum: int = 1) -> Any:
+    return typer.Option(min=minimum, rich_help_panel=SIZE, help=what)
+
+
 @app.command(rich_help_panel=LOOK)
 def plan(
-    config: ConfigFile,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Configuration of the run; not with --model-shape.")
+    ] = None,
     overrides: Overrides = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--from", metavar="RUN_DIR", help="Take what things cost from this run, and make no short one."),
     ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=SIZE,
+            metavar="NAME",
+            help="Work out memory and traffic of such a model: 70B, Qwen3-32B, ..., or a folder with a config.json.",
+        ),
+    ] = None,
+    gpus: Annotated[int, _size(what="GPUs for trainer and gservers together.", minimum=2)] = 8,
+    gpu_memory: Annotated[float, typer.Option(rich_help_panel=SIZE, min=1.0, help="GiB of one GPU.")] = 80.0,
+    gpus_per_host: Annotated[int, _size(what="GPUs of one host.")] = 8,
+    peak_tflops: Annotated[float, typer.Option(rich_help_panel=SIZE, min=1.0, help="Of one GPU, in bfloat16.")] = 989.0,
+    memory_tb_s: Annotated[
+        float, typer.Option("--memory-tb-s", rich_help_panel=SIZE, min=0.01, help="Memory bandwidth of one GPU.")
+    ] = 3.35,
+    host_gbit_s: Annotated[
+        float, typer.Option("--host-gbit-s", rich_help_panel=SIZE, min=0.1, help="Network of one host, all cards.")
+    ] = 3200.0,
+    context: Annotated[int, _size(what="Longest prompt and response together, in tokens.")] = 16384,
+    mean_context: Annotated[int | None, _size(what="What it is on average; else a quarter of --context.")] = None,
+    microbatch_tokens: Annotated[int, _size(what="trainer.max_tokens_per_microbatch")] = 8192,
+    data_parallel: Annotated[int | None, _size(what="Only with this size in the trainer.")] = None,
+    tensor_parallel: Annotated[int | None, _size(what="The same.")] = None,
+    pipeline_parallel: Annotated[int | None, _size(what="The same.")] = None,
+    context_parallel: Annotated[int | None, _size(what="The same.")] = None,
+    expert_parallel: Annotated[int | None, _size(what="The same.")] = None,
+    gservers: Annotated[int | None, _size(what="Only with so many gservers.")] = None,
+    gserver_tensor: Annotated[int | None, _size(what="Only with so many GPUs for each gserver.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
 ) -> None:
-    """Tell what a run would do, at these settings and others, and which to take. Makes a short run first."""
+    """Tell what a run would do, at these settings and others, and which to take. Makes a short run first. With
+    --model-shape: whether a model fits on so many GPUs, and how to divide them; runs nothing."""
     from streamrl import config as configuration
-    from streamrl.planner.advice import plan_run
+    from streamrl.errors import ConfigError
 
-    found = plan_run(configuration.load(config, overrides or ()), run_dir=run_dir, console=_console(stderr=True))
+    if (config is None) == (model_shape is None):
+        raise ConfigError("streamrl plan takes a CONFIG, or --model-shape with --gpus")
+    if model_shape is not None:
+        from streamrl.planner import capacity
+        from streamrl.planner.shapes import shape_of
+
+        found = capacity.capacity_plan(
+            shape_of(model_shape),
+            capacity.Machine(
+                gpus=gpus,
+                gpu_memory_gib=gpu_memory,
+                gpus_per_host=gpus_per_host,
+                peak_tflops=peak_tflops,
+                memory_tb_s=memory_tb_s,
+                host_gbit_s=host_gbit_s,
+            ),
+            capacity.Job(
+                context=context,
+                mean_context=mean_context or max(1, context // 4),
+                microbatch_tokens=microbatch_tokens,
+            ),
+            data=data_parallel,
+            tensor=tensor_parallel,
+            pipeline=pipeline_parallel,
+            context=context_parallel,
+            expert=expert_parallel,
+            gservers=gservers,
+            server_tensor=gserver_tensor,
+        )
+        if as_json:
+            typer.echo(capacity.as_json(found))
+        else:
+            _console().print(capacity.shown(found))
+        return
+    assert config is not None
+    from streamrl.planner import advice
+
+    advised = advice.plan_run(
+        configuration.load(config, overrides or ()), run_dir=run_dir, console=_console(stderr=True)
+    )
     if as_json:
-        from streamrl.planner.advice import as_json as encoded
-
-        typer.echo(encoded(found))
+        typer.echo(advice.as_json(advised))
     else:
-        from streamrl.planner.advice import shown
-
-        _console().print(shown(found))
+        _console().print(advice.shown(advised))
 
 
 @app.command(rich_help_panel=LOOK)

@@ -153,6 +153,10 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
             2,
             "only the asynchronous graph",
         ),
+        (["plan"], 2, "takes a CONFIG, or --model-shape"),
+        (["plan", "CONFIG", "--model-shape", "70B"], 2, "takes a CONFIG, or --model-shape"),
+        (["plan", "--model-shape", "9B"], 1, "is no known shape and no folder"),
+        (["plan", "--model-shape", "70B", "--gpus", "8"], 2, "Llama-3-70B does not fit on 8 GPUs of 80 GiB"),
     ],
 )
 def test_errors(config: Path, words: list[str], code: int, said: str) -> None:
@@ -203,6 +207,16 @@ def test_plan_command(config: Path, tmp_path: Path) -> None:
     assert found["present"]["settings"] == {}
     assert found["present"]["prediction"]["steps_per_hour"] > 0
     assert found["change"] == [f"{key}={value}" for key, value in found["recommended"]["settings"].items()]
+
+
+def test_plan_of_a_model_shape() -> None:
+    words = ("plan", "--model-shape", "70B", "--gpus", "64", "--gpu-memory", "141", "--tensor-parallel", "8")
+    shown = streamrl(*words)
+    assert shown.returncode == 0, shown.stderr
+    assert "Llama-3-70B: 70.6 billion weights; 64 GPUs of 141 GiB" in shown.stdout
+    found = json.loads(streamrl(*words, "--json").stdout)
+    assert {one["layout"]["tensor"] for one in found["divisions"]} == {8}
+    assert found["divisions"][0]["update"]["weights"] == 2 * found["shape"]["parameters"]
 
 
 def test_graph_command(tmp_path: Path) -> None:

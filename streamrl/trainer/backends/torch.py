@@ -332,7 +332,12 @@ class TorchModel:
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
         share = self._context.share(micro)
-        with torch.autocast(self._spec.device.type, dtype=torch.bfloat16, enabled=self._spec.dtype == torch.bfloat16):
+        with torch.autocast(
+            self._spec.device.type,
+            dtype=torch.bfloat16,
+            enabled=self._spec.dtype == torch.bfloat16,
+            cache_enabled=not self._sharded,  # it would keep a copy of every weight until all layers have computed
+        ):
             values, entropy = self._net(
                 self._tensor(share.input_ids),
                 TreeMask(micro, self._spec.device, self._context),

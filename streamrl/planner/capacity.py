@@ -1,0 +1,608 @@
+"""Whether a model fits on so many GPUs, how they are best divided, and what a weight update moves. Pure.
+
+Everything here is computed from the model's shape; nothing is measured. Weights, gradients, the optimizer and the KV
+cache are exact counts of what streamrl allocates (tests compare them with allocations); activations and rates are
+estimates, from the constants below. docs/scale.md shows what comes out for models of 7B, 32B and 70B.
+
+A model is trained by the torch backend, sharded (FSDP2), where data and context parallelism are all that is used, else
+by Megatron with its distributed optimizer; activations are computed again in the backward pass, layer by layer. It is
+served by SGLang in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.errors import ConfigError, ModelError
+from streamrl.planner.shapes import Shape
+
+GIB = 2**30
+RESERVED = 0.08
+"""Share of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation."""
+TRAINED_SHARE = 0.4
+"""Of the peak that training reaches."""
+BANDWIDTH_SHARE = 0.6
+"""Of the memory's bandwidth that decoding reaches."""
+LINK_SHARE = 0.8
+"""Of a host's network that a broadcast reaches."""
+HEAD_CHUNK_TOKENS = 1024
+"""Tokens whose logits are alive at once in training (`trainer/backends/torch.py`)."""
+LOGIT_BYTES = 24
+"""Of one number of these, forward and backward: in bfloat16, in float32, scaled, as a probability, its products, and
+their gradients."""
+PREFILL_TOKENS = 8192
+"""That a server computes at once."""
+MOST_RUNNING = 256
+"""Responses that a server decodes together at most."""
+BETTER = 0.02
+"""A division has to be faster by this share to be preferred to a simpler one."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs; by default hosts of eight H100s with one network card of 400 Gbit/s for each GPU."""
+
+    gpus: int
+    gpu_memory_gib: float = 80.0
+    gpus_per_host: int = 8
+    peak_tflops: float = 989.0
+    """Of bfloat16 matrix products, without sparsity."""
+    memory_tb_s: float = 3.35
+    """Bandwidth of a GPU's memory."""
+    host_gbit_s: float = 3200.0
+    """Network of one host, all its cards together."""
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU that may be filled."""
+        return self.gpu_memory_gib * GIB * (1 - RESERVED)
+
+    @property
+    def link(self) -> float:
+        """Bytes per second that reach a GPU over the network when all of its host receive."""
+        return self.host_gbit_s / 8 * 1e9 * LINK_SHARE / self.gpus_per_host
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the GPUs are to do."""
+
+    context: int = 16384
+    """Longest prompt and response together, in tokens."""
+    mean_context: int = 4096
+    """What it is on average."""
+    microbatch_tokens: int = 8192
+    """Of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
+    senders: int = 8
+    """Model workers that broadcast a part of the weights each, at most (`weights.senders`)."""
+
+
+class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How the trainer's GPUs share the model."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Ranks over which experts are spread; a part of data · context."""
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def backend(self) -> str:
+        return "torch" if self.tensor == self.pipeline == self.expert == 1 else "megatron"
+
+    def __str__(self) -> str:
+        sizes = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
+        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
+
+
+class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the fullest of the trainer's GPUs."""
+
+    weights: float
+    """As they are computed with, at rest."""
+    gradients: float
+    optimizer: float
+    """Master weights, where they are others, and both moments."""
+    gathered: float
+    """Whole layers that sharded ranks put together while they compute them."""
+    activations: float
+    logits: float
+
+    @property
+    def state(self) -> float:
+        """What is there between two steps, gradients included."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gathered + self.activations + self.logits
+
+
+class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one GPU of a gserver."""
+
+    weights: float
+    working: float
+    """Activations of a prompt, logits, and a bucket of new weights."""
+    kv_token: float
+    """Of one token in the KV cache."""
+    kv_room: float
+    """What is left for the KV cache; negative: so much is missing."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit."""
+        return max(0, int(self.kv_room / self.kv_token))
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """What one weight update moves, in bytes, and how long it takes."""
+
+    weights: int
+    """As they are served."""
+    senders: int
+    sent_per_link: float
+    """By each of the senders."""
+    received_per_link: float
+    """By each GPU of a gserver: all weights, whatever its part of them is."""
+    seconds: float
+
+
+class Division(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs divided between trainer and gservers, and what comes of it."""
+
+    layout: TrainerLayout
+    gservers: int
+    server_tensor: int
+    """GPUs of one gserver."""
+    trainer: TrainerMemory
+    server: ServerMemory
+    running: int
+    """Responses of mean length that all gservers together hold."""
+    trained_per_second: float
+    """Tokens that the trainer can train on."""
+    generated_per_second: float
+    """Tokens that the gservers can generate."""
+    update: Update
+    checkpoint: int
+    """Bytes: float32 weights and both moments."""
+    lacking: float
+    """Bytes that the GPU that lacks most of them lacks; 0: it fits."""
+    lacks: str
+    """Where."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What both pools keep up with."""
+        return min(self.trained_per_second, self.generated_per_second)
+
+
+class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Divisions that fit, the recommended one first."""
+
+    shape: Shape
+    machine: Machine
+    job: Job
+    divisions: list[Division]
+    reason: str
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def trainer_memory(shape: Shape, layout: TrainerLayout, *, tokens: int, shard: bool = True) -> TrainerMemory:
+    """Return what the fullest rank holds; `tokens`: of one micro-batch, over all ranks of the context dimension.
+
+    An upper bound over pipeline stages: as many micro-batches under way as in the first, and the logits of the last.
+    The torch backend computes in bfloat16 with float32 weights, Megatron with bfloat16 weights and float32 gradients.
+    `shard`: whether data-parallel ranks share what they hold, or each has all of it.
+    """
+    ends = shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
+    layers = math.ceil(shape.layers / layout.pipeline)
+    dense = (layers * shape.layer_without_experts + ends + shape.hidden_size) / layout.tensor
+    experts = layers * shape.experts * shape.expert / layout.tensor / layout.expert
+    held = dense + experts
+    spread = layout.data * layout.context
+    shared = dense / spread + experts / max(1, spread // layout.expert) if shard else held
+    if layout.backend == "torch":
+        largest = shape.layer
+        # layers are gathered in float32 with the next one, and cast; the rest stays whole until the backward pass ends
+        gathered = 2 * 4 * largest + 2 * largest + 4 * (ends + shape.hidden_size) + 4 * largest
+        unsharded = 2 * held  # bfloat16 copies of all weights, which autocast keeps
+        sharded = shard and spread > 1
+        return TrainerMemory(
+            weights=4 * (shared if sharded else held),
+            gradients=4 * (shared if sharded else held),
+            optimizer=8 * (shared if sharded else held),
+            gathered=gathered if sharded else unsharded,
+            activations=_activations(shape, layout, tokens, layers=layers, residual=4),
+            logits=LOGIT_BYTES * min(tokens, HEAD_CHUNK_TOKENS) * shape.vocab_size,
+        )
+    return TrainerMemory(
+        weights=2 * held,
+        gradients=4 * held,
+        optimizer=12 * shared,
+        gathered=0.0,
+        activations=_activations(shape, layout, tokens, layers=layers, residual=2),
+        logits=LOGIT_BYTES * min(tokens / layout.context, HEAD_CHUNK_TOKENS) * shape.vocab_size / layout.tensor,
+    )
+
+
+def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: int, residual: int) -> float:
+    """Return an estimate: what goes into each layer is kept, and one layer at a time is computed again with all that
+    its backward pass needs, and the gradients of that. `residual`: bytes of a number between layers."""
+    mine = tokens / layout.context
+    kept = residual * shape.hidden_size * (layers + 1)
+    in_flight = layout.pipeline  # micro-batches that the first stage has forwarded and not yet taken back
+    width = shape.intermediate_size * max(1, shape.experts_per_token)
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    recomputed = (3 * residual + 8) * shape.hidden_size + (8 * heads + 8 * width) / layout.tensor
+    if shape.experts:
+        recomputed += 4 * shape.experts_per_token * shape.hidden_size  # tokens as they go to their experts and back
+    return mine * (kept * in_flight + 1.5 * recomputed)
+
+
+def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemory:
+    """Return what a GPU of a gserver over `tensor` GPUs holds. Key-value heads that there are too few of are held by
+    several."""
+    working = PREFILL_TOKENS * 2 * (6 * shape.hidden_size + 3 * shape.intermediate_size / tensor)
+    working += MOST_RUNNING * 8 * shape.vocab_size + 256 * 2**20
+    weights = 2 * shape.parameters / tensor
+    heads = math.ceil(shape.kv_heads / tensor)
+    return ServerMemory(
+        weights=weights,
+        working=working,
+        kv_token=2 * shape.kv_numbers / shape.kv_heads * heads,
+        kv_room=machine.usable - weights - working,
+    )
+
+
+# --- traffic and rates ---------------------------------------------------------------------------
+
+
+def update_traffic(shape: Shape, machine: Machine, *, gservers: int, senders: int) -> Update:
+    """Return what an update by broadcast moves: each of the `senders` sends its part along the ranks, each of which
+    passes it on once, so the links of the receivers, over which all weights come, decide how long it takes."""
+    weights = 2 * shape.parameters
+    sent = weights / senders if gservers else 0.0
+    received = float(weights) if gservers else 0.0
+    return Update(
+        weights=weights,
+        senders=senders,
+        sent_per_link=sent,
+        received_per_link=received,
+        seconds=max(sent, received) / machine.link,
+    )
+
+
+def trained_per_second(shape: Shape, machine: Machine, *, gpus: int, mean_context: int) -> float:
+    """Return an estimate for a step with `actor_inf`: two forward passes, a backward pass, and one again for the
+    activations, at `TRAINED_SHARE` of the peak."""
+    passes = 1 + 1 + 2 + 1
+    return gpus * machine.peak_tflops * 1e12 * TRAINED_SHARE / (passes * shape.forward_flops(mean_context))
+
+
+def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running: int, mean_context: int) -> float:
+    """Return an estimate for one gserver: a decode step reads the weights and what is in the KV cache, and computes."""
+    if running == 0:
+        return 0.0
+    touched = min(shape.experts, running * shape.experts_per_token)  # experts that some token of the step needs
+    read = 2 * (shape.parameters - shape.layers * (shape.experts - touched) * shape.expert) / tensor
+    read += running * mean_context / 2 * 2 * shape.kv_numbers / shape.kv_heads * math.ceil(shape.kv_heads / tensor)
+    seconds = read / (machine.memory_tb_s * 1e12 * BANDWIDTH_SHARE)
+    flops = running * shape.forward_flops(mean_context) / tensor
+    return running / max(seconds, flops / (machine.peak_tflops * 1e12 * TRAINED_SHARE))
+
+
+# --- divisions -----------------------------------------------------------------------------------
+
+
+def division(
+    shape: Shape, machine: Machine, job: Job, *, layout: TrainerLayout, gservers: int, server_tensor: int
+) -> Division:
+    """Work out one division; raises `ModelError` where the model cannot be cut so, `ConfigError` where GPUs lack."""
+    check_layout(shape, layout, gpus_per_host=machine.gpus_per_host)
+    _check_server(shape, server_tensor, gpus_per_host=machine.gpus_per_host)
+    needed = layout.world + gservers * server_tensor
+    if needed > machine.gpus:
+        raise ConfigError(
+            f"{layout} and {gservers} gservers of {server_tensor} GPUs need {needed} GPUs, "
+            f"{needed - machine.gpus} more than --gpus {machine.gpus}"
+        )
+    trainer = trainer_memory(shape, layout, tokens=max(job.context, job.microbatch_tokens))
+    server = server_memory(shape, machine, tensor=server_tensor)
+    running = min(MOST_RUNNING, server.kv_tokens // job.mean_context) if server.kv_tokens >= job.context else 0
+    missing = {
+        "a GPU of the trainer": trainer.total - machine.usable,
+        f"a GPU of a gserver, for one response of {job.context:,} tokens": job.context * server.kv_token
+        - server.kv_room,
+    }
+    where = max(missing, key=lambda name: missing[name])
+    lacking = max(0.0, missing[where])
+    generated = generated_per_second(
+        shape, machine, tensor=server_tensor, running=running, mean_context=job.mean_context
+    )
+    return Division(
+        layout=layout,
+        gservers=gservers,
+        server_tensor=server_tensor,
+        trainer=trainer,
+        server=server,
+        running=running * gservers,
+        trained_per_second=trained_per_second(shape, machine, gpus=layout.world, mean_context=job.mean_context),
+        generated_per_second=gservers * generated,
+        update=update_traffic(shape, machine, gservers=gservers, senders=min(job.senders, layout.data)),
+        checkpoint=12 * shape.parameters,
+        lacking=lacking,
+        lacks=where if lacking else "",
+    )
+
+
+def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int) -> None:
+    """Raise `ModelError` if the model cannot be cut as `layout` says."""
+    problems = [
+        f"{what} = {count} is no multiple of {name} {parts}"
+        for what, count, name, parts in (
+            ("heads", shape.heads, "tensor", layout.tensor),
+            ("key-value heads", shape.kv_heads, "tensor", layout.tensor),
+            ("intermediate size", shape.intermediate_size, "tensor", layout.tensor),
+            ("layers", shape.layers, "pipeline", layout.pipeline),
+            ("experts", shape.experts, "expert", layout.expert),
+            ("data × context", layout.data * layout.context, "expert", layout.expert),
+        )
+        if count % parts
+    ]
+    if layout.expert > 1 and not shape.experts:
+        problems.append(f"expert {layout.expert}, and it has no experts")
+    if layout.tensor > gpus_per_host:
+        problems.append(f"tensor {layout.tensor} is more than the {gpus_per_host} GPUs of a host")
+    if problems:
+        raise ModelError(f"{shape.name} cannot be trained as {layout}: {'; '.join(problems)}")
+
+
+def _check_server(shape: Shape, tensor: int, *, gpus_per_host: int) -> None:
+    few, many = sorted((tensor, shape.kv_heads))
+    if shape.heads % tensor or many % few:
+        raise ModelError(
+            f"{shape.name} cannot be served over {tensor} GPUs: it has {shape.heads} heads and {shape.kv_heads} for "
+            "keys and values"
+        )
+    if tensor > gpus_per_host:
+        raise ModelError(f"a gserver over {tensor} GPUs does not fit on a host of {gpus_per_host}")
+
+
+def capacity_plan(
+    shape: Shape,
+    machine: Machine,
+    job: Job,
+    *,
+    data: int | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    context: int | None = None,
+    expert: int | None = None,
+    gservers: int | None = None,
+    server_tensor: int | None = None,
+) -> CapacityPlan:
+    """Work out all divisions of the GPUs, or those that have what is given, and recommend one.
+
+    Of those that fit, the one is recommended in which the slower of both pools is fastest; among near ones, that with
+    the simplest layout. Raises `ConfigError` when none fits, with what the nearest one lacks.
+    """
+    if machine.gpus < 2:
+        raise ConfigError(f"--gpus {machine.gpus}: a division needs one GPU for the trainer and one for a gserver")
+    found, problem = list[Division](), ""
+    for width, count in _servers(shape, machine, gservers=gservers, tensor=server_tensor):
+        rest = machine.gpus - width * count
+        for layout in _layouts(
+            shape, machine, rest, data=data, tensor=tensor, pipeline=pipeline, context=context, expert=expert
+        ):
+            try:
+                found.append(division(shape, machine, job, layout=layout, gservers=count, server_tensor=width))
+            except ModelError as error:
+                problem = str(error)
+    if not found:
+        reason = problem or f"no division of {machine.gpus} GPUs has what was given"
+        raise ConfigError(f"{reason}; give fewer sizes, or others")
+    fitting = [one for one in found if not one.lacking]
+    if not fitting:
+        nearest = min(found, key=lambda one: one.lacking)
+        raise ConfigError(
+            f"{shape.name} does not fit on {machine.gpus} GPUs of {machine.gpu_memory_gib:g} GiB: what comes nearest "
+            f"is {nearest.layout} with {nearest.gservers} gservers of {nearest.server_tensor} GPUs, where "
+            f"{nearest.lacks} lacks {nearest.lacking / GIB:.1f} GiB; take more or larger GPUs, or a shorter --context"
+        )
+    ordered = _ordered(fitting)
+    return CapacityPlan(
+        shape=shape, machine=machine, job=job, divisions=ordered, reason=_reason(ordered, machine, tried=len(found))
+    )
+
+
+def _ordered(fitting: Sequence[Division]) -> list[Division]:
+    """The recommended one first; the others by what they reach."""
+    fastest = max(one.tokens_per_second for one in fitting)
+
+    def simplicity(one: Division) -> tuple[int, int, int, int, float]:
+        layout = one.layout
+        cut = layout.tensor * layout.pipeline
+        return cut, layout.pipeline, layout.context * layout.expert, one.server_tensor, -one.tokens_per_second
+
+    near = [one for one in fitting if one.tokens_per_second >= (1 - BETTER) * fastest]
+    best = min(near, key=simplicity)
+    rest = [one for one in fitting if one is not best]
+    return [best, *sorted(rest, key=lambda one: (-one.tokens_per_second, simplicity(one)))]
+
+
+def _reason(ordered: Sequence[Division], machine: Machine, *, tried: int) -> str:
+    best = ordered[0]
+    slower = "training" if best.trained_per_second < best.generated_per_second else "generation"
+    backend = "the torch backend, sharded" if best.layout.backend == "torch" else "Megatron"
+    told = (
+        f"Of {tried} divisions {len(ordered)} fit. In the recommended one the trainer has {best.layout.world} GPUs "
+        f"({best.layout}; {backend}), the gservers {best.gservers * best.server_tensor} ({best.gservers} of "
+        f"{best.server_tensor}). The trainer keeps up with {best.trained_per_second:,.0f} tokens a second and the "
+        f"gservers with {best.generated_per_second:,.0f}, so {slower} is what limits it"
+    )
+    fastest = max(one.tokens_per_second for one in ordered)
+    if best.tokens_per_second < fastest:
+        told += f"; within {BETTER:.0%} of the fastest it has the simplest layout"
+    idle = machine.gpus - best.layout.world - best.gservers * best.server_tensor
+    return told + (f". {idle} GPUs are left over." if idle else ".")
+
+
+def _servers(shape: Shape, machine: Machine, *, gservers: int | None, tensor: int | None) -> Iterator[tuple[int, int]]:
+    """GPUs of a gserver, and how many of them."""
+    for width in [tensor] if tensor else _powers(machine.gpus_per_host):
+        try:
+            _check_server(shape, width, gpus_per_host=machine.gpus_per_host)
+        except ModelError:
+            if tensor:
+                raise
+            continue
+        most = (machine.gpus - 1) // width
+        if gservers:
+            counts: Sequence[int] = [gservers] if gservers <= most else []
+        else:  # so many that what is left can be divided well
+            counts = [count for count in range(1, most + 1) if _is_round(machine.gpus - width * count, machine.gpus)]
+        yield from ((width, count) for count in counts)
+
+
+def _is_round(gpus: int, of: int) -> bool:
+    """Whether that many GPUs are a multiple of a good part of them all."""
+    return gpus % max(1, of // 16) == 0
+
+
+def _layouts(
+    shape: Shape,
+    machine: Machine,
+    gpus: int,
+    *,
+    data: int | None,
+    tensor: int | None,
+    pipeline: int | None,
+    context: int | None,
+    expert: int | None,
+) -> Iterator[TrainerLayout]:
+    """Layouts of at most `gpus`, of as many as they divide evenly."""
+    for tensors in [tensor] if tensor else _powers(machine.gpus_per_host):
+        for stages in [pipeline] if pipeline else _powers(min(shape.layers, gpus)):
+            for contexts in [context] if context else _powers(min(8, gpus)):
+                copies = data or gpus // (tensors * stages * contexts)
+                if copies == 0 or copies * tensors * stages * contexts > gpus:
+                    continue
+                if data is None and copies * tensors * stages * contexts != gpus:
+                    continue
+                experts = (
+                    [expert] if expert else _powers(min(shape.experts, copies * contexts)) if shape.experts else [1]
+                )
+                for spread in experts:
+                    layout = TrainerLayout(
+                        data=copies, tensor=tensors, pipeline=stages, context=contexts, expert=spread
+                    )
+                    given = any(size is not None for size in (data, tensor, pipeline, context, expert))
+                    try:
+                        check_layout(shape, layout, gpus_per_host=machine.gpus_per_host)
+                    except ModelError:
+                        if given and len(experts) == 1:
+                            yield layout  # whoever asked for it is told why it cannot be
+                        continue
+                    yield layout
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**i for i in range(max(1, most).bit_length())]
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def as_json(plan: CapacityPlan) -> str:
+    """All of it, in bytes and seconds, with the properties that people are shown."""
+    tree = msgspec.to_builtins(plan)
+    tree["shape"]["parameters"] = plan.shape.parameters
+    for told, one in zip(tree["divisions"], plan.divisions, strict=True):
+        told["trainer"]["total"] = one.trainer.total
+        told["layout"]["backend"] = one.layout.backend
+        told["tokens_per_second"] = one.tokens_per_second
+    return msgspec.json.format(msgspec.json.encode(tree), indent=2).decode()
+
+
+SHOWN = 8
+"""Divisions that are shown to people."""
+
+
+def shown(plan: CapacityPlan) -> RenderableType:
+    """The recommended division in full, and what else fits."""
+    best, machine = plan.divisions[0], plan.machine
+    parts = Table(box=SIMPLE_HEAD, pad_edge=False)
+    parts.add_column("of one GPU")
+    for heading in ("GiB", "what it is"):
+        parts.add_column(heading, justify="right" if heading == "GiB" else "left")
+    for where, amount, what in memory_rows(best, machine, plan.job):
+        parts.add_row(where, f"{amount / GIB:.1f}", what)
+    others = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("trainer", "gservers", "trainer GiB", "KV tokens", "trained/s", "generated/s"):
+        others.add_column(heading, justify="left" if heading in ("trainer", "gservers") else "right")
+    for number, one in enumerate(plan.divisions[:SHOWN]):
+        others.add_row(
+            str(one.layout),
+            f"{one.gservers} × {one.server_tensor}",
+            f"{one.trainer.total / GIB:.1f}",
+            f"{one.server.kv_tokens:,}",
+            f"{one.trained_per_second:,.0f}",
+            f"{one.generated_per_second:,.0f}",
+            style="bold green" if number == 0 else "",
+        )
+    update = best.update
+    lines = [
+        f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, of which each of {update.senders} senders sends "
+        f"{update.sent_per_link / GIB:.1f} and each GPU of a gserver receives {update.received_per_link / GIB:.1f}: "
+        f"{update.seconds:.1f} s at {machine.link / 1e9:.0f} GB/s for a GPU",
+        f"checkpoint: {best.checkpoint / GIB:.0f} GiB (float32 weights and both moments)",
+    ]
+    note = "Computed from the model's shape; nothing was measured (docs/scale.md)."
+    return Group(
+        Text(_title(plan), style="bold"),
+        parts,
+        Text(plan.reason),
+        *(Text(line) for line in lines),
+        others,
+        Text(note, style="dim"),
+    )
+
+
+def _title(plan: CapacityPlan) -> str:
+    shape, machine = plan.shape, plan.machine
+    active = f", of which a token meets {shape.active_parameters / 1e9:.1f}" if shape.experts else ""
+    return (
+        f"{shape.name}: {shape.parameters / 1e9:.1f} billion weights{active}; {machine.gpus} GPUs of "
+        f"{machine.gpu_memory_gib:g} GiB, contexts of {plan.job.context:,} tokens"
+    )
+
+
+def memory_rows(one: Division, machine: Machine, job: Job) -> Iterator[tuple[str, float, str]]:
+    """Where, how many bytes, and what they are, for one GPU of each pool."""
+    trainer, server = one.trainer, one.server
+    yield "trainer", trainer.weights, "weights"
+    yield "trainer", trainer.gradients, "gradients"
+    yield "trainer", trainer.optimizer, "optimizer"
+    if trainer.gathered:
+        yield "trainer", trainer.gathered, "layers gathered from other ranks, or copied in bfloat16, while they compute"
+    yield "trainer", trainer.activations, "activations, computed again layer by layer (estimated)"
+    yield "trainer", trainer.logits, f"logits of {HEAD_CHUNK_TOKENS} tokens (estimated)"
+    yield "trainer", machine.usable - trainer.total, f"free of {machine.usable / GIB:.1f}"
+    yield "gserver", server.weights, "weights"
+    yield "gserver", server.working, "activations, logits, new weights under way (estimated)"
+    responses = server.kv_tokens // job.context
+    yield "gserver", server.kv_room, f"KV cache: {server.kv_tokens:,} tokens, {responses:,} of the longest responses"

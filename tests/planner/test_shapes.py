@@ -1,0 +1,98 @@
+"""Shapes of published models, and of a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from streamrl.errors import ModelError
+from streamrl.planner.shapes import KNOWN, read_shape, shape_of
+
+PUBLISHED = {
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+}
+"""Weights that the models' files have, a tied head once."""
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "llama_tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_shape_has_as_many_weights_as_was_published(name: str) -> None:
+    assert KNOWN[name].parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_folder_has_as_many_weights_as_transformers_makes(tmp_path: Path, kind: str) -> None:
+    make, settings = MODELS[kind]
+    settings.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = make(settings)
+    shape = read_shape(tmp_path)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of(str(tmp_path)) == shape
+    if kind == "qwen3_moe":
+        unused = 3 * 4 * 3 * 32 * 24  # layers, experts that a token does not meet, and their three matrices
+        assert shape.active_parameters == shape.parameters - unused - 50 * 32
+
+
+def test_names_may_be_short_but_not_ambiguous() -> None:
+    assert shape_of("70b").name == "Llama-3-70B"
+    assert shape_of("qwen3-8b").name == "Qwen3-8B"
+    with pytest.raises(ModelError, match="is any of Qwen3-8B, Llama-3-8B"):
+        shape_of("8B")
+    with pytest.raises(ModelError, match=r"is no known shape and no folder; give one of Qwen3-0\.6B"):
+        shape_of("9B")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not valid JSON"),
+        ({"model_type": "gpt2"}, "a model of type 'gpt2' cannot be planned"),
+        ({"model_type": "llama"}, "lacks 'num_attention_heads'"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "layers with and without experts"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias = true cannot be planned"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_says_why(tmp_path: Path, content: object, told: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ModelError, match=told):
+        read_shape(tmp_path)

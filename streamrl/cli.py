@@ -386,8 +386,7 @@ def plan(
     gserver_tensor: Annotated[int | None, _size(what="Only with so many GPUs for each gserver.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
 ) -> None:
-    """Tell what a run would do, at these settings and others, and which to take. Makes a short run first. With
-    --model-shape: whether a model fits on so many GPUs, and how to divide them; runs nothing."""
+    """Tell what a run would do, at these settings and others; or how a large model is best divided over many GPUs."""
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
 
@@ -435,6 +434,22 @@ def plan(
         typer.echo(advice.as_json(advised))
     else:
         _console().print(advice.shown(advised))
+
+
+@app.command(rich_help_panel=LOOK)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found as JSON.")] = False,
+) -> None:
+    """Tell what this machine has of what runs can use: CPUs, GPUs, memory, compilers, packages, network, disk."""
+    from streamrl.launch import doctor as looking
+
+    found = looking.examine()
+    if as_json:
+        typer.echo(looking.as_json(found))
+    else:
+        _console().print(looking.shown(found))
+    if any(one.needed and not one.ok for one in found):
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=LOOK)

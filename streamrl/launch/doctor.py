@@ -1,0 +1,424 @@
+"""`streamrl doctor`: what this machine has of what streamrl can use, and what to do about the rest.
+
+Looks and changes nothing: no server is started, no file written but a trial one that is removed. What needs torch is
+asked in a child process, which may take its time, hang or crash without taking the rest along. Invariant: every line
+says whether it is there; one that is not says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import psutil
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.launch.processes import visible_gpus
+from streamrl.local_cache import cache_home
+from streamrl.planner.gpus import peak_of
+from streamrl.safetensors_files import SHARED_MEMORY
+from streamrl.transport.addresses import LOOPBACK
+
+TORCH_SECONDS = 60.0
+"""Longest time of the child process that asks torch; importing it takes some seconds, more on a busy machine."""
+PROGRAM_SECONDS = 20.0
+CACHE_GIB, SHARED_GIB, MEMORY_GIB = 5.0, 1.0, 4.0
+"""Free space below which a line is not ok: models and compiled libraries, weights of small models, a small run."""
+OPEN_FILES = 4096
+CGROUP = Path("/sys/fs/cgroup")
+GIB = 2**30
+
+ASK_TORCH = """
+import json, torch, torch.distributed as dist
+devices = []
+for index in range(torch.cuda.device_count()):
+    found = torch.cuda.get_device_properties(index)
+    free = torch.cuda.mem_get_info(index)[0]
+    devices.append({"name": found.name, "memory": found.total_memory, "free": free,
+                    "capability": f"{found.major}.{found.minor}"})
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "hip": torch.version.hip or "",
+                  "devices": devices, "nccl": nccl, "gloo": dist.is_gloo_available(),
+                  "peer_access": all(torch.cuda.can_device_access_peer(a, b) for a in range(len(devices))
+                                     for b in range(len(devices)) if a != b)}))
+"""
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A CUDA device as torch sees it; memory in bytes."""
+
+    name: str
+    memory: int
+    free: int
+    capability: str
+
+
+class TorchAnswer(msgspec.Struct, frozen=True):
+    """What `ASK_TORCH` prints."""
+
+    version: str
+    cuda: str
+    """Version that torch was built for; empty: without CUDA."""
+    hip: str
+    devices: list[Device]
+    nccl: str
+    gloo: bool
+    peer_access: bool
+    """Whether all devices reach each other's memory directly."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line."""
+
+    name: str
+    ok: bool
+    found: str
+    """What is there."""
+    do: str = ""
+    """What to do where it is not ok, or what it would be good for."""
+    needed: bool = False
+    """Whether nothing works without it."""
+
+
+def examine(*, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Look at this machine; takes as long as importing torch."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK_TORCH],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment},
+    ) as asking:
+        try:
+            here = [
+                _python(),
+                *processors(),
+                *memory(),
+                shared_memory(),
+                *compilers(environment),
+                *packages(),
+                *network(),
+                open_files(),
+                *folders(),
+            ]
+            answer, problem = _answer(asking)
+        finally:
+            asking.kill()
+    return [*here[:1], *torch_findings(answer, problem, gpus=visible_gpus()), *here[1:]]
+
+
+def shown(findings: Sequence[Finding]) -> Table:
+    """The findings for people."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
+    for one in findings:
+        state, style = ("ok", "green") if one.ok else ("missing", "red" if one.needed else "yellow")
+        table.add_row(one.name, Text(state, style=style), Text(one.found), Text(one.do))
+    return table
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
+
+
+# --- torch and GPUs ------------------------------------------------------------------------------
+
+
+def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
+    """What torch says, or why it says nothing."""
+    try:
+        out, err = asking.communicate(timeout=TORCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
+    try:
+        return msgspec.json.decode(out, type=TorchAnswer), ""
+    except msgspec.MsgspecError:
+        last = (err.strip().splitlines() or [f"it ended with exit code {asking.returncode}"])[-1]
+        return None, last
+
+
+def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[Finding]:
+    """Lines on torch, its devices and its ways to talk to others. `gpus`: those that the machine has."""
+    if answer is None:
+        yield Finding(
+            name="torch",
+            ok=False,
+            found=f"cannot be imported: {problem}",
+            do="pip install -c constraints.txt torch; or repair its libraries",
+            needed=True,
+        )
+        return
+    built = f"for CUDA {answer.cuda}" if answer.cuda else f"for ROCm {answer.hip}" if answer.hip else "for CPUs only"
+    build_is_wrong = bool(gpus) and not answer.cuda and not answer.hip
+    yield Finding(
+        name="torch",
+        ok=not build_is_wrong,
+        found=f"{answer.version}, {built}",
+        do="this machine has GPUs: install a build of torch with CUDA (pytorch.org)" if build_is_wrong else "",
+    )
+    if not answer.devices:
+        do = "runs use the CPU"
+        if gpus and answer.cuda:
+            do = "the machine has GPUs that torch cannot use: look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
+        yield Finding(name="CUDA devices", ok=False, found="none", do=do)
+    for index, device in enumerate(answer.devices):
+        peak = peak_of(device.name)
+        said = f", {peak.tflops:,.0f} TFLOPS in bfloat16, {peak.memory_tb_s:g} TB/s" if peak else ", peak unknown"
+        busy = device.free < 0.9 * device.memory
+        yield Finding(
+            name=f"CUDA device {index}",
+            ok=not busy,
+            found=f"{device.name}, {device.memory / GIB:.0f} GiB ({device.free / GIB:.0f} free), compute capability "
+            f"{device.capability}{said}",
+            do="other processes hold its memory (nvidia-smi)" if busy else "",
+        )
+    if answer.devices:
+        yield Finding(
+            name="NCCL",
+            ok=bool(answer.nccl),
+            found=answer.nccl or "not in this build of torch",
+            do="" if answer.nccl else "install a build of torch with NCCL; else weights go over gloo",
+        )
+        if len(answer.devices) > 1:
+            yield Finding(
+                name="peer access",
+                ok=answer.peer_access,
+                found="between all devices" if answer.peer_access else "not between all devices",
+                do="" if answer.peer_access else "NCCL goes through host memory there: slower tensor parallelism",
+            )
+    yield Finding(
+        name="gloo",
+        ok=answer.gloo,
+        found="in torch" if answer.gloo else "not in this build of torch",
+        do="" if answer.gloo else "several model workers on CPUs, and broadcasts between CPUs, need it",
+    )
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def _python() -> Finding:
+    return Finding(
+        name="Python",
+        ok=sys.version_info >= (3, 11),
+        found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        do="" if sys.version_info >= (3, 11) else "streamrl needs 3.11 or newer",
+        needed=True,
+    )
+
+
+def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) -> Iterator[Finding]:
+    """How many CPUs this process may use, which, and whether they multiply bfloat16."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    words = flags[1].split() if flags else []
+    limit = _cgroup_cpus(cgroup)
+    usable = min(allowed, limit) if limit else allowed
+    share = f", limited to {limit:g} by the container" if limit and limit < allowed else ""
+    few = usable < 2
+    yield Finding(
+        name="CPUs",
+        ok=not few,
+        found=f"{allowed} of {os.cpu_count()}{share}: {named[1] if named else platform.processor() or 'unknown'}",
+        do="two or more let generation and training run at the same time" if few else "",
+    )
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in words]
+    fast = "avx512_bf16" in units or "amx_bf16" in units
+    yield Finding(
+        name="bfloat16 on CPUs",
+        ok=fast,
+        found=", ".join(units) or "no vector units that are known here",
+        do="" if fast else "computed in float32 on this CPU, which `auto` does by itself",
+    )
+
+
+def _cgroup_cpus(cgroup: Path) -> float | None:
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def memory(*, cgroup: Path = CGROUP) -> Iterator[Finding]:
+    """Memory that is free for this process."""
+    seen = psutil.virtual_memory()
+    total, free, by = seen.total, seen.available, ""
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        if limit < total:
+            total, free, by = limit, min(free, limit - used), " (limited by the container)"
+    except (OSError, ValueError):  # no limit, or another system
+        pass
+    enough = free >= MEMORY_GIB * GIB
+    yield Finding(
+        name="memory",
+        ok=enough,
+        found=f"{total / GIB:.1f} GiB{by}, {free / GIB:.1f} free",
+        do="" if enough else f"a small run takes up to {MEMORY_GIB:g} GiB: end other programs",
+    )
+
+
+def shared_memory(*, folder: Path = SHARED_MEMORY) -> Finding:
+    """Whether weights may go to gservers of this machine through its memory, and NCCL and SGLang find room."""
+    try:
+        seen = shutil.disk_usage(folder)
+    except OSError:
+        return Finding(name="shared memory", ok=False, found=f"no {folder}", do="weights are broadcast instead")
+    enough = seen.free >= SHARED_GIB * GIB
+    return Finding(
+        name="shared memory",
+        ok=enough,
+        found=f"{folder}: {seen.total / GIB:.1f} GiB, {seen.free / GIB:.1f} free",
+        do=""
+        if enough
+        else "larger models are broadcast instead; in a container: docker run --shm-size=16g, or --ipc=host",
+    )
+
+
+def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """A C compiler for streamrl's own kernels on CPUs, and Triton for compiled ones on GPUs."""
+    wanted = environment.get("CC", "").split() or ["cc"]
+    program = shutil.which(wanted[0])
+    off = environment.get("STREAMRL_NATIVE") == "0"
+    version = _first_line([program, "--version"]) if program else ""
+    failed = _failed_libraries(cache_home())
+    do = ""
+    if program is None:
+        do = "generation on CPUs is slower without one: install gcc, or name one in CC"
+    elif off:
+        do = "STREAMRL_NATIVE=0 switches it off"
+    elif failed:
+        do = f"it failed once, which is remembered: remove {failed[-1]} to try again"
+    yield Finding(name="C compiler", ok=not do, found=version or program or f"no {wanted[0]}", do=do)
+
+
+def _failed_libraries(cache: Path) -> list[Path]:
+    """The notes that a library could not be compiled; not those that a later one of the same sources has settled."""
+
+    def compiled_since(note: Path) -> bool:
+        source = note.stem.partition("-")[0]
+        return any(made.stat().st_mtime > note.stat().st_mtime for made in cache.glob(f"{source}-*.so"))
+
+    return [note for note in sorted(cache.glob("*.failed")) if not compiled_since(note)]
+
+
+def _first_line(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout.strip().splitlines() or [""])[0]
+
+
+def packages() -> Iterator[Finding]:
+    """What may be installed besides, and what for."""
+    for package, module, what in (
+        ("transformers", "transformers", "pip install -e . installs it; nothing is trained without it"),
+        ("sglang", "sglang", 'pip install "streamrl[sglang]", or an environment of its own: gserver.sglang.python'),
+        ("megatron-core", "megatron", 'pip install "streamrl[megatron]"; tensor and pipeline parallelism need it'),
+        ("transformer-engine", "transformer_engine", "Megatron is faster with it on GPUs"),
+        ("triton", "triton", "comes with torch for CUDA; compiled kernels on GPUs need it"),
+        ("ray", "ray", 'pip install "streamrl[ray]"; only for streamrl launch ray'),
+        ("reasoning-gym", "reasoning_gym", 'pip install "streamrl[rewards]"; only for its tasks'),
+    ):
+        if find_spec(module) is None:
+            yield Finding(name=package, ok=False, found="not installed", do=what, needed=package == "transformers")
+            continue
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "of unknown version"
+        yield Finding(name=package, ok=True, found=version)
+
+
+def network() -> Iterator[Finding]:
+    """Whether servers can listen, and by which addresses others would reach them."""
+    try:
+        with socket.create_server((LOOPBACK.at, 0)) as listening:
+            port = listening.getsockname()[1]
+        yield Finding(name="ports", ok=True, found=f"free ones at {LOOPBACK.at}, for example {port}")
+    except OSError as error:
+        yield Finding(
+            name="ports",
+            ok=False,
+            found=f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}",
+            do="every run needs it: look at the sandbox's or container's rules",
+            needed=True,
+        )
+    states = psutil.net_if_stats()
+    told = []
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        state = states.get(name)
+        addresses = [e.address for e in entries if e.family == socket.AF_INET and not e.address.startswith("127.")]
+        if state is not None and state.isup and addresses:
+            speed = f", {state.speed / 1000:g} Gbit/s" if state.speed else ""
+            told.append(f"{name} {' '.join(addresses)}{speed}")
+    yield Finding(
+        name="interfaces",
+        ok=bool(told),
+        found="; ".join(told) or "only loopback",
+        do="" if told else "runs over several machines need one (docs/clusters.md); one machine does not",
+    )
+    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if cards:
+        yield Finding(name="InfiniBand", ok=True, found=", ".join(cards))
+
+
+def open_files() -> Finding:
+    """How many files and sockets one process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    return Finding(
+        name="open files",
+        ok=enough,
+        found="no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} for a process, {hard:,} at most",
+        do="" if enough else f"runs with many workers need more: ulimit -n {OPEN_FILES}",
+    )
+
+
+def folders(*, cache: Path | None = None) -> Iterator[Finding]:
+    """Where models and compiled libraries are kept between runs."""
+    folder = cache or cache_home()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        yield Finding(
+            name="cache",
+            ok=False,
+            found=f"{folder} cannot be written: {error.strerror or error}",
+            do="set STREAMRL_CACHE to a folder that can",
+            needed=True,
+        )
+        return
+    enough = free >= CACHE_GIB * GIB
+    yield Finding(
+        name="cache",
+        ok=enough,
+        found=f"{folder}, {free / GIB:.1f} GiB free",
+        do="" if enough else f"models need more than {CACHE_GIB:g} GiB: set STREAMRL_CACHE to a larger disk",
+    )

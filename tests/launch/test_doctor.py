@@ -1,0 +1,177 @@
+"""What `streamrl doctor` finds: on this machine, and in what it is told of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamrl.launch import doctor
+from streamrl.launch.doctor import Device, Finding, TorchAnswer, torch_findings
+from streamrl.planner.gpus import peak_of
+
+GIB = 2**30
+H100 = Device(name="NVIDIA H100 80GB HBM3", memory=80 * GIB, free=79 * GIB, capability="9.0")
+
+
+def answer(**changes: object) -> TorchAnswer:
+    settings = {
+        "version": "2.13.0+cu130",
+        "cuda": "13.0",
+        "hip": "",
+        "devices": [H100],
+        "nccl": "2.27.5",
+        "gloo": True,
+        "peer_access": True,
+    }
+    return TorchAnswer(**{**settings, **changes})
+
+
+def named(findings: object) -> dict[str, Finding]:
+    return {one.name: one for one in findings}
+
+
+def test_on_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "streamrl", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)}
+    assert found["CPUs"]["found"].startswith(f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    assert found["torch"]["found"].startswith(torch.__version__)
+    assert found["gloo"]["ok"] == torch.distributed.is_gloo_available()
+    devices = [name for name in found if name.startswith("CUDA device ")]
+    assert len(devices) == torch.cuda.device_count()
+    assert ("CUDA devices" in found) == (not devices)
+    assert found["C compiler"]["ok"] or found["C compiler"]["do"]
+    assert found["ports"]["ok"]
+    assert all(one["ok"] or one["do"] for one in found.values())
+
+
+def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console(width=120).print(
+        doctor.shown([Finding(name="a", ok=True, found="b"), Finding(name="c", ok=False, found="d", do="buy e")])
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["a", "ok", "b"] for line in lines)
+    assert any(line.split() == ["c", "missing", "d", "buy", "e"] for line in lines)
+
+
+def test_a_gpu_with_its_peak() -> None:
+    found = named(torch_findings(answer(), "", gpus=["0"]))
+    assert found["CUDA device 0"].ok
+    assert "80 GiB (79 free)" in found["CUDA device 0"].found
+    assert "989 TFLOPS in bfloat16" in found["CUDA device 0"].found
+    assert found["NCCL"].found == "2.27.5"
+    assert "peer access" not in found  # there is one device
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "name", "said"),
+    [
+        ({"cuda": "", "devices": [], "nccl": ""}, ["0"], "torch", "install a build of torch with CUDA"),
+        ({"devices": []}, ["0"], "CUDA devices", "GPUs that torch cannot use"),
+        ({"devices": []}, [], "CUDA devices", "runs use the CPU"),
+        ({"nccl": ""}, ["0"], "NCCL", "a build of torch with NCCL"),
+        ({"devices": [H100, H100], "peer_access": False}, ["0", "1"], "peer access", "through host memory"),
+        ({"devices": [Device("A", 80 * GIB, 10 * GIB, "9.0")]}, ["0"], "CUDA device 0", "hold its memory"),
+    ],
+)
+def test_what_is_missing_says_what_to_do(changes: dict[str, object], gpus: list[str], name: str, said: str) -> None:
+    found = named(torch_findings(answer(**changes), "", gpus=gpus))
+    assert not found[name].ok
+    assert said in found[name].do
+
+
+def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+    found = named(doctor.examine(environment={**os.environ, "PYTHONPATH": str(tmp_path)}))
+    assert not found["torch"].ok
+    assert found["torch"].needed
+    assert "libcudart.so: cannot open shared object file" in found["torch"].found
+    assert found["ports"].ok  # the rest is found all the same
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{GIB}\n")
+    (tmp_path / "cpuinfo").write_text("model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16\n")
+    cpus = named(doctor.processors(cpuinfo=tmp_path / "cpuinfo", cgroup=tmp_path))
+    assert not cpus["CPUs"].ok
+    assert "limited to 1.5 by the container: Some CPU" in cpus["CPUs"].found
+    assert cpus["bfloat16 on CPUs"].ok
+    (memory,) = doctor.memory(cgroup=tmp_path)
+    assert not memory.ok
+    assert memory.found.startswith("3.0 GiB (limited by the container)")
+
+
+def test_shared_memory_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not doctor.shared_memory(folder=tmp_path / "none").ok
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**26))
+    assert "--shm-size" in doctor.shared_memory(folder=tmp_path).do
+    (cache,) = doctor.folders(cache=tmp_path / "cache" / "deeper")
+    assert not cache.ok
+    assert "STREAMRL_CACHE" in cache.do
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_machine_on_which_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    ports = named(doctor.network())["ports"]
+    assert ports.needed
+    assert "Operation not permitted" in ports.found
+
+
+def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
+    (missing,) = doctor.compilers({"CC": "no-such-compiler -O2"})
+    assert not missing.ok
+    assert missing.found == "no no-such-compiler"
+    (off,) = doctor.compilers({"CC": "true", "STREAMRL_NATIVE": "0"})
+    assert "switches it off" in off.do
+    (tmp_path / "layers-1.failed").write_text("why")
+    (failed,) = doctor.compilers({"CC": "true"})
+    assert str(tmp_path / "layers-1.failed") in failed.do
+    os.utime(tmp_path / "layers-1.failed", (0, 0))
+    (tmp_path / "layers-2.so").touch()
+    (settled,) = doctor.compilers({"CC": "true"})
+    assert settled.ok
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GeForce RTX 4090", 165.0),
+    ],
+)
+def test_peaks(name: str, tflops: float) -> None:
+    peak = peak_of(name)
+    assert peak is not None
+    assert peak.tflops == tflops
+
+
+def test_an_unknown_gpu_has_no_peak() -> None:
+    assert peak_of("NVIDIA TITAN V") is None

@@ -21,7 +21,10 @@ UNPACKED = ROOT / ".slurm"
 NODES = ("n1", "n2", "n3")
 CORES = 8
 """That each node claims to have: nothing is bound to one."""
-PATIENCE = 240.0
+CREDENTIALS_SECONDS = 10
+"""How long credentials of jobs are good. A job that is put back into the queue, by `scontrol requeue` or because a node
+did not answer when it was to start there, waits as long before it starts again; Slurm's own value is two minutes."""
+PATIENCE = 120.0
 
 CONFIGURATION = """
 ClusterName=test
@@ -29,6 +32,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire={credentials_seconds}
 CredType=cred/none
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 PluginDir={plugins}
@@ -81,7 +85,13 @@ class SlurmCluster:
         )
         self._file.write_text(
             CONFIGURATION.format(
-                host=host, user=getpass.getuser(), plugins=libraries, port=ports[0], root=root, nodes=nodes
+                host=host,
+                user=getpass.getuser(),
+                plugins=libraries,
+                port=ports[0],
+                root=root,
+                nodes=nodes,
+                credentials_seconds=CREDENTIALS_SECONDS,
             )
         )
         self.environment = {
@@ -96,7 +106,7 @@ class SlurmCluster:
         self._start("slurmctld", "slurmctld-wlm", "-D", "-f", str(self._file))
         for node in NODES:
             self.give_back(node)
-        self.until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == f"{len(NODES)} idle", "idle nodes")
+        self.until_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,6 +115,11 @@ class SlurmCluster:
         daemon = self._daemons.pop("slurmctld")
         daemon.kill()
         daemon.wait()
+
+    def until_ready(self) -> None:
+        """Wait until all nodes answer and have nothing to do: a job that is given one that does not answer (`idle*`) is
+        put back into the queue."""
+        self.until(lambda: self.command("sinfo", "-h", "-o", "%D %t") == f"{len(NODES)} idle", "idle nodes")
 
     def take_away(self, node: str) -> None:
         """End its slurmd and everything that runs on it, at once, as if its power had failed."""

@@ -116,6 +116,7 @@ class Launched:
     def end(self) -> None:
         self._cluster.command("scancel", "--full", "--user", str(os.geteuid()))
         self._cluster.until(lambda: not self._cluster.command("squeue", "-h"), "the end of all jobs")
+        self._cluster.until_ready()
         if self._command is not None:
             self._command.end()
 
@@ -135,7 +136,7 @@ def test_a_run_outlives_a_node_and_goes_on_when_its_job_is_begun_again(
         assert cluster.state(job) == "RUNNING"
         assert cluster.command("squeue", "-h", "-j", job, "-o", "%N") == "n[1-2]"
         cluster.give_back("n3")
-        cluster.until(lambda: "down" not in cluster.command("sinfo", "-h", "-n", "n3", "-o", "%t"), "n3")
+        cluster.until(lambda: cluster.command("sinfo", "-h", "-n", "n3", "-o", "%t") == "idle", "n3")
 
         cluster.command("scancel", "--batch", "--signal=USR1", job)
         cluster.until(lambda: cluster.state(job) == "PENDING", "the requeue")

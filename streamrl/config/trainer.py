@@ -55,8 +55,8 @@ class TrainerConfig(Section, frozen=True):
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
     `module:function` (docs/trainer.md)."""
     shard: bool = False
-    """Spread weights, gradients and optimizer state over the data-parallel ranks (torch: FSDP2; megatron: its
-    distributed optimizer)."""
+    """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
+    its distributed optimizer)."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
     offload: list[RoleName] = field(default_factory=list)

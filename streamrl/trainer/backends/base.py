@@ -129,8 +129,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     shard: bool = False
-    """Spread weights, gradients and optimizer state over the data-parallel ranks (torch: FSDP2; megatron: its
-    distributed optimizer)."""
+    """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
+    its distributed optimizer)."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
     lora: LoraConfig | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.config import OptimizerConfig
+from streamrl.errors import ModelError
 from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.backends.base import Offloaded
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
@@ -55,6 +58,21 @@ def test_a_padding_token_in_a_prompt_has_a_gradient(tmp_path):
     before = weights(model)["model.embed_tokens.weight"][pad]
     train(model, range(1))
     assert not torch.equal(weights(model)["model.embed_tokens.weight"][pad], before)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2}, "sliding-window"),
+    ],
+)
+def test_attention_that_is_not_supported_is_refused(tmp_path, change, named):
+    folder = save_model(tmp_path / "model", "qwen2")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **change}))
+    with pytest.raises(ModelError, match=named):
+        TorchModel(make_spec(folder))
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 5), st.integers(1, 30), st.floats(0.01, 1))

@@ -147,3 +147,20 @@ def test_flex_attention_gives_the_numbers_of_a_dense_mask():
     tiles = tree_tiles(torch.from_numpy(visible_until(parents)))
     found = flex_attention(query, key, value, block_mask=tiles, enable_gqa=True)
     torch.testing.assert_close(found, by_the_definition((query, key, value), dense(parents)))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("length", [30, 600, 2000])
+def test_on_a_gpu_the_numbers_are_those_of_a_dense_mask(length):
+    """Compiled `flex_attention` for long rows, forward and backward."""
+    parents = [0 if token % 100 == 99 else token - 1 for token in range(length)]
+    inputs, gradient = drawn(2, length, heads=4, kv_heads=2, dtype=torch.float32)
+    on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in inputs]
+    ours = TreeMask(micro_of([parents] * 2), torch.device("cuda"), ContextGroup()).attend(*on_gpu)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    wanted = by_the_definition(exact, dense(parents))
+    torch.testing.assert_close(ours.cpu().double(), wanted, rtol=0, atol=1e-3)
+    found = torch.autograd.grad(ours, on_gpu, gradient.cuda())
+    for mine, theirs in zip(found, torch.autograd.grad(wanted, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs, rtol=0, atol=1e-3)

@@ -28,30 +28,25 @@ TILE = 128
 """Queries and keys of one tile of `flex_attention`'s block mask."""
 
 
-class Subtrees(NamedTuple):
-    """Neighbouring columns that no later column sees, or one segment of the tree: they see each other."""
+class Block(NamedTuple):
+    """A rectangle of the mask: some neighbouring columns as queries, and some as keys."""
 
-    start: int
-    end: int
-    mask: Tensor | None
-    """`[tokens, tokens]` float32, to be added to the scores; None: causal."""
-
-
-class Descendants(NamedTuple):
-    """A segment of the tree, a run of tokens with one child each, and all that comes of it: each of the columns from
-    `end` to `until` sees each from `start` to `end`."""
-
-    start: int
-    end: int
-    until: int
+    queries: slice
+    keys: slice
+    causal: bool = False
+    """Whether each query sees the keys up to itself alone; else, and without a mask, each sees all."""
+    mask: Tensor | None = None
+    """`[queries, keys]` float32, to be added to the scores."""
 
 
 class TreeBlocks(NamedTuple):
-    """A tree mask as the blocks that it is made of: each pair of columns that see each other is in one of them."""
+    """A tree mask as blocks: each pair of columns that see each other is in one of them."""
 
-    diagonal: list[Subtrees]
-    """These cover each column once."""
-    below: list[Descendants]
+    diagonal: list[Block]
+    """A segment of the tree (a run of tokens with one child each), or neighbouring subtrees, against itself. Together
+    they cover each column once."""
+    below: list[Block]
+    """Against a segment, all that descends from it."""
 
     @classmethod
     def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int) -> TreeBlocks:
@@ -67,19 +62,22 @@ class TreeBlocks(NamedTuple):
                 until = end
                 following = int(np.searchsorted(changes, start, side="right"))
                 end = int(changes[following]) if following < len(changes) else length
-                blocks.diagonal.append(Subtrees(start, end, None))
+                own = slice(start, end)
+                blocks.diagonal.append(Block(own, own, causal=True))
                 if end < until:
-                    blocks.below.append(Descendants(start, end, until))
+                    blocks.below.append(Block(slice(end, until), own))
             else:
                 while end < length and visible_until[end] - start <= dense_tokens:
                     end = int(visible_until[end])
-                blocks.diagonal.append(Subtrees(start, end, _dense(visible_until[start:end] - start)))
+                own = slice(start, end)
+                mask = _dense(visible_until[own] - start)
+                blocks.diagonal.append(Block(own, own, causal=mask is None, mask=mask))
             start = end
         return blocks
 
 
 def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
-    """The mask of a few columns, for `Subtrees`."""
+    """The mask of a few columns, for `Block`; None if it is plainly causal."""
     if (visible_until == len(visible_until)).all():
         return None
     sees = torch.from_numpy(attention_mask(visible_until[None])[0, 0])
@@ -210,17 +208,15 @@ class _Blockwise(torch.autograd.Function):
         sums = torch.promote_types(query.dtype, torch.float32)
         output = _laid_out_as_projected(query, sums)
         log_sums = torch.empty(query.shape[:3], dtype=sums)
-        for start, end, mask in blocks.diagonal:
-            own = slice(start, end)
-            output[:, :, own], log_sums[:, :, own] = _flash(query, key, value, own, own, scale, mask=mask, causal=True)
-        for start, end, until in blocks.below:
-            later = slice(end, until)
-            found, log_sum = _flash(query, key, value, later, slice(start, end), scale)
-            before = log_sums[:, :, later]
+        for block in blocks.diagonal:
+            output[:, :, block.queries], log_sums[:, :, block.queries] = _flash(query, key, value, block, scale)
+        for block in blocks.below:
+            found, log_sum = _flash(query, key, value, block, scale)
+            before = log_sums[:, :, block.queries]
             both = torch.logaddexp(before, log_sum)
-            kept = output[:, :, later].mul_((before - both).exp()[..., None])
+            kept = output[:, :, block.queries].mul_((before - both).exp()[..., None])
             kept.addcmul_(found.to(sums), (log_sum - both).exp()[..., None])
-            log_sums[:, :, later] = both
+            log_sums[:, :, block.queries] = both
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.blocks, ctx.scale = blocks, scale
@@ -232,56 +228,41 @@ class _Blockwise(torch.autograd.Function):
         gradient = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
         found = [_laid_out_as_projected(tensor, log_sums.dtype).zero_() for tensor in (query, key, value)]
 
-        def add(queries: slice, keys: slice, *, mask: Tensor | None = None, causal: bool = False) -> None:
+        for block in (*ctx.blocks.diagonal, *ctx.blocks.below):
             shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient[:, :, queries],
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, queries],
-                log_sums[:, :, queries],
+                gradient[:, :, block.queries],
+                query[:, :, block.queries],
+                key[:, :, block.keys],
+                value[:, :, block.keys],
+                output[:, :, block.queries],
+                log_sums[:, :, block.queries],
                 0.0,
-                causal and mask is None,
-                attn_mask=_mask_for(query, mask),
+                block.causal,
+                attn_mask=_mask_for(query, block),
                 scale=ctx.scale,
             )
-            for whole, columns, share in zip(found, (queries, keys, keys), shares, strict=True):
+            for whole, columns, share in zip(found, (block.queries, block.keys, block.keys), shares, strict=True):
                 whole[:, :, columns] += share
-
-        for start, end, mask in ctx.blocks.diagonal:
-            add(slice(start, end), slice(start, end), mask=mask, causal=True)
-        for start, end, until in ctx.blocks.below:
-            add(slice(end, until), slice(start, end))
         return *(whole.to(query.dtype) for whole in found), None, None
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: slice,
-    keys: slice,
-    scale: float | None,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one block; by `mask`, or else `causal`, or else all of it."""
+def _flash(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]` of one block."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query[:, :, queries],
-        key[:, :, keys],
-        value[:, :, keys],
+        query[:, :, block.queries],
+        key[:, :, block.keys],
+        value[:, :, block.keys],
         0.0,
-        causal and mask is None,
-        attn_mask=_mask_for(query, mask),
+        block.causal,
+        attn_mask=_mask_for(query, block),
         scale=scale,
     )
     return found
 
 
-def _mask_for(query: Tensor, mask: Tensor | None) -> Tensor | None:
+def _mask_for(query: Tensor, block: Block) -> Tensor | None:
     """The kernel wants masks in the dtype of the queries or in float32."""
-    return mask.double() if mask is not None and query.dtype == torch.float64 else mask
+    return block.mask.double() if block.mask is not None and query.dtype == torch.float64 else block.mask
 
 
 def _laid_out_as_projected(like: Tensor, dtype: torch.dtype) -> Tensor:

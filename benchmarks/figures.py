@@ -320,6 +320,22 @@ def agents_trainer(results: Results) -> str:
     return f"{markdown(header, map(line, rows))}\n\n{'. '.join([f'Threads: {threads}', *notes])}."
 
 
+def long_rows(results: Results) -> str:
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return MISSING
+        return f"{row['mib']:,.0f} MiB, {row['bytes_per_token'] / 1024:,.0f} KiB a token ({row['seconds']:,.0f} s)"
+
+    return crossed(
+        results["rows"],
+        corner="tokens in the row",
+        line=lambda row: f"{row['tokens']:,}",
+        column=lambda row: row["contender"],
+        columns=unique(row["contender"] for row in results["rows"]),
+        cell=cell,
+    )
+
+
 def plan(results: Results) -> str:
     """What was predicted, and what runs then did."""
     header = "case", "changed from the calibration", "compared", "groups per second", "mean age", "masked", "met"
@@ -629,6 +645,7 @@ TABLES = (
     Table("docs/figures.md", "bench_weights", weights),
     Table("docs/figures.md", "bench_trainer", trainer),
     Table("docs/figures.md", "bench_demo", demo),
+    Table("docs/trainer.md", "bench_long_rows", long_rows),
     Table("docs/planning.md", "bench_plan", plan),
     Table("docs/staleness.md", "delay", delay),
     Table("docs/manager.md", "bench_manager", manager_cost),

@@ -364,7 +364,7 @@ class _Connection(asyncio.Protocol):
             self._refuse(411, "send the body with a Content-Length")
         elif length > most:
             self._refuse(413, f"the body has {length} bytes, more than the {most} allowed")
-        else:
+        elif self._refusal is None:
             self._call = Call(self._parser.get_method().decode("latin-1"), self._target, self._headers)
             self._refused = self._server.check(self._call)
 

@@ -99,6 +99,17 @@ async def test_what_follows_a_call_and_is_none_is_refused_after_its_answer() -> 
         assert [status for status, _, _ in found] == [200, 200, 400]
 
 
+async def test_nothing_that_follows_what_is_no_call_is_answered() -> None:
+    """Else the answers would not be those of the calls in whose place they come."""
+    async with serving() as (_, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        writer.write(b"GET /a HTTP/1.1\r\n\r\n" + chunked + b"GET /b HTTP/1.1\r\n\r\n")
+        assert [(await answer_on(reader))[0] for _ in range(2)] == [200, 411]
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
 async def test_a_body_that_is_announced_is_asked_for() -> None:
     async with serving() as (_, _, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

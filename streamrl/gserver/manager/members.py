@@ -109,8 +109,8 @@ class Members:
 
         Raises `ConfigError` when it has another configuration than the manager, or goes on from another checkpoint;
         `PeerError` when it trained under an earlier manager, whose groups and versions this one does not know; and
-        `PeerError` (423) when another
-        process has its place that is not gone: neither silent nor, where it can be seen from here, ended.
+        `PeerError` (423) when another process has its place that is not gone: neither silent nor, where it can be seen
+        from here, ended.
         """
         who = f"{message.role}/{message.index}"
         self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")

@@ -18,6 +18,8 @@ MOST_CHANGED = 0.1
 """Share of the numbers of a tensor from which on it is not worth while: an index takes more room than a number."""
 SAMPLE = 4096
 """Numbers at either end of a tensor that are looked at before all are."""
+SURELY = 1.5
+"""More of both samples than this times `MOST_CHANGED` is taken for more than `MOST_CHANGED` of all."""
 
 
 class Delta(NamedTuple):
@@ -52,11 +54,11 @@ def apply(changes: Delta, target: Tensor) -> None:
 
 
 def _has_changed_much(before: Tensor, after: Tensor) -> bool:
-    """Whether a sample says so: both its ends have changed throughout."""
+    """Whether samples of both ends say so."""
     if len(after) < 8 * SAMPLE:
         return False
     ends = (slice(None, SAMPLE), slice(-SAMPLE, None))
-    return all(int((before[end] != after[end]).count_nonzero()) > SAMPLE // 2 for end in ends)
+    return all(int((before[end] != after[end]).count_nonzero()) > SURELY * MOST_CHANGED * SAMPLE for end in ends)
 
 
 def _bits(tensor: Tensor) -> Tensor:

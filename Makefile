@@ -42,7 +42,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test lint bench figures sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test lint bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -66,6 +66,10 @@ bench: $(INSTALLED_DEV)
 # What the tables of README and docs show, all of it, for some two hours on a machine that does nothing else.
 figures: $(INSTALLED_FIGURES) $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/python benchmarks/figures.py
+
+# On a machine with GPUs: what only they can show, in under eight minutes; the results are kept, docs/scale.md shows them.
+gpu: $(INSTALLED_DEV)
+	$(BIN)/python benchmarks/gpu.py; measured=$$?; $(BIN)/python benchmarks/figures.py --keep gpu && exit $$measured
 
 # Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
 sglang-cpu: $(SGLANG_VENV)/.installed

@@ -54,13 +54,13 @@ from weights_rank import read_weights, source_of
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.device import resolve_dtype
+from streamrl.device import resolve_device, resolve_dtype
 from streamrl.gserver.manager import process
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.publisher import Carriers, Publisher, carriers_for
 from streamrl.trainer.worker.weight_source import Senders, WeightSource
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.collective import join_world, open_store
+from streamrl.transport.collective import backend_for, join_world, open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -120,7 +120,8 @@ class Point:
     ) -> None:
         """`senders`: what brings the weights where several model workers do."""
         self.config = config
-        self.dtype = resolve_dtype(config.gserver.dtype, torch.device("cpu"))
+        device = resolve_device(config.run.device)
+        self.dtype = resolve_dtype(config.gserver.dtype, device)
         self._client = client
         self._gservers = gservers
         self._urls = urls
@@ -132,7 +133,12 @@ class Point:
             Carriers(senders)
             if senders is not None
             else carriers_for(
-                config, listening=LOOPBACK, backend="gloo", dtype=self.dtype, device=torch.device("cpu"), numbers=0
+                config,
+                listening=LOOPBACK,
+                backend=backend_for(config.weights, device),
+                dtype=self.dtype,
+                device=device,
+                numbers=0,
             )
         )
         self._publisher = Publisher(

@@ -58,10 +58,25 @@ STREAMS = {
     "send_pyobj": "send_pyobj",
     "mp_queue": "multiprocessing.Queue",
 }
-BY_NAME_ONLY = {"staleness", "delay"}
-"""Benchmarks that take the better part of a day: run only when they are named."""
+BY_NAME_ONLY = {"staleness", "delay", "gpu"}
+"""Benchmarks that take the better part of a day, or need a GPU: run only when they are named."""
 COMPUTED = ""
 """In place of a benchmark: the table is computed, and nothing was measured."""
+GPU_FIGURES = {
+    "way": "{}",
+    "checkpointing": "activations computed again: {}",
+    "at_once": "{} at once",
+    "max_staleness": "max_staleness {}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "share_of_peak": "{:.0%} of the peak",
+    "share_of_bare": "{:.0%} of a bare product",
+    "memory_gib": "{:.0f} GiB",
+    "publish_seconds": "{:.3f} s",
+    "share": "{:.2f} of a bare copy",
+    "groups_per_second": "{:.3g} groups/s",
+    "speedup": "{:.2f} of the synchronous run",
+}
+"""Keys of its rows, and how they are told."""
 MISSING = "–"
 NOT_MEASURED = "Not measured yet."
 SHOWN_STEPS = 3
@@ -565,6 +580,16 @@ def capacity_traffic(_: Results) -> str:
     return markdown(header.split(" | "), rows)
 
 
+def gpu(results: Results) -> str:
+    """What the steps of `gpu.py` came to on one kind of device."""
+    rows = []
+    for row in results["rows"]:
+        told = ["skipped" if row["ok"] is None else "" if row["ok"] else "**failed**", row.get("note", "")]
+        told += [f"{form.format(row[key])}" for key, form in GPU_FIGURES.items() if row.get(key) is not None]
+        rows.append([row["step"], f"{row['seconds']:.0f}", "; ".join(filter(None, told)) or "ok"])
+    return markdown(["step", "seconds", "result"], rows)
+
+
 def demo_printed(results: Results) -> str:
     """The first and the last steps, and how it ended."""
     steps, _ = _steps_and_summary(results)
@@ -662,6 +687,7 @@ TABLES = (
     Table("docs/staleness.md", "staleness", staleness_over_age),
     Table("docs/scale.md", COMPUTED, capacity_memory),
     Table("docs/scale.md", COMPUTED, capacity_traffic),
+    Table("docs/scale.md", "gpu", gpu),
 )
 BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
@@ -675,17 +701,20 @@ def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path 
 
     def block(match: re.Match[str]) -> str:
         table = mine[match["name"]]
-        path = kept / f"{table.benchmark}.json"
         if table.benchmark == COMPUTED:
             shown = f"{table.render({})}\n\n*computed, not measured*"
-        elif path.exists():
-            results = read_results(path)
-            shown = f"{table.render(results)}\n\n{source(results)}"
         else:
-            shown = NOT_MEASURED
+            found = [read_results(path) for path in results_of(table.benchmark, kept)]
+            tables = [f"{table.render(results)}\n\n{source(results)}" for results in found]
+            shown = "\n\n".join(tables) or NOT_MEASURED
         return f"<!-- table: {table.name} -->\n\n{shown}\n\n<!-- end of table -->"
 
     return BLOCK.sub(block, text)
+
+
+def results_of(benchmark: str, folder: Path) -> list[Path]:
+    """The results in `folder`: of `gpu`, one file for each kind of device."""
+    return sorted(folder.glob("gpu-*.json" if benchmark == "gpu" else f"{benchmark}.json"))
 
 
 def render() -> None:
@@ -755,13 +784,17 @@ def run(benchmark: str, options: argparse.Namespace) -> None:
         print("$", *command, flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             raise SystemExit(f"{' '.join(command)} failed; nothing of {benchmark} is kept")
-    failed = unmeasured(benchmark, read_results(LATEST / f"{benchmark}.json"), options)
+    failed = [
+        name for path in results_of(benchmark, LATEST) for name in unmeasured(benchmark, read_results(path), options)
+    ]
     if failed:
         raise SystemExit(f"{', '.join(failed)} did not run; nothing of {benchmark} is kept (see above, or --without)")
 
 
 def unmeasured(benchmark: str, results: Results, options: argparse.Namespace) -> list[str]:
     """Return the contenders that `benchmark` should have measured and that no row of `results` has."""
+    if benchmark not in NEEDED:
+        return []
     found: set[str] = set()
     for row in results["rows"]:
         found |= {row["contender"]} if "contender" in row else set(row.get("tokens_per_second", ()))
@@ -771,13 +804,14 @@ def unmeasured(benchmark: str, results: Results, options: argparse.Namespace) ->
 
 def keep(benchmark: str) -> None:
     """Copy the latest results of `benchmark`, and their plot, to where the tables are made from."""
-    results = LATEST / f"{benchmark}.json"
-    if not results.exists():
-        raise SystemExit(f"{benchmark} has not been run here: there is no {results}")
-    if read_results(results)["settings"].get("quick"):
-        raise SystemExit(f"{results} is of a quick run, which is not kept")
-    for found in LATEST.glob(f"{benchmark}.*"):
-        shutil.copy(found, KEPT / found.name)
+    measured = results_of(benchmark, LATEST)
+    if not measured:
+        raise SystemExit(f"{benchmark} has not been run here: there is no {LATEST / f'{benchmark}.json'}")
+    for results in measured:
+        if read_results(results)["settings"].get("quick"):
+            raise SystemExit(f"{results} is of a quick run, which is not kept")
+        for found in LATEST.glob(f"{results.stem}.*"):
+            shutil.copy(found, KEPT / found.name)
 
 
 def check_needed(chosen: Sequence[str], options: argparse.Namespace) -> None:

@@ -135,8 +135,17 @@ def label(engine: str) -> str:
     return "SIMULATED generation" if engine == "simulated" else "embedded engine"
 
 
-def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int, *, seed: int) -> dict[str, float]:
-    """One run as a user would start it; answers its figures."""
+def run(
+    folder: Path,
+    engine: str,
+    max_staleness: int,
+    over_age: str,
+    steps: int,
+    *,
+    seed: int,
+    example: Path = EXAMPLE,
+) -> dict[str, float]:
+    """One run as a user would start it; answers its figures. `example`: its configuration."""
     overrides: dict[str, Any] = {
         "run.dir": str(folder),
         "run.name": f"{engine}-{max_staleness}-{over_age}-{seed}",
@@ -151,7 +160,7 @@ def run(folder: Path, engine: str, max_staleness: int, over_age: str, steps: int
     if engine == "simulated":
         overrides |= SIMULATED
     arguments = [f"{key}={value}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "streamrl", "run", str(EXAMPLE), *arguments]
+    command = [sys.executable, "-m", "streamrl", "run", str(example), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         meter = ProcessorMeter(running.pid)
         said, _ = running.communicate(timeout=1800)

@@ -51,6 +51,23 @@ def test_tables_are_what_their_results_say(page):
 MEASURED = [table for table in figures.TABLES if (figures.KEPT / f"{table.benchmark}.json").exists()]
 
 
+def test_results_of_each_kind_of_gpu_have_a_table(tmp_path):
+    row = {"step": "training 1B", "seconds": 20.0, "ok": True, "tokens_per_second": 51234.5, "share_of_peak": 0.41}
+    about = {
+        "commit": {"id": "abc", "date": "2026-11-24T00:00:00Z", "changed": False},
+        "machine": {"processor": "Some CPU", "cores": 8, "devices": ["NVIDIA H100", "NVIDIA H100"]},
+    }
+    for name in ("gpu-a100", "gpu-h100"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**about, "rows": [row, row | {"ok": None, "note": "why"}]}))
+    tables = [table for table in figures.TABLES if table.benchmark == "gpu"]
+    page = "<!-- table: gpu -->\n\n<!-- end of table -->"
+    shown = figures.rendered(tables[0].page, page, tables, kept=tmp_path)
+    assert shown.count("| training 1B | 20 | 51,234 tokens/s; 41% of the peak |") == 2
+    assert shown.count("| training 1B | 20 | skipped; why; 51,234 tokens/s; 41% of the peak |") == 2
+    assert shown.count("Some CPU, 8 cores, NVIDIA H100*") == 2
+    assert figures.NOT_MEASURED in figures.rendered(tables[0].page, page, tables, kept=tmp_path / "none")
+
+
 @pytest.mark.parametrize("table", MEASURED, ids=lambda table: table.name)
 def test_a_table_says_commit_date_and_processor(table):
     results = figures.read_results(figures.KEPT / f"{table.benchmark}.json")

@@ -237,11 +237,15 @@ class TorchOperations:
             if self._copies_cache:
                 known = known.clone(memory_format=torch.contiguous_format)
         mask = None
+        keys, values = self._keys_and_values(known)
         if run.cached and new > 1:
             mask = torch.ones(new, total, dtype=torch.bool, device=self._device).tril(run.cached)
-        keys, values = self._keys_and_values(known)
+            if self._device.type != "cpu":
+                # CUDA's fast kernels take either a mask or fewer key than query heads; else all scores are kept
+                repeats = self.heads // self.kv_heads
+                keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
         attended = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=not run.cached, enable_gqa=self.heads > self.kv_heads
+            q, keys, values, attn_mask=mask, is_causal=not run.cached, enable_gqa=self.heads > keys.shape[1]
         )
         return attended.transpose(1, 2).reshape(count * new, -1)
 

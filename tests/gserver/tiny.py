@@ -127,7 +127,7 @@ async def engine_for(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEng
         folder=folder,
         text=Text(folder),
         dtype=settings.pop("dtype", torch.float32),
-        device=torch.device("cpu"),
+        device=settings.pop("device", torch.device("cpu")),
         update_timeout=20.0,
         **{**defaults, **settings},
     )

@@ -1,0 +1,783 @@
+"""Everything that only a GPU can show, in one command and under eight minutes, without network.
+
+    python benchmarks/gpu.py [--only STEP …] [--seconds N] [--sglang-python PATH]
+    python benchmarks/gpu.py --device cpu --tiny       # try the steps themselves, on a machine without a GPU
+
+First the tests marked `cuda`, then figures with random weights in the shape of a model of 1 billion weights, and of 7
+where they fit:
+
+- *training*: tokens per second of forward, backward and optimizer, as a share of the device's peak, by its data sheet,
+  and of a bare matrix product here. Arithmetic that is done again for the sake of memory is not counted;
+- *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
+  installed: the same prompts by others;
+- *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
+- *async*: groups per second of whole runs with `max_staleness` 4, relative to 0. A response ends at each token by the
+  same chance, so lengths have a real tail.
+
+Each step is a process of its own with a deadline. It is reported when it ends; none stops the others, and what is
+missing on the machine is skipped by name. Results are written after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import ROOT, latest, write_results
+
+from streamrl.planner.shapes import KNOWN, Shape
+
+BILLION, SEVEN = "Llama-3.2-1B", "Qwen2.5-7B"
+SECONDS = 470.0
+"""Of all steps together."""
+ENDING_SECONDS = 5.0
+"""Between being asked to end and being killed."""
+TAIL_LINES = 12
+GIB = 2**30
+PROMPT_TOKENS = 128
+
+Row = dict[str, Any]
+
+
+class Skipped(Exception):
+    """Why a step cannot be made on this machine."""
+
+
+class Place(NamedTuple):
+    """Where and how large a step measures."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    tiny: bool
+    """So small that the steps themselves can be tried on a CPU; the figures mean nothing."""
+    folder: Path
+    """Where the models are."""
+    sglang_python: str
+
+    @property
+    def seconds(self) -> float:
+        """How long a rate is measured."""
+        return 0.2 if self.tiny else 6.0
+
+    def model(self, name: str) -> Path:
+        """The folder of a model; raises `Skipped` where the step that makes them has left it out."""
+        folder = self.folder / name
+        if not (folder / "config.json").exists():
+            raise Skipped(f"there is no model of the shape {name} (see the step models)")
+        return folder
+
+
+def shape_of(place: Place, name: str) -> Shape:
+    """The shape that is called `name`; a tiny one of its kind to try the steps."""
+    import msgspec
+
+    if not place.tiny:
+        return KNOWN[name]
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "head_dim": 16}
+    return msgspec.structs.replace(KNOWN[name], **sizes, kv_heads=2)
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def models(place: Place) -> list[Row]:
+    """Make the models that fit, with random weights and one word for each token."""
+    rows: list[Row] = []
+    for name in (BILLION, SEVEN):
+        shape = shape_of(place, name)
+        size = 2 * shape.parameters
+        free = shutil.disk_usage(place.folder).free
+        if 1.1 * size > free:
+            rows.append({"model": name, "note": f"left out: {size / GIB:.0f} GiB, and {free / GIB:.0f} are free"})
+            continue
+        if place.device == "cuda" and 1.2 * size > device_memory(place):
+            rows.append({"model": name, "note": f"left out: its {size / GIB:.0f} GiB do not fit on the device"})
+            continue
+        began = time.perf_counter()
+        make_model(shape, place.folder / name, device=place.device, float32=place.device == "cpu")
+        rows.append({"model": name, "parameters": shape.parameters, "model_seconds": time.perf_counter() - began})
+    return rows
+
+
+def make_model(shape: Shape, folder: Path, *, device: str, float32: bool) -> None:
+    """Write a checkpoint of random weights, which are drawn on the device."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    config = transformers_config(shape)
+    dtype = torch.float32 if float32 else torch.bfloat16
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            made = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
+        else:
+            made = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        tensors[name] = made.to("cpu", dtype)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.architectures = [type(model).__name__]
+    word_tokenizer(shape.vocab_size).save_pretrained(folder)
+    config.save_pretrained(folder)  # last: a folder with it is complete
+
+
+def transformers_config(shape: Shape) -> Any:
+    from transformers import LlamaConfig, Qwen2Config
+
+    kind = Qwen2Config if shape.qkv_bias else LlamaConfig
+    return kind(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+        eos_token_id=shape.vocab_size - 1,
+        pad_token_id=shape.vocab_size - 2,
+        bos_token_id=None,
+    )
+
+
+def word_tokenizer(size: int) -> Any:
+    """One word for each token: all texts are apart, and rewards of them, too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [f"t{number}" for number in range(size - 2)] + ["<pad>", "<eos>"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="t0",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )
+
+
+def device_memory(place: Place) -> float:
+    """Bytes that are free on the device; raises `Skipped` where torch finds none."""
+    import torch
+
+    if place.device == "cpu":
+        return float("inf")
+    if not torch.cuda.is_available():
+        raise Skipped("torch finds no CUDA device (streamrl doctor)")
+    return float(torch.cuda.mem_get_info(0)[0])
+
+
+def wait_for_device(place: Place) -> None:
+    """Wait until the device has done what it was given to do."""
+    import torch
+
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- training ------------------------------------------------------------------------------------
+
+ROW_TOKENS, ROWS, MICRO_BATCHES = 2048, 4, 2
+
+
+def training(place: Place, name: str) -> list[Row]:
+    """Steps of the torch backend, with activations kept and, if that does not fit, computed again."""
+    from streamrl.planner.capacity import TrainerLayout, trainer_memory
+
+    shape, folder = shape_of(place, name), place.model(name)
+    tokens = (64 if place.tiny else ROW_TOKENS) * ROWS
+    needed = trainer_memory(shape, TrainerLayout(), tokens=tokens, shard=False).total
+    free = device_memory(place)
+    if needed > free:
+        raise Skipped(f"training {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+    import torch
+
+    rows, bare = [], matrix_product_tflops(place)
+    for checkpointing in (False, True):
+        try:
+            rows.append(_training(place, shape, folder, checkpointing=checkpointing, bare_tflops=bare))
+        except torch.OutOfMemoryError as error:
+            rows.append({"checkpointing": checkpointing, "note": f"does not fit: {str(error).splitlines()[0]}"})
+        if place.device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _training(place: Place, shape: Shape, folder: Path, *, checkpointing: bool, bare_tflops: float) -> Row:
+    import numpy as np
+    import torch
+
+    from streamrl.planner.gpus import peak_of
+    from streamrl.trainer.backends.base import ModelSpec
+    from streamrl.trainer.backends.torch import TorchModel
+    from streamrl.trainer.packing import MicroBatch
+
+    length = 64 if place.tiny else ROW_TOKENS
+    on_gpu = place.device == "cuda"
+    model = TorchModel(
+        ModelSpec(
+            folder=folder,
+            head="tokens",
+            device=torch.device(place.device, 0) if on_gpu else torch.device("cpu"),
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
+            lr=1e-6,
+            total_updates=1000,
+            gradient_checkpointing=checkpointing,
+        )
+    )
+    generator = np.random.default_rng(0)
+    rows, columns = np.divmod(np.arange(ROWS * (length - 1)), length - 1)
+
+    def micro_batch() -> MicroBatch:
+        ids = generator.integers(0, shape.vocab_size - 2, (ROWS, length))
+        return MicroBatch(
+            input_ids=ids,
+            position_ids=np.tile(np.arange(length), (ROWS, 1)),
+            visible_until=np.full((ROWS, length), length),
+            row_index=rows,
+            column_index=columns,
+            group_index=np.zeros_like(rows),
+            target_index=np.arange(len(rows)),
+            target_ids=ids[rows, columns + 1],
+        )
+
+    micros = [micro_batch() for _ in range(MICRO_BATCHES)]
+
+    def step() -> None:
+        model.accumulate(micros, lambda _, output: -output.values.mean() / MICRO_BATCHES)
+        model.update(lambda: None)
+        wait_for_device(place)
+
+    step()
+    step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps = rate(step, seconds=place.seconds)
+    tokens = MICRO_BATCHES * ROWS * length * steps
+    tflops = 3 * shape.forward_flops(length) * tokens / 1e12
+    peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
+    model.close()
+    return {
+        "model": shape.name,
+        "checkpointing": checkpointing,
+        "tokens_per_second": tokens,
+        "tflops": tflops,
+        "share_of_peak": tflops / peak.tflops if peak else None,
+        "bare_tflops": bare_tflops,
+        "share_of_bare": tflops / bare_tflops,
+        "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+    }
+
+
+def matrix_product_tflops(place: Place) -> float:
+    """What a large product in the dtype of the computation reaches here."""
+    import torch
+
+    size, dtype = (8192, torch.bfloat16) if place.device == "cuda" else (256, torch.float32)
+    a = torch.ones(size, size, dtype=dtype, device=place.device)
+    b, out = torch.ones_like(a), torch.empty_like(a)
+
+    def several() -> None:
+        for _ in range(10):
+            torch.mm(a, b, out=out)
+        wait_for_device(place)
+
+    several()
+    return 10 * rate(several, seconds=min(1.0, place.seconds)) * 2 * size**3 / 1e12
+
+
+def rate(work: Callable[[], object], *, seconds: float, least: int = 3) -> float:
+    """How often `work` is done in a second, from `least` times or `seconds` on."""
+    began, done = time.perf_counter(), 0
+    while done < least or time.perf_counter() - began < seconds:
+        work()
+        done += 1
+    return done / (time.perf_counter() - began)
+
+
+# --- generation ----------------------------------------------------------------------------------
+
+
+def at_once(place: Place) -> Sequence[int]:
+    return (2,) if place.tiny else (1, 64, 256)
+
+
+def new_tokens(place: Place) -> int:
+    return 8 if place.tiny else 256
+
+
+def prompts(place: Place, shape: Shape, count: int) -> list[list[int]]:
+    import numpy as np
+
+    length = 16 if place.tiny else PROMPT_TOKENS
+    found: list[list[int]] = np.random.default_rng(count).integers(0, shape.vocab_size - 2, (count, length)).tolist()
+    return found
+
+
+def generation(place: Place, name: str) -> list[Row]:
+    """The embedded engine, called directly."""
+    import torch
+
+    from streamrl.gserver.embedded.engine import EmbeddedEngine
+    from streamrl.gserver.server.engine import Job, Text
+    from streamrl.transport.generation import SamplingParams
+
+    shape, folder = shape_of(place, name), place.model(name)
+    needed, free = 2.5 * shape.parameters, device_memory(place)
+    if needed > free:
+        raise Skipped(f"serving {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+    on_gpu = place.device == "cuda"
+
+    async def measure() -> list[Row]:
+        engine = EmbeddedEngine(
+            folder=folder,
+            text=Text(folder),
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
+            device=torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
+            threads=1,
+            max_running=max(at_once(place)),
+            max_queued=1024,
+            max_context=512,
+            seed=0,
+            update_timeout=60.0,
+            prefix_cache_bytes=0,
+        )
+        await engine.start()
+
+        async def one(count: int, length: int, number: int) -> float:
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            began = time.perf_counter()
+            tickets = [
+                engine.submit(Job(rid=f"{number}-{i}", input_ids=ids, params=params))
+                for i, ids in enumerate(prompts(place, shape, count))
+            ]
+            made = sum([len((await ticket.result()).output_ids) for ticket in tickets])
+            return made / (time.perf_counter() - began)
+
+        try:
+            rows = []
+            for number, count in enumerate(at_once(place)):
+                await one(count, 4, 1000 + number)  # what is made once
+                found = await one(count, new_tokens(place), number)
+                rows.append({"model": name, "engine": "streamrl", "at_once": count, "tokens_per_second": found})
+            return rows
+        finally:
+            await engine.close()
+
+    return asyncio.run(measure())
+
+
+def transformers(place: Place, name: str) -> list[Row]:
+    """transformers' `generate`, all prompts in one call."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    shape, folder = shape_of(place, name), place.model(name)
+    device_memory(place)
+    dtype = torch.bfloat16 if place.device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval().to(place.device)
+
+    def generate(count: int, length: int) -> int:
+        ids = torch.tensor(prompts(place, shape, count), device=place.device)
+        settings = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=length, max_new_tokens=length
+        )
+        settings.eos_token_id, settings.pad_token_id = -1, 0
+        with torch.inference_mode():
+            answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        wait_for_device(place)
+        return int(answer[:, ids.shape[1] :].numel())
+
+    rows = []
+    for count in at_once(place)[1:] or at_once(place):
+        generate(count, 4)
+        began = time.perf_counter()
+        made = generate(count, new_tokens(place))
+        found = made / (time.perf_counter() - began)
+        rows.append({"model": name, "engine": "transformers", "at_once": count, "tokens_per_second": found})
+    return rows
+
+
+def sglang(place: Place, name: str) -> list[Row]:
+    """A gserver with real SGLang, over HTTP."""
+    from engine_contenders import ContenderFailed, Served
+
+    from streamrl.config import from_dict
+
+    python = place.sglang_python or (sys.executable if find_spec("sglang") else "")
+    if not python:
+        raise Skipped("SGLang is not installed (--sglang-python names an interpreter that has it)")
+    shape, folder = shape_of(place, name), place.model(name)
+    device_memory(place)
+    config = from_dict(
+        {
+            "run": {"device": place.device, "dir": str(place.folder / "runs")},
+            "model": {"path": str(folder)},
+            "data": {"max_prompt_tokens": PROMPT_TOKENS},
+            "rollout": {"sampling": {"max_new_tokens": 256}},
+            "gserver": {
+                "engine": "sglang",
+                "max_context": 512,
+                "max_running": max(at_once(place)),
+                "prefix_cache_mb": 0,
+                "sglang": {"python": python, "start_timeout_seconds": 120.0},
+            },
+        }
+    )
+    try:
+        server = Served("sglang", config, folder)
+    except ContenderFailed as error:
+        raise Skipped(str(error)) from error
+    rows = []
+    try:
+        for count in at_once(place):
+            server.generate(prompts(place, shape, count), 4)
+            began = time.perf_counter()
+            made = server.generate(prompts(place, shape, count), new_tokens(place))
+            found = made / (time.perf_counter() - began)
+            rows.append({"model": name, "engine": "sglang", "at_once": count, "tokens_per_second": found})
+    finally:
+        server.close()
+    return rows
+
+
+# --- publication ---------------------------------------------------------------------------------
+
+
+def publication(place: Place, name: str) -> list[Row]:
+    """Weight updates from this process to a gserver, by each way that the machine has."""
+    import torch
+
+    device_memory(place)
+    folder = place.model(name)
+    several = place.device == "cuda" and torch.cuda.device_count() > 1
+    ways = {"cpu": ["collective gloo"], "cuda": ["cuda_ipc", "collective gloo"]}[place.device]
+    rows = []
+    for way in [*ways, *(["collective nccl"] if several else [])]:
+        try:
+            rows.append({"way": way, "model": name, **asyncio.run(_publication(place, folder, way))})
+        except Exception as error:  # tolerance point: the other ways are measured all the same
+            rows.append({"way": way, "model": name, "note": f"failed: {type(error).__name__}: {error}"})
+    return rows
+
+
+async def _publication(place: Place, folder: Path, way: str) -> Row:
+    import torch
+    from bench_weights import Weights, point
+
+    from streamrl.config import from_dict
+    from streamrl.trainer.backends.files import TensorFiles
+
+    mode, _, backend = way.partition(" ")
+    device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
+    with tempfile.TemporaryDirectory() as name:
+        config = from_dict(
+            {
+                "run": {"dir": name, "device": place.device},
+                "model": {"path": str(folder)},
+                "data": {"max_prompt_tokens": 64},
+                "rollout": {"sampling": {"max_new_tokens": 64}},
+                "gserver": {"max_context": 256, "max_running": 4},
+                "weights": {"mode": mode, **({"backend": backend} if backend else {})},
+                "manager": {"heartbeat_seconds": 0.5},
+            }
+        )
+        files = TensorFiles(folder, "model")
+        weights_here = {n: files.read(n).to(device, torch.float32) for n in files.names()}
+        if backend == "nccl":  # this process has its device already; the gserver gets the next one
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        async with point(config, Path(name), folder) as here:
+            weights = Weights(weights_here, dtype=here.dtype)
+            bare = bare_copy(place, list(weights_here.values()), here.dtype)
+            await here.publish(1, weights)
+            found = [await here.publish(version, weights) for version in range(2, 5)]
+    size = sum(weights.sizes)
+    seconds = statistics.median(one["publish_seconds"] for one in found)
+    return {
+        "gib": size / GIB,
+        "publish_seconds": seconds,
+        "pause_seconds": statistics.median(one["pause_seconds"] for one in found),
+        "bare_seconds": bare,
+        "share": bare / seconds,
+    }
+
+
+def bare_copy(place: Place, tensors: Sequence[Any], dtype: Any) -> float:
+    """Seconds to copy all `tensors` on their device, converted to `dtype`."""
+    import torch
+
+    targets = [torch.empty(tensor.shape, dtype=dtype, device=tensor.device) for tensor in tensors]
+
+    def copy() -> None:
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+        wait_for_device(place)
+
+    copy()
+    return 1 / rate(copy, seconds=0.5)
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+def asynchronous(place: Place, name: str) -> list[Row]:
+    """The same job with `max_staleness` 0 and 4."""
+    import torch
+    from throughput import run
+
+    from streamrl.config import from_dict, to_toml
+
+    shape, folder = shape_of(place, name), place.model(name)
+    device_memory(place)
+    mean, longest = (8, 24) if place.tiny else (128, 1024)
+    steps = 4 if place.tiny else 8
+    stops = list(range(max(1, shape.vocab_size // mean)))
+    one_gpu = place.device == "cuda" and torch.cuda.device_count() == 1
+    config = from_dict(
+        {
+            "run": {"device": place.device},
+            "model": {"path": str(folder)},
+            "data": {"source": "python", "path": "streamrl.rollout.tasks:copy_digits", "max_prompt_tokens": 16},
+            "rollout": {
+                "group_size": 2 if place.tiny else 8,
+                "sampling": {"max_new_tokens": longest, "stop_token_ids": stops},
+                "reward": {"function": "streamrl.rollout.tasks:hash_reward"},
+            },
+            "gserver": {"max_running": 8 if place.tiny else 128, "max_context": 64 if place.tiny else 1152},
+            "trainer": {"batch_groups": 2 if place.tiny else 8, "lr": 1e-7},
+            "weights": {"mode": "cuda_ipc" if one_gpu else "auto"},
+        }
+    )
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as runs:
+        file = Path(runs, "config.toml")
+        file.write_text(to_toml(config))
+        for staleness in (0, 4):
+            found = run(Path(runs), "embedded", staleness, "mask", steps, seed=0, example=file)
+            rows.append({"model": name, "max_staleness": staleness, **found})
+    for row in rows:
+        row["speedup"] = row["groups_per_second"] / rows[0]["groups_per_second"]
+    return rows
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One process."""
+
+    name: str
+    seconds: float
+    """Its deadline."""
+    tests: str = ""
+    """The tests marked `cuda` of this file; or else:"""
+    measure: Callable[[Place], list[Row]] | None = None
+
+
+def of_shape(measure: Callable[[Place, str], list[Row]], name: str) -> Callable[[Place], list[Row]]:
+    return lambda place: measure(place, name)
+
+
+STEPS = (
+    Step("models", 90, measure=models),
+    Step("tests: engine", 100, tests="tests/gserver/embedded/test_on_cuda.py"),
+    Step("tests: backend", 120, tests="tests/trainer/backends/test_on_cuda.py"),
+    Step("tests: weights", 100, tests="tests/trainer/worker/test_on_cuda.py"),
+    Step("tests: learning", 150, tests="tests/e2e/test_on_cuda.py"),
+    Step("training 1B", 75, measure=of_shape(training, BILLION)),
+    Step("generation 1B", 60, measure=of_shape(generation, BILLION)),
+    Step("publication 1B", 60, measure=of_shape(publication, BILLION)),
+    Step("async 1B", 120, measure=of_shape(asynchronous, BILLION)),
+    Step("transformers 1B", 60, measure=of_shape(transformers, BILLION)),
+    Step("generation 7B", 60, measure=of_shape(generation, SEVEN)),
+    Step("training 7B", 60, measure=of_shape(training, SEVEN)),
+    Step("sglang 1B", 120, measure=of_shape(sglang, BILLION)),
+)
+"""In the order in which they are made: what matters most comes first."""
+
+
+def run_step(step: Step, place: Place, *, seconds: float) -> list[Row]:
+    """Make `step` in a process of its own, which is killed with all that it started after `seconds`; return its rows,
+    each with the step's name and whether it is `ok` (None: skipped)."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="streamrl-gpu-") as folder:
+        answer, log = Path(folder, "answer.json"), Path(folder, "log")
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command(step, place, answer),
+                cwd=ROOT,
+                env=environment | {"STREAMRL_TEST_DEVICE": place.device},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(process)
+        said = log.read_text(errors="replace")
+        taken = time.perf_counter() - began
+        whole = {"step": step.name, "seconds": taken}
+        if code is None:
+            return [whole | {"ok": False, "note": f"not through after {seconds:.0f} s", "log": tail(said)}]
+        if step.tests:
+            return [whole | test_result(code, said)]
+        if not answer.exists():
+            return [whole | {"ok": False, "note": f"ended with exit code {code}", "log": tail(said)}]
+        found: Row = json.loads(answer.read_text())
+        if found["skipped"]:
+            return [whole | {"ok": None, "note": found["skipped"]}]
+        return [whole | {"ok": not str(row.get("note", "")).startswith("failed")} | row for row in found["rows"]]
+
+
+def command(step: Step, place: Place, answer: Path) -> list[str]:
+    if step.tests:
+        return [sys.executable, "-m", "pytest", "-q", "-x", "-rs", "-m", "cuda", "-p", "no:cacheprovider", step.tests]
+    words = ["--step", step.name, "--answer", str(answer), "--device", place.device, "--folder", str(place.folder)]
+    words += ["--tiny"] if place.tiny else []
+    words += ["--sglang-python", place.sglang_python] if place.sglang_python else []
+    return [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End the process's session, whoever is left in it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+            if number == signal.SIGTERM:
+                continue  # others of its session may be left
+
+
+def test_result(code: int, said: str) -> Row:
+    """What pytest's last line says, and why tests were skipped."""
+    last = next((line.strip("= ") for line in reversed(said.splitlines()) if re.search(r"\d+ \w+", line)), "")
+    reasons = sorted(set(re.findall(r"^SKIPPED \[\d+\] \S+ (.+)$", said, re.MULTILINE)))
+    note = "; ".join([last, *reasons])
+    if code == 0 and "passed" not in last:
+        return {"ok": None, "note": note}
+    return {"ok": code == 0, "note": note, **({} if code == 0 else {"log": tail(said)})}
+
+
+def tail(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+
+
+def answer_step(step: Step, place: Place, answer: Path) -> None:
+    """In the step's own process: measure, and write what was found."""
+    assert step.measure is not None
+    found: Row = {"rows": [], "skipped": ""}
+    try:
+        found["rows"] = step.measure(place)
+    except Skipped as reason:
+        found["skipped"] = str(reason)
+    draft = answer.with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    draft.rename(answer)
+
+
+def device_name(place: Place) -> str:
+    """For the results' file: `h100-80gb-hbm3`; asked in a process of its own, so that this one holds no device."""
+    if place.device == "cpu":
+        return "cpu"
+    script = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    if not done.stdout.strip():
+        raise SystemExit("torch finds no CUDA device: see `streamrl doctor`, or try the steps with --device cpu --tiny")
+    return re.sub(r"[^a-z0-9]+", "-", done.stdout.strip().lower().removeprefix("nvidia ")).strip("-")
+
+
+def told(row: Row) -> str:
+    """A line for people."""
+    state = {True: "ok", False: "FAILED", None: "skipped"}[row["ok"]]
+    hidden = ("step", "seconds", "ok", "log", "note")
+    figures = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in hidden)
+    line = f"{row['step']}: {state} ({row['seconds']:.0f} s) {row.get('note', '')} {figures}".rstrip()
+    return line + (f"\n{row['log']}" if row.get("log") else "")
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of no size: tries the steps, measures nothing")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="steps whose names begin so")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
+    parser.add_argument("--sglang-python", default="", help="an interpreter that has SGLang for this device")
+    parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step:
+        place = Place(options.device, options.tiny, options.folder, options.sglang_python)
+        answer_step(next(step for step in STEPS if step.name == options.step), place, options.answer)
+        return
+    chosen = [step for step in STEPS if not options.only or step.name.startswith(tuple(options.only))]
+    if not chosen:
+        raise SystemExit(f"--only {' '.join(options.only)}: the steps are {', '.join(step.name for step in STEPS)}")
+    if all(step.measure is not models for step in chosen) and any(step.measure for step in chosen):
+        chosen.insert(0, STEPS[0])
+    end_at = time.monotonic() + options.seconds
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-gpu-", dir=roomy())))
+        place = Place(options.device, options.tiny, folder, options.sglang_python)
+        name = f"gpu-{device_name(place)}"
+        settings = {"quick": options.tiny, "device": options.device, "steps": [step.name for step in chosen]}
+        rows: list[Row] = []
+        for step in chosen:
+            left = end_at - time.monotonic()
+            if left < 10:
+                made = [{"step": step.name, "seconds": 0.0, "ok": None, "note": "no time was left (--seconds)"}]
+            else:
+                made = run_step(step, place, seconds=min(step.seconds, left))
+            rows += made
+            for row in made:
+                print(told(row), flush=True)
+            write_results(name, settings, rows)
+    failed = sorted({row["step"] for row in rows if row["ok"] is False})
+    print(f"written: {latest(f'{name}.json')}")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(chosen)} steps failed: {', '.join(failed)}")
+
+
+def roomy() -> str | None:
+    """Memory, where it has room for the models; else where temporary files are."""
+    memory = Path("/dev/shm")
+    with suppress(OSError):
+        if shutil.disk_usage(memory).free > 24 * GIB:
+            return str(memory)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import math
 
 from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import Config, DataConfig, WorkflowConfig
+from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig
 from streamrl.config.trainer import role_config
 
 
@@ -184,6 +184,8 @@ def _lora_problems(config: Config) -> list[str]:
     problems = []
     if not lora.target_modules or len(set(lora.target_modules)) != len(lora.target_modules):
         problems.append("model.lora.target_modules must name at least one linear layer, and each once")
+    if unknown := sorted(set(lora.target_modules) - set(LINEAR_LAYERS)):
+        problems.append(f"model.lora.target_modules: there is no {unknown[0]}, only {', '.join(LINEAR_LAYERS)}")
     if trainer.backend != "torch":
         problems.append(f'model.lora: adapters are trained with trainer.backend = "torch", not "{trainer.backend}"')
     if role_config(trainer, "ref") != role_config(trainer, "actor"):

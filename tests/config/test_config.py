@@ -107,6 +107,10 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             'critic.optimizer.schedule = "linear" falls until the last step',
         ),
         (["model.lora.target_modules=[]"], "model.lora.target_modules must name"),
+        (
+            ["model.lora.target_modules=['q_proj', 'lm_head']"],
+            "model.lora.target_modules: there is no lm_head, only q_",
+        ),
         (["model.lora.rank=2", "trainer.backend=megatron"], 'adapters are trained with trainer.backend = "torch"'),
         (["model.lora.rank=2", "trainer.roles.ref.backend=megatron"], "the reference is the actor's model"),
         (["model.lora.rank=2", "trainer.offload=['ref']"], "trainer.offload: with model.lora"),

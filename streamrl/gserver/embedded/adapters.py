@@ -92,6 +92,8 @@ class Adapter:
 
     def _matrix(self, prefix: str, layers: Sequence[str]) -> MatrixAdapter | None:
         names = [f"{prefix}{layer}.weight" for layer in layers]
+        if not self._parameters.named.keys() >= set(names):  # experts, for example
+            return None
         shapes = [self._parameters.named[name].shape for name in names]
         adapted = [is_adapted(name, self._lora) for name in names]
         if not any(adapted):
@@ -143,6 +145,11 @@ class Adapters:
         self.ignored: frozenset[str] = frozenset()
         """Names that may come with an update and are not kept."""
         self.served = self._new()
+        if others := sorted(self.shapes.keys() - self.served.named.keys()):
+            raise ModelError(
+                f"the embedded engine has no adapters of such layers as {others[0]} belongs to; "
+                'take weights.lora = "merged"'
+            )
         self._staged: Adapter | None = None
         self._making = threading.Lock()
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig
 from streamrl.safetensors_files import TensorFiles
+from streamrl.trainer.layout import Layout
 from streamrl.transport.collective import join_world, open_store
 from tests.forked import Forked
 from tests.trainer.models import save_model
@@ -48,7 +49,7 @@ def rank_of_two(rank, port, tmp_path, answers):
     torch.set_num_threads(1)
     join_world(address="127.0.0.1", port=port, rank=rank, world_size=2, backend="gloo", timeout=60)
     for shard in SHARDED:
-        policy = resumed(tmp_path / "one", tmp_path / "first", world=2, rank=rank, shard=shard)
+        policy = resumed(tmp_path / "one", tmp_path / "first", layout=Layout(data=2), rank=rank, shard=shard)
         policy.save(tmp_path / f"again-{shard}")
         step(policy, 2, slice(0, 4) if rank == 0 else slice(4, 5))
         policy.save(tmp_path / f"two-{shard}")

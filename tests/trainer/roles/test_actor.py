@@ -40,9 +40,13 @@ class Policy:
     def __init__(self, folder, *, reference_dir=None, trainer=TRAINER, algorithm=None, temperature=1.0, **options):
         self.folder = folder
         self.steps = 0
-        self.rank, self.world = options.get("rank", 0), options.get("world", 1)
         algorithm = algorithm or AlgorithmConfig()
-        dtype, layout, rank = options.get("dtype", torch.float32), options.get("layout", Layout()), self.rank
+        dtype, layout, rank = (
+            options.get("dtype", torch.float32),
+            options.get("layout", Layout()),
+            options.get("rank", 0),
+        )
+        self.rank, self.world = rank, layout.world
         cpu = torch.device("cpu")
         common = {"head": "tokens", "device": cpu, "dtype": dtype, "temperature": temperature}
         trained = ModelSpec(

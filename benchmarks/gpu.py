@@ -48,6 +48,8 @@ SECONDS = 470.0
 ENDING_SECONDS = 5.0
 """Between being asked to end and being killed."""
 TAIL_LINES = 12
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
 GIB = 2**30
 PROMPT_TOKENS = 128
 
@@ -625,6 +627,7 @@ def run_step(step: Step, place: Place, *, seconds: float) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="streamrl-gpu-") as folder:
         answer, log = Path(folder, "answer.json"), Path(folder, "log")
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment[NVML_CHECK] = "1"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command(step, place, answer),

@@ -40,12 +40,13 @@ def test_copy_is_learned(tmp_path: Path, way: str) -> None:
             **settings,
         },
     )
+    # fresh: CUDA must not be used in processes that are forked from one that has looked for devices
     if way == "cuda_ipc":  # trainer and gserver on one GPU
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", "0")
-            run(COPY_SCRATCH, arguments, seconds=PATIENCE)
+            run(COPY_SCRATCH, arguments, seconds=PATIENCE, fresh=True)
     else:
-        run(COPY_SCRATCH, arguments, seconds=PATIENCE)
+        run(COPY_SCRATCH, arguments, seconds=PATIENCE, fresh=True)
     assert_exactly_once(tmp_path / "run")
     assert largest_difference(tmp_path / "run") < 1e-2
     made = steps(tmp_path / "run")

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl import export as exporting
 from streamrl.errors import ConfigError, ModelError
 from streamrl.export import export, hugging_face_folder
+from streamrl.gserver.embedded.architecture import read_architecture
+from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.launch.export import export_run
 from streamrl.records import progress
 from streamrl.records.progress import Progress
@@ -119,3 +121,14 @@ def test_a_program_of_others_gets_a_checkpoint_as_it_is_or_an_export_made_once(r
     assert made.parent == tmp_path / "cache"
     assert len(weights_of(made)) == len(weights_of(eight))
     assert hugging_face_folder(four, cache=tmp_path / "cache") == made
+
+
+def test_the_embedded_engine_serves_a_checkpoint_in_parts(run_dir: Path) -> None:
+    four = run_dir / "checkpoints" / "step-000004"
+    weights = DoubleBufferedWeights(
+        read_architecture(four), dtype=torch.float32, compute_dtype=torch.float32, device=torch.device("cpu"), threads=1
+    )
+    weights.load_served(four)
+    wanted = weights_of(hugging_face_folder(four, cache=run_dir / "cache"))
+    assert weights.served.named.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.served.named.items())

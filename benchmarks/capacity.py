@@ -21,7 +21,7 @@ DIVISIONS = (
     ("70B", 64, TrainerLayout(data=3, tensor=8, pipeline=2), 2, 8),
     ("70B", 64, TrainerLayout(data=3, tensor=8, context=2), 2, 8),
     ("70B", 128, TrainerLayout(data=12, context=8), 4, 8),
-    ("Qwen3-30B-A3B", 16, TrainerLayout(data=4, context=3), 1, 4),
+    ("Qwen3-30B-A3B", 16, TrainerLayout(data=3, context=4), 1, 4),
     ("Qwen3-30B-A3B", 32, TrainerLayout(data=6, context=4, expert=8), 2, 4),
 )
 """Model, GPUs, the trainer's layout, gservers and GPUs of each."""

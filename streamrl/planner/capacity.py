@@ -329,6 +329,7 @@ def division(
     }
     where = max(missing, key=lambda name: missing[name])
     lacking = max(0.0, missing[where])
+    senders = min(job.senders, layout.data * layout.context)
     generated = generated_per_second(
         shape, machine, tensor=server_tensor, running=running, mean_context=job.mean_context
     )
@@ -341,7 +342,9 @@ def division(
         running=running * gservers,
         trained_per_second=trained_per_second(shape, machine, gpus=layout.world, mean_context=job.mean_context),
         generated_per_second=gservers * generated,
-        update=update_traffic(shape, machine, gservers=gservers, senders=min(job.senders, layout.data)),
+        update=update_traffic(
+            shape, machine, gservers=gservers, senders=min(job.senders, layout.data * layout.context)
+        ),
         checkpoint=12 * shape.parameters,
         lacking=lacking,
         lacks=where if lacking else "",
@@ -362,6 +365,9 @@ def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int) -> 
         )
         if count % parts
     ]
+    heads, kv_heads = shape.heads // layout.tensor, shape.kv_heads // layout.tensor
+    if not problems and (heads % layout.context or (kv_heads % layout.context and layout.context % kv_heads)):
+        problems.append(f"context {layout.context} does not divide the {heads} heads of a rank, {kv_heads} of keys")
     if layout.expert > 1 and not shape.experts:
         problems.append(f"expert {layout.expert}, and it has no experts")
     if layout.tensor > gpus_per_host:

@@ -33,6 +33,7 @@ from streamrl.planner.capacity import (
 )
 from streamrl.planner.shapes import KNOWN, Shape, read_shape
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel
+from streamrl.trainer.backends.context import heads_problem
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
@@ -51,9 +52,12 @@ def layouts(draw: st.DrawFn, shape: Shape) -> TrainerLayout:
         data=draw(POWERS),
         tensor=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.kv_heads % size])),
         pipeline=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.layers % size])),
-        context=draw(POWERS),
+        context=1,
         expert=draw(POWERS) if shape.experts else 1,
     )
+    heads, kv_heads = shape.heads // layout.tensor, shape.kv_heads // layout.tensor
+    contexts = [size for size in (1, 2, 4, 8) if heads_problem(heads=heads, kv_heads=kv_heads, context=size) is None]
+    layout = msgspec.structs.replace(layout, context=draw(st.sampled_from(contexts)))
     if layout.data * layout.context % layout.expert:
         layout = msgspec.structs.replace(layout, expert=1)
     check_layout(shape, layout, gpus_per_host=8)
@@ -157,6 +161,17 @@ def test_what_is_given_is_kept() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, int], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Job(), **given)
+
+
+@given(SHAPES, st.integers(1, 64))
+def test_context_parallelism_is_planned_where_the_backends_have_it(shape: Shape, context: int) -> None:
+    problem = heads_problem(heads=shape.heads, kv_heads=shape.kv_heads, context=context)
+    try:
+        check_layout(shape, TrainerLayout(context=context), gpus_per_host=8)
+    except ModelError:
+        assert problem is not None
+    else:
+        assert problem is None
 
 
 def test_a_division_of_too_many_gpus_is_refused() -> None:

@@ -342,9 +342,7 @@ def division(
         running=running * gservers,
         trained_per_second=trained_per_second(shape, machine, gpus=layout.world, mean_context=job.mean_context),
         generated_per_second=gservers * generated,
-        update=update_traffic(
-            shape, machine, gservers=gservers, senders=min(job.senders, layout.data * layout.context)
-        ),
+        update=update_traffic(shape, machine, gservers=gservers, senders=senders),
         checkpoint=12 * shape.parameters,
         lacking=lacking,
         lacks=where if lacking else "",

@@ -18,7 +18,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m-instruct"
 SCRATCH = "scratch"
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SAMPLES, SAMPLE_BYTES = 256, 1024
 """What is read of each file for `weights_fingerprint`."""
 EOS = "<eos>"
@@ -148,6 +148,14 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 def vocab_size(folder: Path) -> int:
     """Return how many tokens the model in `folder` can say, including those that its tokenizer has no word for."""
     return int(check_checkpoint(folder)["vocab_size"])
+
+
+def expert_count(settings: Mapping[str, Any]) -> int:
+    """Return how many experts each layer with experts has, from the `config.json` of a model that has such layers.
+
+    transformers 5 writes `num_local_experts`, earlier versions and the published models `num_experts`.
+    """
+    return int(settings["num_experts"] if "num_experts" in settings else settings["num_local_experts"])
 
 
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:

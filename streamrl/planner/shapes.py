@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.errors import ModelError
+from streamrl.models import expert_count
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -186,7 +187,7 @@ def read_shape(folder: Path) -> Shape:
             tied=bool(settings.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",
             qk_norm=kind.startswith("qwen3"),
-            experts=_experts(settings) if experts else 0,
+            experts=expert_count(settings) if experts else 0,
             experts_per_token=settings["num_experts_per_tok"] if experts else 0,
         )
     except OSError as error:
@@ -195,8 +196,3 @@ def read_shape(folder: Path) -> Shape:
         raise ModelError(f"{file} lacks {error}") from error
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
-
-
-def _experts(settings: dict[str, int]) -> int:
-    """transformers 5 writes `num_local_experts`, earlier versions and the published models `num_experts`."""
-    return settings["num_experts"] if "num_experts" in settings else settings["num_local_experts"]

@@ -17,11 +17,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Job, Output, Text
 from streamrl.transport.generation import SamplingParams
+from tests.experts import as_in_files
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,"
 EOS = len(CHARACTERS)
@@ -56,6 +59,32 @@ SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE},
     ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-sparse-step": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -67,13 +96,12 @@ def make_model(shape: str = "qwen3", *, seed: int = 0, max_position: int = 2048)
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=max_position,
             eos_token_id=EOS,
             bos_token_id=None,
-            **settings,
+            **{"num_hidden_layers": 2, **settings},
         )
     ).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -97,7 +125,7 @@ def save(model: Any, folder: Path) -> Path:
 
 def weights_of(model: Any) -> dict[str, Tensor]:
     """Parameters by Hugging Face name, a tied head left out."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return as_in_files({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
 def prompt(length: int, *, seed: int = 0) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import ModelError
-from streamrl.models import check_checkpoint, eos_token_ids
+from streamrl.models import check_checkpoint, eos_token_ids, expert_count
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -64,6 +64,7 @@ class Architecture(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the feed-forward network of a layer without experts."""
     layers: int
     heads: int
     kv_heads: int
@@ -79,6 +80,23 @@ class Architecture(msgspec.Struct, frozen=True):
     qk_norm: bool
     eos_token_ids: frozenset[int]
     """Tokens that end a response, from config.json and generation_config.json."""
+    moe: MixtureOfExperts | None = None
+    """None: no layer has experts."""
+
+
+class MixtureOfExperts(msgspec.Struct, frozen=True):
+    """The layers in which each token is computed by a few of many feed-forward networks."""
+
+    layers: tuple[int, ...]
+    """Which those are, ascending."""
+    experts: int
+    """Of each of them."""
+    top_k: int
+    """Experts that compute a token."""
+    intermediate_size: int
+    """Of one expert."""
+    normalised: bool
+    """The shares of a token's experts add up to one."""
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -103,11 +121,26 @@ def read_architecture(folder: Path) -> Architecture:
             tied=settings.get("tie_word_embeddings", False),
             qkv_bias=bias,
             o_bias=bias and kind != "qwen2",
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             eos_token_ids=eos_token_ids(folder),
+            moe=_read_experts(settings) if kind == "qwen3_moe" else None,
         )
     except KeyError as error:
         raise ModelError(f"{folder / 'config.json'} lacks {error}") from error
+
+
+def _read_experts(settings: dict[str, Any]) -> MixtureOfExperts | None:
+    step, dense = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers") or ()
+    layers = tuple(i for i in range(settings["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+    if not (experts := expert_count(settings)) or not layers:
+        return None
+    return MixtureOfExperts(
+        layers=layers,
+        experts=experts,
+        top_k=settings["num_experts_per_tok"],
+        intermediate_size=settings["moe_intermediate_size"],
+        normalised=settings.get("norm_topk_prob", False),
+    )
 
 
 def _refuse_unsupported(settings: dict[str, Any], folder: Path) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from streamrl.gserver.embedded.adapters import Adapter, MatrixAdapter, rows_of
 from streamrl.gserver.embedded.architecture import Architecture
-from streamrl.gserver.embedded.weights import LayerWeights, Parameters
-from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, silu_and_multiply
+from streamrl.gserver.embedded.weights import LayerWeights, MlpWeights, Parameters, SparseMlpWeights
+from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, product, silu_and_multiply
 
 FIRST_SLOTS = 8
 FIRST_LENGTH = 128
@@ -127,18 +127,32 @@ class Model:
                 adapted = rows_of([adapters[row] for row in wanted] if adapters else (), device=self._device)
             x = layer.o(attended, layer.o_bias, added=x)
             _add([(adapter.layers[i].o, rows) for adapter, rows in adapted], x, attended)
-            gated = self._gated(layer, x, [(adapter.layers[i].gate_up, rows) for adapter, rows in adapted])
-            x = layer.down(gated, added=x)
+            normed = self._operations.rms_norm(x, layer.post_norm)
+            if isinstance(layer.mlp, SparseMlpWeights):
+                x = self._add_experts(layer.mlp, x, normed)
+                continue
+            gated = _gated(layer.mlp, normed, [(adapter.layers[i].gate_up, rows) for adapter, rows in adapted])
+            x = layer.mlp.down(gated, added=x)
             _add([(adapter.layers[i].down, rows) for adapter, rows in adapted], x, gated)
         return x
 
-    def _gated(self, w: LayerWeights, x: Tensor, adapters: MatrixAdapters) -> Tensor:
-        normed = self._operations.rms_norm(x, w.post_norm)
-        if not adapters:
-            return w.gate_up.gated(normed)
-        gate_up = w.gate_up.plain(normed)
-        _add(adapters, gate_up, normed)
-        return silu_and_multiply(gate_up)
+    def _add_experts(self, w: SparseMlpWeights, x: Tensor, normed: Tensor) -> Tensor:
+        """Return `x` plus what the experts that the router chooses for each token of `normed` make of it, which is
+        `[tokens, hidden_size]`."""
+        moe = self._a.moe
+        assert moe is not None
+        if not len(x):
+            return x
+        probabilities = product(normed, w.router).softmax(-1, dtype=torch.float32)
+        shares, chosen = probabilities.topk(moe.top_k, dim=-1)
+        if moe.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // moe.top_k
+        counts = chosen.flatten().bincount(minlength=moe.experts).tolist()
+        parts = zip(w.experts, torch.split(normed[tokens], counts), strict=True)
+        computed = torch.cat([expert.down(expert.gate_up.gated(part)) for expert, part in parts if len(part)])
+        return x.index_add(0, tokens, computed * shares.to(x.dtype).flatten()[order, None])
 
     def _queries_keys_values(self, w: LayerWeights, x: Tensor, adapters: MatrixAdapters) -> Tensor:
         a = self._a
@@ -155,6 +169,14 @@ class Model:
 
 MatrixAdapters = Sequence[tuple[MatrixAdapter | None, Tensor | None]]
 """Adapters of one matrix, and the rows that they are of."""
+
+
+def _gated(w: MlpWeights, normed: Tensor, adapters: MatrixAdapters) -> Tensor:
+    if not adapters:
+        return w.gate_up.gated(normed)
+    gate_up = w.gate_up.plain(normed)
+    _add(adapters, gate_up, normed)
+    return silu_and_multiply(gate_up)
 
 
 def _add(adapters: MatrixAdapters, product: Tensor, x: Tensor) -> None:

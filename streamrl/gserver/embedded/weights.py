@@ -31,6 +31,8 @@ from streamrl.gserver.embedded.products import Matrix, Packer, packs
 from streamrl.safetensors_files import MODEL, TensorFiles
 
 TIED_HEAD = "lm_head.weight"
+ROUTER = "mlp.gate.weight"
+"""Ends the names of the matrices that choose experts."""
 
 
 class DoubleBufferedWeights:
@@ -165,6 +167,22 @@ class DoubleBufferedWeights:
         )
 
 
+class MlpWeights(msgspec.Struct):
+    """A feed-forward network."""
+
+    gate_up: Matrix
+    """`[2 * intermediate, hidden]`"""
+    down: Matrix
+
+
+class SparseMlpWeights(msgspec.Struct):
+    """The experts of a layer."""
+
+    router: Tensor
+    """`[experts, hidden]`"""
+    experts: list[MlpWeights]
+
+
 class LayerWeights(msgspec.Struct):
     """One decoder layer."""
 
@@ -178,9 +196,7 @@ class LayerWeights(msgspec.Struct):
     o: Matrix
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Matrix
-    """`[2 * intermediate, hidden]`"""
-    down: Matrix
+    mlp: MlpWeights | SparseMlpWeights
 
 
 class Parameters:
@@ -223,7 +239,8 @@ class Parameters:
         else:
             self.head = self._matrix({TIED_HEAD: a.vocab_size}, a.hidden_size)
         """`[vocab, hidden]`"""
-        self.layers = [self._layer(f"model.layers.{i}.") for i in range(a.layers)]
+        sparse = a.moe.layers if a.moe is not None else ()
+        self.layers = [self._layer(f"model.layers.{i}.", sparse=i in sparse) for i in range(a.layers)]
         self.norm = self._vector("model.norm.weight", a.hidden_size)
         numbers = sum(matrix.weight.numel() for matrix in self._matrices)
         self._packs = packs(numbers=numbers, dtype=self.compute_dtype, device=device)
@@ -258,12 +275,12 @@ class Parameters:
         return store_rounded(self.place(name), tensor, dtype=self.dtype)
 
     def round_to_int8(self) -> None:
-        """Round the linear layers of all decoder layers to 255 values for each row, if they were not: those that int8
-        with a scale for each row has. The numbers stay in their dtype."""
+        """Round the linear layers of all decoder layers but the routers to 255 values for each row, if they were not:
+        those that int8 with a scale for each row has. The numbers stay in their dtype."""
         if self._rounded:
             return
         for name, weight in self.named.items():
-            if weight.dim() == 2 and name.startswith("model.layers."):
+            if weight.dim() == 2 and name.startswith("model.layers.") and not name.endswith(ROUTER):
                 place = self.place(name)
                 scale = weight.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / 127
                 place.copy_(((weight.float() / scale).round_() * scale).to(self.dtype))
@@ -310,12 +327,11 @@ class Parameters:
     def dtype_name(self) -> str:
         return dtype_name(self.dtype)
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, *, sparse: bool) -> LayerWeights:
         a = self.architecture
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         q, kv, hidden = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size
         qkv_rows = {f"{attention}{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
-        gate_up_rows = {f"{mlp}gate_proj": a.intermediate_size, f"{mlp}up_proj": a.intermediate_size}
         return LayerWeights(
             input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
             qkv=self._matrix({f"{name}.weight": rows for name, rows in qkv_rows.items()}, hidden),
@@ -325,8 +341,23 @@ class Parameters:
             o=self._matrix({attention + "o_proj.weight": hidden}, q),
             o_bias=self._vector(attention + "o_proj.bias", hidden) if a.o_bias else None,
             post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._matrix({f"{name}.weight": rows for name, rows in gate_up_rows.items()}, hidden, gated=True),
-            down=self._matrix({mlp + "down_proj.weight": hidden}, a.intermediate_size),
+            mlp=self._sparse_mlp(mlp) if sparse else self._mlp(mlp, a.intermediate_size),
+        )
+
+    def _mlp(self, prefix: str, intermediate: int) -> MlpWeights:
+        hidden = self.architecture.hidden_size
+        gate_up = {f"{prefix}{x}_proj.weight": intermediate for x in ("gate", "up")}
+        return MlpWeights(
+            gate_up=self._matrix(gate_up, hidden, gated=True),
+            down=self._matrix({f"{prefix}down_proj.weight": hidden}, intermediate),
+        )
+
+    def _sparse_mlp(self, prefix: str) -> SparseMlpWeights:
+        moe = self.architecture.moe
+        assert moe is not None
+        return SparseMlpWeights(
+            router=self._vector(prefix + "gate.weight", moe.experts, self.architecture.hidden_size),
+            experts=[self._mlp(f"{prefix}experts.{i}.", moe.intermediate_size) for i in range(moe.experts)],
         )
 
     def _matrix(self, rows: Mapping[str, int], inputs: int, *, gated: bool = False) -> Matrix:

@@ -47,6 +47,7 @@ from streamrl.trainer.backends.base import (
     spread,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_problem
+from streamrl.trainer.backends.experts import separate_experts
 from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
@@ -512,6 +513,7 @@ def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> 
             model = kind.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot make this model: {error}") from error
+    separate_experts(model)
     model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
     return model
 

@@ -94,7 +94,7 @@ async def test_new_weights_do_not_share_what_old_ones_computed(tmp_path: Path) -
     assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", ["llama", "llama-biased", "qwen2", "qwen3"])
+@pytest.mark.parametrize("shape", ["llama", "llama-biased", "qwen2", "qwen3", "qwen3-moe"])
 async def test_copies_into_named_views_update_the_fused_weights(shape: str, tmp_path: Path) -> None:
     old, new = make_model(shape, seed=0), make_model(shape, seed=1)
     async with engine_for(save(old, tmp_path)) as engine:

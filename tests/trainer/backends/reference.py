@@ -26,6 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from streamrl.config import OptimizerConfig
@@ -33,6 +35,7 @@ from streamrl.trainer.backends.base import ModelSpec, Output
 from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.types import TrajectoryGroup
+from tests.experts import as_in_files
 from tests.trainer.models import SHAPE, branching_group, random_group
 
 SMALL: dict[str, Any] = {**SHAPE, "initializer_range": 0.1}
@@ -58,6 +61,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "odd": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": 49}, tie_word_embeddings=True)),
 }
 SCALAR = "scalar"
+EXPERTS = "experts"
 TEMPERATURE = 0.7
 ENTROPY = 0.3
 """Coefficient of the entropy in the test's loss."""
@@ -67,9 +71,24 @@ LR = 1e-2
 UPDATES = 6
 
 
+def _with_experts() -> Any:
+    """A Qwen3-MoE model; its second layer has no experts."""
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{**SMALL, "num_hidden_layers": 3},
+            head_dim=16,
+            mlp_only_layers=[1],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        )
+    )
+
+
 def save_models(folder: Path) -> None:
-    """One checkpoint for each kind, and one with a scalar head."""
-    for seed, (kind, make) in enumerate(KINDS.items()):
+    """One checkpoint for each kind, one with experts, and one with a scalar head."""
+    for seed, (kind, make) in enumerate({**KINDS, EXPERTS: _with_experts}.items()):
         torch.manual_seed(seed)
         model = make()
         for name, parameter in model.named_parameters():
@@ -203,7 +222,7 @@ class Reference:
             sampled = torch.from_numpy(group.packed_loss_mask)
             loss = loss + (values * token_weights(group))[sampled].sum() + ENTROPY * entropies[sampled].sum()
         loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
+        return as_in_files({name: parameter.grad.clone() for name, parameter in self.model.named_parameters()})
 
     def step(self, groups: Sequence[TrajectoryGroup], *, lr_scale: float = 1.0) -> Stepped:
         """One optimizer step. All ranks of a world make it together."""
@@ -234,7 +253,7 @@ class Reference:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return as_in_files({name: parameter.detach().clone() for name, parameter in self.model.named_parameters()})
 
 
 def _of_rank_0(compute: Callable[[], Stepped]) -> Stepped:

@@ -8,10 +8,10 @@ import pytest
 
 from streamrl.trainer.layout import Layout
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import KINDS, SCALAR, save_models
+from tests.trainer.backends.reference import EXPERTS, KINDS, SCALAR, save_models
 from tests.trainer.backends.world import run_world
 
-WORLDS = {1: [*KINDS, SCALAR], 2: [*KINDS, SCALAR], 4: ["llama_tied", "qwen3", SCALAR, "odd"]}
+WORLDS = {1: [*KINDS, SCALAR, EXPERTS], 2: [*KINDS, EXPERTS, SCALAR], 4: ["llama_tied", EXPERTS, SCALAR, "odd"]}
 """The models that each is checked with, by world size."""
 HEAD_CHUNK = 16
 """Small, so that several chunks make up the head's work."""

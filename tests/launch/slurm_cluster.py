@@ -143,6 +143,11 @@ class SlurmCluster:
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout.strip()
 
+    def answers(self, node: str) -> bool:
+        """Whether the controller takes it to be there."""
+        state = self.command("scontrol", "show", "node", node).partition("State=")[2].split()[0]
+        return "DOWN" not in state and not state.endswith("*")
+
     def state(self, job: str) -> str:
         """Of a job, in Slurm's word."""
         return self.command("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").splitlines()[0]

@@ -136,7 +136,7 @@ def test_a_run_outlives_a_node_and_goes_on_when_its_job_is_begun_again(
         assert cluster.state(job) == "RUNNING"
         assert cluster.command("squeue", "-h", "-j", job, "-o", "%N") == "n[1-2]"
         cluster.give_back("n3")
-        cluster.until(lambda: cluster.command("sinfo", "-h", "-n", "n3", "-o", "%t") == "idle", "n3")
+        cluster.until(lambda: cluster.answers("n3"), "n3")
 
         cluster.command("scancel", "--batch", "--signal=USR1", job)
         cluster.until(lambda: cluster.state(job) == "PENDING", "the requeue")

@@ -316,8 +316,8 @@ def groups_of(count: int, begin: int) -> list[list[bytes]]:
     for header in hostile.examples(hostile.values_of(GroupHeader), count=count, begin=begin):
         if isinstance(header, dict):
             header |= {"dtypes": list(ARRAYS.values())} if dice.random() < 0.8 else {}
-            header |= {"size": 4, "tokens": 12} if dice.random() < 0.8 else {}
-        lengths = [4 * size for size in sizes[:3]] + [12 * size for size in sizes[3:]]
+            header |= {"size": 4, "tokens": 12, "routes": 0} if dice.random() < 0.8 else {}
+        lengths = [4 * size for size in sizes[:3]] + [12 * size for size in sizes[3:-1]] + [0]
         arrays = [dice.randbytes(length) for length in lengths]
         packed = [b"".join(arrays)] if dice.random() < 0.5 else arrays
         found += [[head, *packed] for head in hostile.encoded([header], msgspec.msgpack.encode)]

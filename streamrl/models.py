@@ -150,6 +150,15 @@ def vocab_size(folder: Path) -> int:
     return int(check_checkpoint(folder)["vocab_size"])
 
 
+def routing_of(folder: Path) -> tuple[int, int] | None:
+    """Return how many experts compute a token in all layers of the model in `folder`, where layers without experts are
+    counted like the others, and how many there are in a layer; None if it has none."""
+    settings = check_checkpoint(folder)
+    if settings["model_type"] != "qwen3_moe":
+        return None
+    return settings["num_hidden_layers"] * settings["num_experts_per_tok"], expert_count(settings)
+
+
 def expert_count(settings: Mapping[str, Any]) -> int:
     """Return how many experts each layer with experts has, from the `config.json` of a model that has such layers.
 

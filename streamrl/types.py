@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 NO_VERSION = -1
 """The policy version of a token that no policy sampled (prompt, environment feedback)."""
+NO_EXPERT = 255
+"""In place of an expert: the engine did not say which experts computed the token in this layer. Models with more
+experts cannot say it in a byte."""
 LARGEST_REWARD = 1e9
 """In magnitude: losses square rewards, in float32."""
 
@@ -43,7 +46,7 @@ class Prompt(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, frozen=True):
     """One response (of one or several turns) with its provenance token by token.
 
-    All arrays have the shape `[tokens]` and cover prompt, responses and environment feedback.
+    All arrays cover prompt, responses and environment feedback; unless they say otherwise their shape is `[tokens]`.
     """
 
     input_ids: NDArray[np.int32]
@@ -62,6 +65,9 @@ class Trajectory(msgspec.Struct, frozen=True):
     """How many generations it has."""
     score: float | None = None
     """What its whole episode earned, the same in all of its trajectories; None: `reward` says it."""
+    routed_experts: NDArray[np.uint8] | None = None
+    """`[tokens, layers · top_k]` which experts computed the token in each layer when its successor was sampled, layer
+    after layer; `NO_EXPERT` where that is not known, and in layers without experts. None: nothing is known."""
 
 
 class TrajectoryGroup(msgspec.Struct):
@@ -101,6 +107,8 @@ class TrajectoryGroup(msgspec.Struct):
     """The gserver that its requests went to last, for example `gserver/1`; for people."""
     reward_parts: list[dict[str, float]] = []
     """What the reward of each episode is made of, by name, for people; left out where it is one thing."""
+    packed_routed_experts: NDArray[np.uint8] = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
+    """`[sum(seqlens) · layers · top_k]` those of all trajectories, as in `Trajectory`; empty: nothing is known."""
 
     def __post_init__(self) -> None:
         if not len(self.episodes):
@@ -121,6 +129,11 @@ class TrajectoryGroup(msgspec.Struct):
     ) -> TrajectoryGroup:
         """Pack trajectories that share their first `prompt_length` tokens into a group."""
         scored = any(t.score is not None for t in trajectories)
+        width = max(0 if t.routed_experts is None else t.routed_experts.shape[1] for t in trajectories)
+        routed = [
+            np.full((len(t.input_ids), width), NO_EXPERT, np.uint8) if t.routed_experts is None else t.routed_experts
+            for t in trajectories
+        ]
         group = cls(
             seq=seq,
             worker=worker,
@@ -136,6 +149,7 @@ class TrajectoryGroup(msgspec.Struct):
             episodes=np.array(episodes, dtype=np.int32),
             gserver=gserver,
             reward_parts=list(reward_parts),
+            packed_routed_experts=np.concatenate(routed).reshape(-1),
         )
         if scored:
             said = [t.reward if t.score is None else t.score for t in trajectories]
@@ -157,6 +171,16 @@ class TrajectoryGroup(msgspec.Struct):
         """Tokens of all trajectories, prompts counted once for each."""
         return len(self.packed_input_ids)
 
+    @property
+    def routes(self) -> int:
+        """How many experts are known of each token: 0, or layers · top_k."""
+        return len(self.packed_routed_experts) // self.tokens if self.tokens else 0
+
+    @property
+    def routed_experts(self) -> NDArray[np.uint8]:
+        """`packed_routed_experts` token by token: `[sum(seqlens), routes]`."""
+        return self.packed_routed_experts.reshape(self.tokens, self.routes)
+
     def bounds(self, index: int) -> tuple[int, int]:
         """Return where trajectory `index` begins and ends in the packed arrays."""
         end = int(self.seqlens[: index + 1].sum())
@@ -177,6 +201,7 @@ class TrajectoryGroup(msgspec.Struct):
             packed_policy_versions=self.packed_policy_versions[first:end],
             finish_reasons=self.finish_reasons[index : index + 1],
             generation_seconds=self.generation_seconds,
+            packed_routed_experts=self.routed_experts[first:end].reshape(-1),
         )
 
 
@@ -204,6 +229,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     episodes: list[int] = []
     """`[size]` the episode of each trajectory, as in `TrajectoryGroup`; empty: each is one of its own."""
     scores: list[float] = []
+    """As in `TrajectoryGroup`."""
+    routes: int = 0
     """As in `TrajectoryGroup`."""
 
     @property
@@ -244,6 +271,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
             generation_seconds=group.generation_seconds,
             episodes=group.episodes.tolist() if int(group.episodes[-1]) + 1 < group.size else [],
             scores=group.scores,
+            routes=group.routes,
         )
 
 

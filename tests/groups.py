@@ -16,8 +16,10 @@ def make_group(
     prompt_length: int = 3,
     version: int = 0,
     worker: str = "rollout/0",
+    routes: int = 0,
 ) -> TrajectoryGroup:
-    """Siblings of `seqlens` tokens that share a prompt; every other token was sampled under `version`."""
+    """Siblings of `seqlens` tokens that share a prompt; every other token was sampled under `version`. Of each token
+    `routes` experts are known."""
     mask = np.concatenate([np.arange(n) >= prompt_length for n in seqlens])
     return TrajectoryGroup(
         seq=seq,
@@ -30,6 +32,7 @@ def make_group(
         packed_behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
         packed_policy_versions=np.where(mask, version, NO_VERSION).astype(np.int32),
         finish_reasons=["stop"] * len(seqlens),
+        packed_routed_experts=(np.arange(sum(seqlens) * routes) % 100).astype(np.uint8),
     )
 
 
@@ -66,6 +69,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         episodes=episodes.astype(np.int32),
         gserver=draw(st.text(max_size=12)),
         reward_parts=[{"function": 0.5, "overlong": -0.25}] * (int(episodes[-1]) + 1) * draw(st.booleans()),
+        packed_routed_experts=random.integers(0, 256, tokens * draw(st.sampled_from([0, 0, 6])), np.uint8),
     )
 
 

@@ -70,6 +70,9 @@ class TrainerConfig(Section, frozen=True):
     threads: Positive = 1
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
+    replay_routing: bool = True
+    """Where the model has experts and the embedded engine samples: train each token with the experts that computed it
+    there, as far as they are known."""
     share_prefix: bool = True
     """Compute once what trajectories of a group begin with in common: the prompt, an agent's turns."""
     gradient_checkpointing: bool = False

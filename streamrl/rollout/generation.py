@@ -26,6 +26,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
@@ -42,8 +44,10 @@ from streamrl.transport.generation import (
     MetaInfo,
     SamplingParams,
     VersionSpan,
+    decoded_routes,
 )
 from streamrl.transport.manager_client import ControlClient
+from streamrl.types import NO_EXPERT
 
 WARNING_SECONDS = 30.0
 """A response that has waited for a token for so long is worth a warning."""
@@ -73,6 +77,9 @@ class Generation(msgspec.Struct, frozen=True):
     """What ended the response: a token id, or a stop string."""
     interruptions: int
     """How often it was cut and continued."""
+    routed_experts: NDArray[np.uint8] | None = None
+    """`[tokens - 1, layers · top_k]` of prompt and response without the last token, as in `types.Trajectory`; None:
+    nothing is known."""
 
 
 class Generator:
@@ -89,10 +96,12 @@ class Generator:
         decode: Decode,
         eos_token_ids: Collection[int],
         policy_version: Callable[[], int],
+        return_routed_experts: bool = False,
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
         longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
-        the version that gservers serve, or an older one."""
+        the version that gservers serve, or an older one. `return_routed_experts`: ask which experts compute tokens."""
+        self._return_routed_experts = return_routed_experts
         self._tokens_per_request = tokens_per_request
         self._endings = Endings(
             tokens={*eos_token_ids, *sampling.stop_token_ids}, strings=StopStrings(sampling.stop, decode)
@@ -124,7 +133,7 @@ class Generator:
         Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
         `DeadlineExceeded` when no token has come for `patience` seconds.
         """
-        response = _PartialResponse()
+        response = _PartialResponse(prompt=len(input_ids))
         endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
         retry = Retry(
             f"request {rid}",
@@ -142,6 +151,7 @@ class Generator:
                 sampling_params=self._params(budget, rid, before, stop, stop_token_ids, streamed=on_tokens is not None),
                 rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
+                return_routed_experts=self._return_routed_experts,
             )
             broken: StreamRLError | None = None
             try:
@@ -249,14 +259,19 @@ class Generator:
 class _PartialResponse:
     """What has been sampled of a response so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompt: int) -> None:
+        """`prompt`: tokens before it."""
+        self._prompt = prompt
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.interruptions = 0
+        self.routed_experts: NDArray[np.uint8] | None = None
 
     def extend(self, reply: GenerateReply) -> None:
         """Append a checked reply."""
+        computed = self._prompt + len(self.ids) + len(reply.output_ids) - 1
+        self.routed_experts = first_known(self.routed_experts, decoded_routes(reply.meta_info, tokens=computed))
         self.ids.extend(reply.output_ids)
         self.logprobs.extend(min(0.0, entry[0] or 0.0) for entry in reply.meta_info.output_token_logprobs or ())
         self.versions.extend(token_versions(reply.meta_info, tokens=len(reply.output_ids)))
@@ -270,7 +285,33 @@ class _PartialResponse:
             finish_reason=finish_reason,
             matched=matched,
             interruptions=self.interruptions,
+            routed_experts=self.routed_experts[: self._prompt + length - 1]
+            if self.routed_experts is not None
+            else None,
         )
+
+
+def first_known(earlier: NDArray[np.uint8] | None, later: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+    """Return the experts of as many tokens as either has (`[tokens, layers · top_k]`): those of `earlier`, with which
+    the following token was sampled, where they are known, and else those of `later`.
+
+    Raises `WireError` when they are of different models.
+    """
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    if earlier.shape[1] != later.shape[1]:
+        raise WireError(f"routed_experts has {later.shape[1]} experts for a token, and had {earlier.shape[1]} before")
+    found = np.full((max(len(earlier), len(later)), later.shape[1]), NO_EXPERT, np.uint8)
+    found[: len(later)] = later
+    np.copyto(found[: len(earlier)], earlier, where=earlier != NO_EXPERT)
+    return found
+
+
+def of_all_tokens(known: NDArray[np.uint8] | None, tokens: int) -> NDArray[np.uint8] | None:
+    """Return `Trajectory.routed_experts` of `tokens` tokens, of which the first are `known`."""
+    if known is None:
+        return None
+    return np.pad(known, ((0, tokens - len(known)), (0, 0)), constant_values=NO_EXPERT)
 
 
 async def _pause(retry: Retry, rid: str, error: StreamRLError) -> None:
@@ -418,6 +459,7 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
             completion_tokens=kept,
             weight_versions=[span for span in spans or () if span.end <= kept],
             output_token_logprobs=(meta.output_token_logprobs or [])[:kept],
+            routed_experts=None,
         ),
     )
 

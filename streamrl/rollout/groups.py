@@ -120,6 +120,9 @@ def check_trajectory(trajectory: Trajectory) -> None:
     mask = trajectory.loss_mask
     if any(array.shape != (tokens,) for array in arrays):
         raise WireError(f"trajectory: {tokens} tokens with arrays of the shapes {[array.shape for array in arrays]}")
+    routed = trajectory.routed_experts
+    if routed is not None and (routed.ndim != 2 or len(routed) != tokens or routed.dtype != np.uint8):
+        raise WireError(f"trajectory: {tokens} tokens with routed_experts of {routed.dtype}{list(routed.shape)}")
     if not mask.any():
         raise WireError("trajectory: the policy sampled none of its tokens")
     if mask[0]:

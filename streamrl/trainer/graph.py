@@ -27,7 +27,7 @@ Interface = Literal["generate", "inference", "train_step", "function"]
 
 SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "prompt_length"})
 """What a pass over a group's tokens needs."""
-GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions"}
+GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions", "packed_routed_experts"}
 """What `actor_gen` gives."""
 STREAM_KEYS = GENERATED_KEYS | {"rewards"}
 """What every group brings through the stream from `actor_gen` and `rew_inf`."""
@@ -152,7 +152,8 @@ def downstream(config: Config) -> list[MFC]:
         post = (Offload(role),) if role in config.trainer.offload and role != "critic" else ()
         # what arrives together is chance, and how a pass rounds depends on all that is in it
         groups = 1 if reads == "arrivals" and config.gserver.deterministic else None
-        mfcs.append(MFC(name, role, "inference", SEQUENCE_KEYS, frozenset({key}), reads, groups, post_hooks=post))
+        inputs = SEQUENCE_KEYS | {"packed_routed_experts"} if role == "actor" else SEQUENCE_KEYS
+        mfcs.append(MFC(name, role, "inference", inputs, frozenset({key}), reads, groups, post_hooks=post))
         needs.add(key)
 
     if config.reward_model.path is not None:

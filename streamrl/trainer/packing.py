@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.types import TrajectoryGroup
+from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 MAX_ROW_PADDING = 1 / 8
 """A row shorter than its micro-batch by more than this share opens a new micro-batch, ..."""
@@ -49,6 +49,9 @@ class Row(msgspec.Struct):
     """Index of that token in the group's packed arrays."""
     target_ids: NDArray[np.int64]
     """Its token id."""
+    routed_experts: NDArray[np.uint8]
+    """`[row_tokens, layers · top_k]`, or `[row_tokens, 0]`, as in `TrajectoryGroup`; of a token that several
+    trajectories share those of the first in the row."""
 
 
 class MicroBatch(msgspec.Struct):
@@ -66,6 +69,9 @@ class MicroBatch(msgspec.Struct):
     """Group, and index in its packed arrays, of each sampled token."""
     target_ids: NDArray[np.int64]
     """Its token id."""
+    routed_experts: NDArray[np.uint8] | None = None
+    """`[rows, length, layers · top_k]` which experts computed each token in the engine, as in `TrajectoryGroup`; None:
+    nothing is known of any."""
 
     @property
     def branched(self) -> bool:
@@ -204,14 +210,16 @@ def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: 
             sampled = np.flatnonzero(group.packed_loss_mask[path.start : path.start + len(path.ids)])
             predictors.append(columns[sampled - 1])
             targets.append(path.start + sampled)
+    tokens = np.concatenate(source)
     return Row(
         group=index,
-        input_ids=group.packed_input_ids[np.concatenate(source)].astype(np.int64),
+        input_ids=group.packed_input_ids[tokens].astype(np.int64),
         position_ids=np.concatenate(position),
         visible_until=visible_until,
         predictors=np.concatenate(predictors),
         targets=np.concatenate(targets),
         target_ids=group.packed_input_ids[np.concatenate(targets)].astype(np.int64),
+        routed_experts=group.routed_experts[tokens],
     )
 
 
@@ -236,8 +244,12 @@ def _stack(rows: Sequence[Row]) -> MicroBatch:
     input_ids = np.zeros(shape, dtype=np.int64)
     position_ids = np.zeros(shape, dtype=np.int64)
     visible_until = np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
+    width = max(row.routed_experts.shape[1] for row in rows)
+    routed_experts = np.full((*shape, width), NO_EXPERT, dtype=np.uint8) if width else None
     for i, row in enumerate(rows):
         length = len(row.input_ids)
+        if routed_experts is not None and row.routed_experts.size:
+            routed_experts[i, :length] = row.routed_experts
         input_ids[i, :length] = row.input_ids
         position_ids[i, :length] = row.position_ids
         visible_until[i, :length] = row.visible_until
@@ -251,4 +263,5 @@ def _stack(rows: Sequence[Row]) -> MicroBatch:
         group_index=np.repeat([row.group for row in rows], counts),
         target_index=np.concatenate([row.targets for row in rows]),
         target_ids=np.concatenate([row.target_ids for row in rows]),
+        routed_experts=routed_experts,
     )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.types import LARGEST_REWARD, NO_VERSION, TrajectoryGroup
+from streamrl.types import LARGEST_REWARD, NO_EXPERT, NO_VERSION, TrajectoryGroup
 
 Frame = bytes | memoryview
 """Contiguous bytes."""
@@ -32,8 +32,9 @@ ARRAYS: dict[str, str] = {
     "packed_behavior_logprobs": "<f4",
     "packed_policy_versions": "<i4",
     "packed_loss_mask": "|b1",
+    "packed_routed_experts": "|u1",
 }
-"""Array field → dtype, in the order in which they travel (the one of single bytes last: all stay aligned)."""
+"""Array field → dtype, in the order in which they travel (those of single bytes last: all stay aligned)."""
 
 MOST_FRAMES = 1 + len(ARRAYS)
 """Frames of one message: the header, and the arrays if each has a frame of its own."""
@@ -53,9 +54,10 @@ _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
 _DTYPES = tuple(map(np.dtype, _DTYPE_NAMES))
 _ITEM_BYTES = [dtype.itemsize for dtype in _DTYPES]
-_SHORT_ARRAYS = 3  # the first three have an item for each trajectory, the others for each token
+_SHORT_ARRAYS = 3  # the first three have an item for each trajectory, the others for each token, the last several
+_OF_TOKENS = slice(_SHORT_ARRAYS, -1)
 _BYTES_PER_TRAJECTORY = sum(_ITEM_BYTES[:_SHORT_ARRAYS])
-_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_SHORT_ARRAYS:])
+_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_OF_TOKENS])
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -76,6 +78,8 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     """Length of `seqlens`, `rewards` and `episodes`."""
     tokens: int
     """Length of the packed arrays."""
+    routes: int = 0
+    """How often the last of them is as long: the experts of a token."""
     permit: str = ""
     """That `seq` was leased to the sender."""
 
@@ -95,6 +99,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Tokens of a trajectory."""
     vocab_size: int = 2**31
     """Token ids are below this."""
+    routes: int | None = None
+    """Experts of a token, where they are said."""
+    experts: int = NO_EXPERT
+    """Numbers of experts are below this."""
 
     def check_seq(self, seq: int, *, where: str) -> None:
         """Raise `WireError`, which begins with `where`, for a sequence number that was not handed out."""
@@ -156,7 +164,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
-    seqlens, rewards, episodes, ids, logprobs, versions, mask = _split(header, frames, where)
+    seqlens, rewards, episodes, ids, logprobs, versions, mask, experts = _split(header, frames, where)
     group = TrajectoryGroup(
         seq=header.seq,
         worker=header.worker,
@@ -173,6 +181,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         scores=header.scores,
         gserver=header.gserver,
         reward_parts=header.reward_parts,
+        packed_routed_experts=experts,
     )
     check(group, limits, where=where)
     return group
@@ -180,9 +189,12 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
     """Return the arrays of a message, whose frames must be just as long as the header says."""
-    if header.size < 0 or header.tokens < 0:
-        raise WireError(f"{where}: {header.size} trajectories of {header.tokens} tokens")
+    if header.size < 0 or header.tokens < 0 or header.routes < 0:
+        raise WireError(
+            f"{where}: {header.size} trajectories of {header.tokens} tokens, {header.routes} experts for each"
+        )
     lengths = [header.size] * _SHORT_ARRAYS + [header.tokens] * (len(_DTYPES) - _SHORT_ARRAYS)
+    lengths[-1] *= header.routes
     sizes = [length * item for length, item in zip(lengths, _ITEM_BYTES, strict=True)]
     together = len(frames) == 1
     found, expected = [len(frame) for frame in frames], [sum(sizes)] if together else sizes
@@ -209,7 +221,8 @@ def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
 
 def group_bytes(group: TrajectoryGroup) -> int:
     """Bytes of the arrays of `group`."""
-    return group.size * _BYTES_PER_TRAJECTORY + group.tokens * _BYTES_PER_TOKEN
+    of_tokens = group.tokens * _BYTES_PER_TOKEN + len(group.packed_routed_experts)
+    return group.size * _BYTES_PER_TRAJECTORY + of_tokens
 
 
 def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
@@ -226,6 +239,7 @@ def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
+        routes=group.routes,
         permit=permit,
     )
 
@@ -254,7 +268,7 @@ def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> N
         raise WireError(
             f"{where}: a trajectory of {max(seqlens)} tokens, more than gserver.max_context = {limits.max_context}"
         )
-    for name in _NAMES[_SHORT_ARRAYS:]:
+    for name in _NAMES[_OF_TOKENS]:
         if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
     if not 0 <= group.prompt_length <= shortest:
@@ -306,9 +320,23 @@ def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
         raise WireError(
             f"{where}: policy versions must be 0 or more where packed_loss_mask is True and {NO_VERSION} elsewhere"
         )
+    if len(group.packed_routed_experts):
+        _check_routes(group, limits, where)
     newest = int(np.maximum.reduce(versions))
     if newest > limits.newest_version:
         raise WireError(f"{where}: policy version {newest}, but the newest there can be is {limits.newest_version}")
+
+
+def _check_routes(group: TrajectoryGroup, limits: Limits, where: str) -> None:
+    """Check that the experts of all tokens are there, and are some of the model's."""
+    experts = group.packed_routed_experts
+    if len(experts) % group.tokens or limits.routes not in (None, group.routes):
+        raise WireError(
+            f"{where}: {len(experts)} experts for {group.tokens} tokens; the model has {limits.routes} for each"
+        )
+    wrong = (experts >= limits.experts) & (experts != NO_EXPERT)
+    if wrong.any():
+        raise WireError(f"{where}: there is no expert {experts[wrong][0]}; the model has {limits.experts} in a layer")
 
 
 def _check_mask(group: TrajectoryGroup, where: str) -> None:

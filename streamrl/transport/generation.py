@@ -7,6 +7,7 @@ SGLang's (https://docs.sglang.ai, native API).
 from __future__ import annotations
 
 import asyncio
+import base64
 import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -14,11 +15,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
 from streamrl.transport.control import TensorSpec
 from streamrl.transport.keys import GENERATION_CALLS, bearer
+from streamrl.types import NO_EXPERT
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -65,6 +69,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     logprob_start_len: int = -1
     """From which prompt token on `input_token_logprobs` are wanted; -1: none."""
     top_logprobs_num: int = 0
+    return_routed_experts: bool = False
+    """Whether the reply says which experts computed which tokens."""
     stream: bool = False
 
 
@@ -118,6 +124,34 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     output_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    routed_experts: str | None = None
+    """In the final reply, if it was asked for and the model has experts: base64 of little-endian int32, `[tokens - 1,
+    layers, top_k]`, of prompt and response without the last token; -1, or anything in layers without experts: none."""
+
+
+def encoded_routes(experts: NDArray[np.uint8]) -> str:
+    """Return `MetaInfo.routed_experts` of what `types.Trajectory` calls so."""
+    known = experts.astype("<i4")
+    return base64.b64encode(np.where(experts == NO_EXPERT, np.int32(-1), known).astype("<i4").tobytes()).decode()
+
+
+def decoded_routes(meta: MetaInfo, *, tokens: int) -> NDArray[np.uint8] | None:
+    """Return the experts of the first `tokens` tokens as `[tokens, layers · top_k]`; None where the reply says nothing.
+
+    Raises `WireError` when they are not of so many tokens, or cannot be experts.
+    """
+    if meta.routed_experts is None or tokens < 1:
+        return None
+    try:
+        data = base64.b64decode(meta.routed_experts, validate=True)
+    except ValueError as error:
+        raise WireError(f"routed_experts is not base64: {error}") from error
+    if not data or len(data) % (4 * tokens):
+        raise WireError(f"routed_experts has {len(data)} bytes: not as many numbers for each of {tokens} tokens")
+    experts = np.frombuffer(data, "<i4").reshape(tokens, -1)
+    if experts.min() < -1 or experts.max() >= NO_EXPERT:
+        raise WireError(f"routed_experts has experts from {experts.min()} to {experts.max()}; at most {NO_EXPERT - 1}")
+    return np.where(experts < 0, NO_EXPERT, experts).astype(np.uint8)
 
 
 class GenerateReply(msgspec.Struct, frozen=True):

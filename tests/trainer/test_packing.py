@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import attention_mask, pack
+from streamrl.types import NO_EXPERT
 from tests.trainer.models import branching_group, group_of, random_group
 
 ALPHABET = [7, 3, 40]
@@ -136,3 +139,46 @@ def test_long_responses_to_short_prompts_are_not_packed_together():
     group = random_group(0, rng, siblings=4, prompt=2, longest=200)
     micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=8)
     assert not any(micro.branched for micro in micros)
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
+    """Here the experts of a token are its id, so that none is mistaken for another's."""
+    group = branching_group(0, np.random.default_rng(0))
+    group.packed_routed_experts = np.repeat(group.packed_input_ids, 4).astype(np.uint8)
+    micros = pack([group], max_tokens=60, share_prefix=share_prefix, hidden_size=32)
+    for micro in micros:
+        assert micro.routed_experts is not None
+        known = micro.routed_experts[..., 0] != NO_EXPERT
+        assert known[micro.row_index, micro.column_index].all()
+        np.testing.assert_array_equal(known, np.cumsum(known[:, ::-1], 1)[:, ::-1] > 0)  # padding comes behind
+        np.testing.assert_array_equal(micro.routed_experts[known], np.repeat(micro.input_ids[known][:, None], 4, 1))
+    if not share_prefix:
+        assert sum(int((micro.routed_experts[..., 0] != NO_EXPERT).sum()) for micro in micros) == group.tokens
+
+
+def test_groups_without_experts_are_packed_beside_others() -> None:
+    known, silent = (random_group(seq, np.random.default_rng(seq), siblings=1, prompt=9) for seq in (0, 1))
+    known.packed_routed_experts = np.repeat(known.packed_input_ids, 4).astype(np.uint8)
+    [micro] = pack([known, silent], max_tokens=60, share_prefix=True, hidden_size=32)
+    assert micro.routed_experts is not None
+    rows = {int(group): int(row) for group, row in zip(micro.group_index, micro.row_index, strict=True)}
+    assert (micro.routed_experts[rows[1]] == NO_EXPERT).all()
+    assert (micro.routed_experts[rows[0], : known.tokens] != NO_EXPERT).all()
+    [bare] = pack([silent], max_tokens=60, share_prefix=True, hidden_size=32)
+    assert bare.routed_experts is None
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_ranks_that_share_rows_have_the_experts_of_their_own_columns(rank: int) -> None:
+    group = branching_group(0, np.random.default_rng(0))
+    group.packed_routed_experts = np.repeat(group.packed_input_ids, 4).astype(np.uint8)
+    context = ContextGroup()
+    context.size, context._rank = 3, rank
+    for micro in pack([group], max_tokens=60, share_prefix=True, hidden_size=32):
+        share = context.share(micro)
+        assert share.routed_experts is not None
+        assert share.routed_experts.shape == (*share.input_ids.shape, 4)
+        known = share.routed_experts[..., 0] != NO_EXPERT
+        assert known[share.row_index, share.column_index].all()
+        np.testing.assert_array_equal(share.routed_experts[known][:, 3], share.input_ids[known])

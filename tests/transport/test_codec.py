@@ -56,7 +56,7 @@ def test_round_trip(group: TrajectoryGroup) -> None:
 
 
 def test_arrays_of_large_groups_are_copied_on_neither_side() -> None:
-    group = make_group(seqlens=(20_000, 20_000))
+    group = make_group(seqlens=(20_000, 20_000), routes=2)
     head, *frames = PACKER.pack(codec.encode(group, max_group_bytes=1 << 20))
     limits = codec.Limits(max_group_bytes=1 << 20)
     back = codec.decode(_header_decoder.decode(head), frames, limits=limits, sender="rollout/0")
@@ -110,7 +110,7 @@ def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
 @given(groups(), st.data())
 def test_one_wrong_value_is_refused_exactly_when_it_breaks_a_rule(group: TrajectoryGroup, data: st.DataObject) -> None:
     header, frames = message(group)
-    which = data.draw(st.integers(0, len(frames) - 1))
+    which = data.draw(st.integers(0, len(frames) - 2))  # any byte may be an expert
     dtype = np.dtype(list(codec.ARRAYS.values())[which])
     array = np.frombuffer(bytearray(frames[which]), np.uint8 if dtype == np.bool_ else dtype)
     position = data.draw(st.integers(0, len(array) - 1))
@@ -185,9 +185,13 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
         (with_header(size=-1), "-1 trajectories"),
         (with_header(tokens=11), "frames of"),
         (with_header(tokens=2**62), "frames of"),
-        (lambda m: (m[0], []), r"frames of \[\] bytes, not \[8, 8, 8, 48, 48, 48, 12\]"),
-        (lambda m: (m[0], m[1][:-1]), r"frames of \[8, 8, 8, 48, 48, 48\] bytes"),
-        (lambda m: (m[0], [*m[1], b""]), r"frames of .* 0\] bytes"),
+        (lambda m: (m[0], []), r"frames of \[\] bytes, not \[8, 8, 8, 48, 48, 48, 12, 0\]"),
+        (lambda m: (m[0], m[1][:-1]), r"frames of \[8, 8, 8, 48, 48, 48, 12\] bytes"),
+        (lambda m: (m[0], [*m[1], b""]), r"frames of .* 0, 0\] bytes"),
+        (with_header(routes=-1), "-1 experts for each"),
+        (with_header(routes=4), "frames of"),
+        (with_group(make_group(routes=3)), "36 experts for 12 tokens; the model has 4 for each"),
+        (with_group(make_group(routes=4)), "there is no expert 8; the model has 8 in a layer"),
         (lambda m: (m[0], [m[1][0][:-1], *m[1][1:]]), r"frames of \[7, 8"),
         (lambda m: (m[0], [b"".join(m[1])[:-1]]), r"frames of \[179\] bytes, not \[180\]"),
         (with_frame("seqlens", [5, 8]), "seqlens add up to 13"),
@@ -228,7 +232,9 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
     ],
 )
 def test_refusals_say_what_and_from_whom(change: Callable[[Message], Message], says: str) -> None:
-    limits = msgspec.structs.replace(LIMITS, seqs=1000, newest_version=3, group_size=2, max_context=100)
+    limits = msgspec.structs.replace(
+        LIMITS, seqs=1000, newest_version=3, group_size=2, max_context=100, routes=4, experts=8
+    )
     assert decode(*message(make_group(999, seqlens=(100, 7), version=3)), limits=limits).seq == 999
     with pytest.raises(WireError, match=rf"from rollout/0: .*{says}"):
         decode(*change(message(make_group())), limits=limits)

@@ -270,10 +270,10 @@ FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
         ([ask(*[0] * 5000)], UNREADABLE, "length"),
         ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
         ([HEADER], 1, "frames of [] bytes"),
-        ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 8, 48, 48, 48] bytes"),
-        ([HEADER, *FRAMES, b"more"], 1, "a message of 9 frames"),
+        ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 8, 48, 48, 48, 12] bytes"),
+        ([HEADER, *FRAMES, b"more"], 1, "a message of 10 frames"),
         ([HEADER, TOGETHER[:-1]], 1, "frames of [179] bytes, not [180]"),
-        ([HEADER, *reversed(FRAMES)], 1, "frames of [12, 48"),
+        ([HEADER, *reversed(FRAMES)], 1, "frames of [0, 12, 48"),
         ([HEADER, *FRAMES[:4], np.full(12, np.nan, np.float32).tobytes(), *FRAMES[5:]], 1, "finite"),
         ([HEADER, *FRAMES[:3], np.full(12, 1000, np.int32).tobytes(), *FRAMES[4:]], 1, "token ids"),
     ],
@@ -319,9 +319,8 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
         monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[2])), handle(*message)])
         (refusal,) = reply_to(peer, HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
-        assert f"a message of {frames + 1} frames with {len(HEADER) + frames * size} bytes, more than 8 or" in (
-            refusal.reason
-        )
+        told = f"a message of {frames + 1} frames with {len(HEADER) + frames * size} bytes"
+        assert f"{told}, more than {codec.MOST_FRAMES} or" in refusal.reason
         assert kept == [1]
         assert reply_to(peer, HEADER, TOGETHER).stored == [1]
 

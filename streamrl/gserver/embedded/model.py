@@ -8,6 +8,7 @@ Slots in use are always the first ones, so that a decode step reads plain slices
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,6 +18,7 @@ from streamrl.gserver.embedded.adapters import Adapter, MatrixAdapter, rows_of
 from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.weights import LayerWeights, MlpWeights, Parameters, SparseMlpWeights
 from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, product, silu_and_multiply
+from streamrl.types import NO_EXPERT
 
 FIRST_SLOTS = 8
 FIRST_LENGTH = 128
@@ -114,6 +116,7 @@ class Model:
             positions, self.cache.rows(slots, positions)
         )
         attend: Attend = self._operations.attend(slots, positions, pieces)
+        routes = self.cache.routes_of(slots, positions)
         x = self.parameters.embedding.index_select(0, tokens)
         last = self._a.layers - 1
         adapted = rows_of(adapters, device=self._device)
@@ -124,21 +127,22 @@ class Model:
             if i == last and wanted is not None:
                 chosen = torch.tensor(wanted, dtype=torch.long, device=self._device)
                 x, attended = x[chosen], attended[chosen]
+                routes = routes.at(chosen)
                 adapted = rows_of([adapters[row] for row in wanted] if adapters else (), device=self._device)
             x = layer.o(attended, layer.o_bias, added=x)
             _add([(adapter.layers[i].o, rows) for adapter, rows in adapted], x, attended)
             normed = self._operations.rms_norm(x, layer.post_norm)
             if isinstance(layer.mlp, SparseMlpWeights):
-                x = self._add_experts(layer.mlp, x, normed)
+                x = self._add_experts(layer.mlp, x, normed, routes, i)
                 continue
             gated = _gated(layer.mlp, normed, [(adapter.layers[i].gate_up, rows) for adapter, rows in adapted])
             x = layer.mlp.down(gated, added=x)
             _add([(adapter.layers[i].down, rows) for adapter, rows in adapted], x, gated)
         return x
 
-    def _add_experts(self, w: SparseMlpWeights, x: Tensor, normed: Tensor) -> Tensor:
-        """Return `x` plus what the experts that the router chooses for each token of `normed` make of it, which is
-        `[tokens, hidden_size]`."""
+    def _add_experts(self, w: SparseMlpWeights, x: Tensor, normed: Tensor, routes: Routes, layer: int) -> Tensor:
+        """Return `x` (`[tokens, hidden_size]`) plus what the experts that the router chooses for each token make of
+        `normed`, which is `x` after its norm; note in `routes` which those are."""
         moe = self._a.moe
         assert moe is not None
         if not len(x):
@@ -147,6 +151,7 @@ class Model:
         shares, chosen = probabilities.topk(moe.top_k, dim=-1)
         if moe.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
+        routes.note(layer, chosen)
         order = chosen.flatten().argsort(stable=True)
         tokens = order // moe.top_k
         counts = chosen.flatten().bincount(minlength=moe.experts).tolist()
@@ -185,9 +190,26 @@ def _add(adapters: MatrixAdapters, product: Tensor, x: Tensor) -> None:
             adapter.add(product, x, rows)
 
 
+class Routes(NamedTuple):
+    """Where is kept which experts compute some tokens."""
+
+    kept: Tensor | None
+    """`[all_tokens, layers, top_k]`; None: nowhere."""
+    rows: Tensor
+    """`[tokens]`"""
+
+    def at(self, chosen: Tensor) -> Routes:
+        return Routes(self.kept, self.rows[chosen])
+
+    def note(self, layer: int, experts: Tensor) -> None:
+        """Keep `experts`, `[tokens, top_k]`."""
+        if self.kept is not None:
+            self.kept[self.rows, layer] = experts.to(torch.uint8)
+
+
 class KVCache:
     """Keys and values of all slots: `[slots, length, 2 * kv_heads, head_dim]` for each layer, keys in the first half
-    of the heads."""
+    of the heads; and which experts computed them."""
 
     def __init__(
         self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -201,15 +223,20 @@ class KVCache:
         self._dtype = dtype
         self._device = device
         self.layers = [self._empty() for _ in range(architecture.layers)]
+        moe = architecture.moe
+        self._routes_shape = (architecture.layers, moe.top_k) if moe is not None and moe.experts <= NO_EXPERT else None
+        self.routes = self._no_routes()
+        """`[slots, length, layers, top_k]` uint8, `NO_EXPERT` where none has computed the token; None: the model has no
+        experts, or too many of them."""
 
     @property
     def bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+        return sum(tensor.nbytes for tensor in self._kept())
 
     @property
     def token_bytes(self) -> int:
         """Memory of one token in all layers."""
-        return sum(2 * self._kv_heads * self._head_dim * layer.element_size() for layer in self.layers)
+        return sum(tensor[0, 0].nbytes for tensor in self._kept())
 
     def reserve(self, *, slots: int, length: int) -> None:
         """Make room for so many slots of so many tokens. Sizes double, so that copies stay rare."""
@@ -223,6 +250,9 @@ class KVCache:
         for i, old in enumerate(self.layers):
             self.layers[i] = self._empty()
             self.layers[i][:old_slots, :old_length] = old
+        if (routes := self._no_routes()) is not None and self.routes is not None:
+            routes[:old_slots, :old_length] = self.routes
+            self.routes = routes
 
     def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the row of token i, which is at `positions[i]` of `slots[i]`: `[tokens]`."""
@@ -230,19 +260,39 @@ class KVCache:
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a slot to others, given in ascending order."""
-        for layer in self.layers:
-            kept = layer[source, :length]
+        for tensor in self._kept():
+            kept = tensor[source, :length]
             for first, last in _spans(targets):
-                layer[first : last + 1, :length] = kept
+                tensor[first : last + 1, :length] = kept
 
     def take(self, slot: int, length: int) -> list[Tensor]:
-        """Return a copy of the first `length` tokens of a slot: `[length, 2 * kv_heads, head_dim]` for each layer."""
-        return [layer[slot, :length].clone() for layer in self.layers]
+        """Return a copy of what is kept of the first `length` tokens of a slot, for `put`."""
+        return [tensor[slot, :length].clone() for tensor in self._kept()]
 
     def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None:
         """Copy the first `length` tokens of what `take` returned into a slot."""
-        for layer, kept in zip(self.layers, taken, strict=True):
-            layer[slot, :length] = kept[:length]
+        for tensor, kept in zip(self._kept(), taken, strict=True):
+            tensor[slot, :length] = kept[:length]
+
+    def routes_of(self, slots: Tensor, positions: Tensor) -> Routes:
+        """Return where to note the experts of token i, which is about to be computed at `positions[i]` of `slots[i]`;
+        what was noted there is forgotten."""
+        rows = self.rows(slots, positions)
+        if self.routes is None:
+            return Routes(None, rows)
+        kept = self.routes.flatten(0, 1)
+        kept[rows] = NO_EXPERT
+        return Routes(kept, rows)
+
+    def _kept(self) -> list[Tensor]:
+        """All that is kept of tokens: `[slots, length, ...]`."""
+        return self.layers if self.routes is None else [*self.layers, self.routes]
+
+    def _no_routes(self) -> Tensor | None:
+        if self._routes_shape is None:
+            return None
+        shape = (self.slots, self.length, *self._routes_shape)
+        return torch.full(shape, NO_EXPERT, dtype=torch.uint8, device=self._device)
 
     def _empty(self) -> Tensor:
         # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.

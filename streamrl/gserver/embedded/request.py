@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.sampler import Draw
 from streamrl.gserver.server.engine import Job, Output, Ticket
@@ -30,6 +33,7 @@ class Request:
         self.input_top_logprobs: list[list[tuple[float, int]] | None] = []
         self.cached_tokens = 0
         self.num_retractions = 0
+        self.routed_experts: NDArray[np.uint8] | None = None
         self.finish_reason: FinishReason | None = None
         self.draw = Draw(
             seed=seed,
@@ -100,6 +104,7 @@ class Request:
             input_top_logprobs=self.input_top_logprobs,
             cached_tokens=self.cached_tokens,
             num_retractions=self.num_retractions,
+            routed_experts=self.routed_experts,
         )
 
     def _spans(self) -> list[VersionSpan]:

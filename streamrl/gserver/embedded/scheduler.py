@@ -366,6 +366,7 @@ class Scheduler:
             else:
                 request.finish_reason = FinishReason(type="length", length=0)
             if request.finish_reason is not None:
+                self._note_routes(slot, request)
                 self._prefixes.finish(slot, request.tokens[:-1])
                 self.running[slot] = None
                 self._tell(request)
@@ -404,6 +405,7 @@ class Scheduler:
         gone = set(map(id, requests))
         for slot, request in enumerate(self.running):
             if request is not None and id(request) in gone:  # it may be resumed elsewhere, or here
+                self._note_routes(slot, request)
                 self._prefixes.finish(slot, request.tokens[:-1])
         for request in requests:
             request.abort("aborted on request")
@@ -413,6 +415,12 @@ class Scheduler:
     def _fail(self, requests: Sequence[Request], message: str) -> None:
         self.events.extend((request.ticket, message) for request in requests)
         self._forget(requests)
+
+    def _note_routes(self, slot: int, request: Request) -> None:
+        """Note which experts computed the tokens of `request`, which ends: all but the last one."""
+        routes = self._cache.routes
+        if routes is not None and request.job.return_routed_experts:
+            request.routed_experts = routes[slot, : len(request.tokens) - 1].cpu().numpy().copy()
 
     def _forget(self, requests: Sequence[Request]) -> None:
         gone = set(map(id, requests))

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from streamrl.errors import ModelError, StreamRLError
@@ -89,6 +91,8 @@ class Job(msgspec.Struct, frozen=True):
     logprob_start_len: int = -1
     """From which prompt token on log-probabilities are wanted; -1: none."""
     top_logprobs_num: int = 0
+    return_routed_experts: bool = False
+    """Whether the last output says which experts computed which tokens."""
     stream: bool = False
     """Whether every token is reported, or only the finished response."""
 
@@ -112,6 +116,9 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """Prompt tokens that were not computed again."""
     num_retractions: int = 0
+    routed_experts: NDArray[np.uint8] | None = None
+    """`[tokens - 1, layers, top_k]` of prompt and response without the last token, as in `types.Trajectory`; in the
+    last one only, and None where it is not known or not wanted."""
 
 
 class Ticket:

@@ -59,6 +59,7 @@ from streamrl.transport.generation import (
     UpdateWeightsFromDistributed,
     UpdateWeightVersion,
     WeightsChecker,
+    encoded_routes,
 )
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
 from streamrl.transport.keys import GENERATION_CALLS, HEADER, GserverKeys, admits
@@ -178,6 +179,7 @@ def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, be
             if wants_top and wants_prompt
             else None,
             output_top_logprobs=[_pairs(pairs) for pairs in output.top_logprobs] if wants_top else None,
+            routed_experts=None if output.routed_experts is None else encoded_routes(output.routed_experts),
         ),
     )
 
@@ -269,6 +271,7 @@ def _job(request: GenerateRequest, rid: str, prompt: list[int], params: Sampling
         stop=stop,
         logprob_start_len=request.logprob_start_len if request.return_logprob else -1,
         top_logprobs_num=request.top_logprobs_num if request.return_logprob else 0,
+        return_routed_experts=request.return_routed_experts,
         stream=request.stream and (params.stream_interval or 1) < params.max_new_tokens,
     )
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import Message
-from streamrl.rollout.generation import Generation
+from streamrl.rollout.generation import Generation, first_known, of_all_tokens
 from streamrl.types import NO_VERSION, Trajectory
 
 
@@ -136,7 +137,9 @@ def _trajectory(leaf: Call, *, trained: set[int], reward: float, score: float | 
     logprobs = np.zeros(tokens, dtype=np.float32)
     versions = np.full(tokens, NO_VERSION, dtype=np.int32)
     turns = 0
+    experts: NDArray[np.uint8] | None = None
     for call in _path(leaf):
+        experts = first_known(call.generation.routed_experts, experts)
         if id(call) in trained:
             continue
         trained.add(id(call))
@@ -154,6 +157,7 @@ def _trajectory(leaf: Call, *, trained: set[int], reward: float, score: float | 
         finish_reason=leaf.generation.finish_reason,
         turns=turns,
         score=score,
+        routed_experts=of_all_tokens(experts, tokens),
     )
 
 

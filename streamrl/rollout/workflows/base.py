@@ -25,13 +25,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.importing import load_object
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens
+from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens, first_known, of_all_tokens
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.types import NO_VERSION, Prompt, Trajectory
@@ -205,6 +206,7 @@ class TrajectoryBuilder:
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routed_experts: NDArray[np.uint8] | None = None
 
     def append_prompt(self, input_ids: Sequence[int]) -> None:
         """Append tokens that the policy is given."""
@@ -219,6 +221,7 @@ class TrajectoryBuilder:
         self._loss_mask.extend([True] * len(generation.output_ids))
         self._logprobs.extend(generation.logprobs)
         self._versions.extend(generation.versions)
+        self._routed_experts = first_known(self._routed_experts, generation.routed_experts)
         self.turns += 1
 
     def append_feedback(self, input_ids: Sequence[int]) -> None:
@@ -235,6 +238,7 @@ class TrajectoryBuilder:
             reward=reward,
             finish_reason=finish_reason,
             turns=self.turns,
+            routed_experts=of_all_tokens(self._routed_experts, len(self.input_ids)),
         )
 
 

@@ -140,6 +140,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with the first adapter; None: a new one."""
     seed: int = 0
     """Draws a new adapter."""
+    replay_routing: bool = False
+    """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known (torch)."""
 
 
 class Output(NamedTuple):

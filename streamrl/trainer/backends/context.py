@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.trainer.packing import MicroBatch
+from streamrl.types import NO_EXPERT
 
 
 class Share(NamedTuple):
@@ -29,6 +30,8 @@ class Share(NamedTuple):
     column_index: NDArray[np.int64]
     """Among this rank's columns."""
     target_ids: NDArray[np.int64]
+    routed_experts: NDArray[np.uint8] | None
+    """`[rows, own_length, layers · top_k]`"""
     most: int
     """Predicted positions of the rank that has most of them."""
     places: NDArray[np.int64]
@@ -60,6 +63,7 @@ class ContextGroup:
             row_index=micro.row_index[own],
             column_index=micro.column_index[own] // self.size,
             target_ids=micro.target_ids[own],
+            routed_experts=None if micro.routed_experts is None else self._own_routes(micro.routed_experts),
             most=most,
             places=places,
         )
@@ -67,6 +71,10 @@ class ContextGroup:
     def filled(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         """`array` `[rows, length]` with columns of zeros behind it, until each rank has as many."""
         return np.pad(array, ((0, 0), (0, -array.shape[1] % self.size)))
+
+    def _own_routes(self, experts: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        behind = ((0, 0), (0, -experts.shape[1] % self.size), (0, 0))
+        return np.pad(experts, behind, constant_values=NO_EXPERT)[:, self._rank :: self.size]
 
     def gather(self, own: Tensor, share: Share) -> Tensor:
         """`[predicted]` of the whole micro-batch on every rank, from each rank's `[own_predicted]`. Collective.

@@ -1,5 +1,9 @@
 """Mixture of experts in transformers models: which experts compute a token, and what they add up to.
 
+Which these are is the router's choice, or, where it is known, the choice that the engine's router made when the tokens
+were sampled (rollout routing replay, Ma et al. 2025, arXiv 2510.11370). Their shares are the router's either way, and
+it learns from them: only the choice, which has no gradient, is replayed.
+
 transformers keeps the experts of a layer in two fused tensors. Here each has matrices of its own, named as in the files
 of a checkpoint, so whatever knows weights by name (reading, sharding, the optimizer's files, publication, adapters)
 need not know of experts.
@@ -13,12 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP, Qwen3MoeSparseMoeBlock
 
+from streamrl.types import NO_EXPERT
+
 
 class SparseMlp(nn.Module):
     """A layer's experts, of which each token is computed by the `top_k` that its router gives most weight."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.replayed: Tensor | None = None
+        """`[tokens, top_k]` the experts that compute the next tokens, `NO_EXPERT` where the router chooses; None: it
+        chooses for all. It stays until the backward pass is through, which may compute again."""
         self.top_k = config.num_experts_per_tok
         self._normalised = config.norm_topk_prob
         self.experts = nn.ModuleList(
@@ -33,6 +42,8 @@ class SparseMlp(nn.Module):
         scores: Tensor = self.gate(x)
         probabilities = scores.softmax(-1, dtype=torch.float32)
         chosen = probabilities.topk(self.top_k, dim=-1).indices
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed == NO_EXPERT, chosen, self.replayed)
         shares = probabilities.gather(-1, chosen)
         if self._normalised:
             shares = shares / shares.sum(-1, keepdim=True)
@@ -52,10 +63,24 @@ class SparseMlp(nn.Module):
         return torch.zeros_like(x, dtype=weighted.dtype).index_add(0, tokens, weighted)
 
 
+def replay(model: nn.Module, experts: Tensor | None) -> None:
+    """Have `model` compute its next tokens with `experts` (`[rows, length, layers · top_k]`, int64); None: with those
+    that its routers choose."""
+    for number, layer in enumerate(_layers(model)):
+        mlp = layer.mlp
+        if isinstance(mlp, SparseMlp):
+            own = slice(number * mlp.top_k, (number + 1) * mlp.top_k)
+            mlp.replayed = None if experts is None else experts[..., own].flatten(0, 1)
+
+
 def separate_experts(model: nn.Module) -> None:
     """Replace the layers of a transformers model, made without memory, that mix experts by `SparseMlp`."""
-    for layer in model.base_model.layers:  # type: ignore[union-attr]
+    for layer in _layers(model):
         if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
             dtype = layer.mlp.gate.weight.dtype
             with torch.device("meta"):
                 layer.mlp = SparseMlp(model.config).to(dtype)
+
+
+def _layers(model: Any) -> Any:
+    return model.base_model.layers

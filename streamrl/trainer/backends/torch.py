@@ -47,7 +47,7 @@ from streamrl.trainer.backends.base import (
     spread,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_problem
-from streamrl.trainer.backends.experts import separate_experts
+from streamrl.trainer.backends.experts import replay, separate_experts
 from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
@@ -333,6 +333,9 @@ class TorchModel:
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
         share = self._context.share(micro)
+        if self._spec.replay_routing:
+            known = share.routed_experts
+            replay(self._net.model, None if known is None else self._tensor(known).long())
         with torch.autocast(
             self._spec.device.type,
             dtype=torch.bfloat16,

@@ -38,6 +38,7 @@ STREAM_DTYPES = {
     "packed_loss_mask": "bool",
     "packed_behavior_logprobs": "float32",
     "packed_policy_versions": "int32",
+    "packed_routed_experts": "uint8",
     "seqlens": "int32",
     "prompt_length": "int32",
     "rewards": "float32",
@@ -45,7 +46,8 @@ STREAM_DTYPES = {
 }
 """Dtypes of the arrays that a group brings. Those that model function calls give are float32."""
 OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
-"""Keys with one number for each trajectory; `prompt_length` has one for the group, all others one for each token."""
+"""Keys with one number for each trajectory; `prompt_length` has one for the group, `packed_routed_experts` several for
+each token, all others one for each token."""
 
 NO_KEYS: frozenset[str] = frozenset()
 NOBODY: frozenset[int] = frozenset()
@@ -344,5 +346,6 @@ class GroupTable:
 
     def _piece(self, seq: int, key: str) -> Piece:
         meta = self._groups[seq].meta
-        shape = (1,) if key == "prompt_length" else (meta.size,) if key in OF_TRAJECTORIES else (meta.tokens,)
-        return Piece(seq, key, STREAM_DTYPES.get(key, "float32"), shape)
+        lengths = {"prompt_length": 1, "packed_routed_experts": meta.tokens * meta.routes}
+        length = lengths.get(key, meta.size if key in OF_TRAJECTORIES else meta.tokens)
+        return Piece(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))

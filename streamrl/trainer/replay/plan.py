@@ -41,6 +41,7 @@ CHANGEABLE = (
     "trainer.offload",
     "trainer.max_tokens_per_microbatch",
     "trainer.share_prefix",
+    "trainer.replay_routing",
     "trainer.gradient_checkpointing",
     "run.device",
 )

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "record"
-FORMAT = "2"
+FORMAT = "3"
 """Changes when files are no longer read as before."""
 MOST_ON_THEIR_WAY = 2
 """Steps that wait for the thread that writes; for a third one training waits."""
@@ -118,6 +118,8 @@ class _Header(msgspec.Struct, frozen=True):
     """Sequence numbers of the groups, in the order in which their arrays follow one another."""
     sizes: list[int]
     prompt_lengths: list[int]
+    routes: list[int]
+    """As in `TrajectoryGroup`, of each group."""
     given: list[str]
     """Keys of `RecordedStep.given`."""
 
@@ -134,6 +136,7 @@ def write_step(file: Path, step: RecordedStep) -> None:
         seqs=[group.seq for group in step.groups],
         sizes=[group.size for group in step.groups],
         prompt_lengths=[group.prompt_length for group in step.groups],
+        routes=[group.routes for group in step.groups],
         given=list(step.given),
     )
     tensors[HEADER] = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
@@ -163,7 +166,9 @@ def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
     header = msgspec.msgpack.decode(tensors[HEADER].tobytes(), type=_Header)
     seqlens = _cut(tensors["seqlens"], header.sizes)
     tokens = [int(lengths.sum()) for lengths in seqlens]
-    packed = {name: _cut(tensors[name], header.sizes if name in OF_TRAJECTORIES else tokens) for name in ARRAYS}
+    routed = [each * routes for each, routes in zip(tokens, header.routes, strict=True)]
+    lengths = {**dict.fromkeys(OF_TRAJECTORIES, header.sizes), "packed_routed_experts": routed}
+    packed = {name: _cut(tensors[name], lengths.get(name, tokens)) for name in ARRAYS}
     names = zip(header.seqs, header.sizes, header.prompt_lengths, strict=True)
     groups = [
         TrajectoryGroup(
@@ -178,6 +183,7 @@ def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
             packed_policy_versions=packed["packed_policy_versions"][place],
             finish_reasons=[""] * size,
             episodes=packed["episodes"][place],
+            packed_routed_experts=packed["packed_routed_experts"][place],
         )
         for place, (seq, size, prompt_length) in enumerate(names)
     ]

@@ -56,6 +56,7 @@ class WorkerData:
             ),
             finish_reasons=[""] * size,
             episodes=self._store.get(seq, "episodes"),
+            packed_routed_experts=_or(self.optional(seq, "packed_routed_experts"), np.zeros(0, np.uint8)),
         )
 
     def response(self, which: Sibling) -> tuple[list[int], list[int]]:

@@ -29,7 +29,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
-from streamrl.models import vocab_size, weights_fingerprint
+from streamrl.models import routing_of, vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset, StreamIngress
 from streamrl.trainer.calls import (
@@ -177,6 +177,7 @@ class Door:
         keys: CurveKeys | None = None,
     ) -> None:
         """`keys`: the process's own, if connections are to be encrypted."""
+        routes, experts = routing_of(model_dir) or (0, 0)
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
         self.ingress = StreamIngress(
@@ -189,6 +190,8 @@ class Door:
                 group_size=config.rollout.group_size,
                 max_context=config.gserver.max_context,
                 vocab_size=vocab_size(model_dir),
+                routes=routes,
+                experts=experts,
             ),
             resend_seconds=config.stream.resend_seconds,
         )

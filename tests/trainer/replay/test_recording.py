@@ -52,7 +52,7 @@ def make_step(step: int = 1, *, rank: int = 0, seqs: tuple[int, ...] = (3, 7), a
         Inference("actor_inf", list(seqs), post_hooks=[Offload("ref")]),
         TrainStep("actor_train", step - 1, 0, [share], compared=Sibling(3, 1), post_hooks=[ParamRealloc("a", "b")]),
     ]
-    made = [make_group(seq, worker="", version=step - 1) for seq in seqs]
+    made = [make_group(seq, worker="", version=step - 1, routes=4 * (seq == 7)) for seq in seqs]
     made = [msgspec.structs.replace(group, finish_reasons=[""] * group.size) for group in made]
     given = {"ref_logprobs": [np.arange(group.tokens, dtype=np.float32) for group in made]}
     return RecordedStep(step, rank, list(calls), [answer or trained()], made, given)
@@ -138,7 +138,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(recording, "FORMAT", "99")
     write_step(tmp_path / "new", make_step())
     monkeypatch.undo()
-    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 2"):
+    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 3"):
         read_step(tmp_path / "new")
     rank = write_part(tmp_path, range(1, 2))
     part = msgspec.json.decode((rank / "part.json").read_bytes(), type=Part)

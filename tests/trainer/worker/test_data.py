@@ -16,7 +16,9 @@ from tests.trainer.models import random_group
 @pytest.fixture
 def head():
     dataset = StreamDataset(rank=0, capacity_groups=4)
-    dataset.offer(random_group(5, np.random.default_rng(0), gaps=True))
+    group = random_group(5, np.random.default_rng(0), gaps=True)
+    group.packed_routed_experts = np.arange(3 * group.tokens).astype(np.uint8)
+    dataset.offer(group)
     return WorkerData(dataset, rank=0)
 
 
@@ -33,6 +35,7 @@ def test_a_group_that_was_sent_equals_the_one_that_arrived(head):
     assert sent.prompt_length == own.prompt_length
     for key in sorted(STREAM_KEYS - {"prompt_length"}):
         assert np.array_equal(getattr(sent, key), getattr(own, key)), key
+    assert sent.routes == 3
 
 
 def test_what_was_not_sent_is_blank(head):

@@ -1,0 +1,164 @@
+"""Mixture of experts on the torch backend: the engine's choice of experts, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamrl.gserver.server.engine import Output
+from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.packing import MicroBatch, pack
+from streamrl.trainer.roles.items import unpack
+from streamrl.types import NO_EXPERT, Trajectory, TrajectoryGroup
+from tests.experts import as_in_files
+from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, save
+from tests.trainer.backends.reference import make_spec
+
+SHAPE = "qwen3-moe"
+LAYERS, TOP_K, DENSE = 3, 2, 1
+
+
+def nearly_tied(seed: int) -> Any:
+    """A model whose experts are chosen, two of three, by differences in the last bits of the router's weights, which
+    `seed` draws."""
+    model = make_model(SHAPE)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            weight = layer.mlp.gate.weight
+            tied = weight[::3].detach().repeat_interleave(3, 0)
+            with torch.no_grad():
+                weight.copy_(tied + 1e-6 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+async def sampled(folder: Path) -> list[tuple[list[int], Output]]:
+    """Prompts and responses; of some prompts the engine has a part in its cache."""
+    shared = prompt(30)
+    prompts = [shared, shared, prompt(4), [*shared, *prompt(9, seed=1)]]
+    found = []
+    async with engine_for(folder, max_running=4) as engine:
+        for ids in ([prompts[0], prompts[1], prompts[2]], [prompts[3]]):
+            jobs = [job(f"{len(found)}.{i}", p, return_routed_experts=True) for i, p in enumerate(ids)]
+            found += zip(ids, await generate(engine, jobs), strict=True)
+    assert found[-1][1].cached_tokens >= 30
+    return found
+
+
+def trajectory(ids: list[int], output: Output) -> Trajectory:
+    tokens = [*ids, *output.output_ids]
+    mask = np.arange(len(tokens)) >= len(ids)
+    assert output.routed_experts is not None
+    assert output.routed_experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
+    unknown = np.full((1, LAYERS * TOP_K), NO_EXPERT, np.uint8)
+    return Trajectory(
+        input_ids=np.array(tokens, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.concatenate([np.zeros(len(ids)), output.logprobs]).astype(np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        reward=0.0,
+        finish_reason="length",
+        routed_experts=np.concatenate([output.routed_experts.reshape(len(tokens) - 1, -1), unknown]),
+    )
+
+
+def groups_of(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
+    """The first two have their prompt in common."""
+    siblings = [trajectories[:2], *([one] for one in trajectories[2:])]
+    return [
+        TrajectoryGroup.from_trajectories(seq=i, worker="", prompt_length=1, trajectories=list(each))
+        for i, each in enumerate(siblings)
+    ]
+
+
+def micros_of(groups: Sequence[TrajectoryGroup], *, share_prefix: bool = True) -> list[MicroBatch]:
+    return pack(groups, max_tokens=90, share_prefix=share_prefix, hidden_size=64)
+
+
+def largest_difference(model: TorchModel, groups: Sequence[TrajectoryGroup], *, share_prefix: bool) -> float:
+    micros = micros_of(groups, share_prefix=share_prefix)
+    found = unpack(micros, model.infer(micros), groups)
+    return max(float(np.abs(g.packed_behavior_logprobs - f).max()) for g, f in zip(groups, found, strict=True))
+
+
+async def test_replayed_tokens_have_the_engines_logprobs(tmp_path: Path) -> None:
+    """The trainer's routers are those of the engine but for the last bits, as another kernel's would be."""
+    responses = await sampled(save(nearly_tied(0), tmp_path / "engine"))
+    groups = groups_of([trajectory(*response) for response in responses])
+    other = save(nearly_tied(1), tmp_path / "trainer")
+    spec: dict[str, Any] = {"temperature": 1.0, "lr": None}
+    replaying, free = (TorchModel(make_spec(other, replay_routing=replay, **spec)) for replay in (True, False))
+    for share_prefix in (True, False):
+        assert largest_difference(replaying, groups, share_prefix=share_prefix) < 1e-4
+        assert largest_difference(free, groups, share_prefix=share_prefix) > 0.05
+
+
+async def test_all_that_is_attended_to_is_known(tmp_path: Path) -> None:
+    """Also of tokens that the engine had in its cache. What the last layer makes of a prompt is never looked at, but at
+    its end."""
+    responses = await sampled(save(make_model(SHAPE), tmp_path))
+    for ids, output in responses:
+        assert output.routed_experts is not None
+        known = (output.routed_experts != NO_EXPERT).all(-1)
+        assert known[:, 0].all()
+        assert not known[:, DENSE].any()
+        assert known[len(ids) - 1 :, LAYERS - 1].all()
+
+
+def test_gradients_flow_through_the_shares_of_replayed_experts(tmp_path: Path) -> None:
+    """Compared with transformers, whose routers are made to choose the same."""
+    model = make_model(SHAPE)
+    folder = save(model, tmp_path)
+    ids = prompt(25)
+    rng = np.random.default_rng(0)
+    experts = np.stack([rng.permutation(6)[:TOP_K] for _ in range(len(ids) * LAYERS)]).reshape(len(ids), -1)
+    mask = np.arange(len(ids)) >= 5
+    group = TrajectoryGroup.from_trajectories(
+        seq=0,
+        worker="",
+        prompt_length=5,
+        trajectories=[
+            Trajectory(
+                input_ids=np.array(ids, np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.zeros(len(ids), np.float32),
+                policy_versions=np.where(mask, 0, -1).astype(np.int32),
+                reward=0.0,
+                finish_reason="stop",
+                routed_experts=experts.astype(np.uint8),
+            )
+        ],
+    )
+    for number, layer in enumerate(model.model.layers):
+        if number != DENSE:
+            chosen = torch.from_numpy(experts[:, number * TOP_K : (number + 1) * TOP_K])
+            layer.mlp.gate.forward = _choosing(layer.mlp.gate, chosen)
+    logprobs = model(torch.tensor([ids])).logits[0, 4:-1].log_softmax(-1)
+    logprobs.gather(-1, torch.tensor(ids[5:])[:, None]).sum().backward()
+    wanted = as_in_files({name: parameter.grad for name, parameter in model.named_parameters()})
+
+    for gradient_checkpointing in (False, True):
+        spec = make_spec(folder, temperature=1.0, replay_routing=True, gradient_checkpointing=gradient_checkpointing)
+        ours = TorchModel(spec)
+        ours.accumulate(micros_of([group]), lambda _, output: output.values.sum())
+        found = {name: parameter.grad for name, parameter in ours._parameters.items()}
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert torch.allclose(found[name], gradient, atol=1e-5 * float(gradient.abs().max()) + 1e-7), name
+        assert float(found["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-4
+
+
+def _choosing(gate: Any, chosen: Tensor) -> Any:
+    """transformers' router, with its choice made."""
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+        shares = logits.softmax(-1).gather(-1, chosen)
+        return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+    return forward

@@ -302,7 +302,7 @@ async def test_a_failed_step_answers_500(folder: Path, monkeypatch: pytest.Monke
     async with serving(folder) as client:
         engine: Any = client.engine
         with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler._model, "decode", lambda *_: 1 / 0)
+            patch.setattr(engine._scheduler._model, "decode", lambda *_, **__: 1 / 0)
             answer = await client.post("/generate", {**OK, "sampling_params": TEN}, status=500)
             assert "ZeroDivisionError" in answer["error"]["message"]
             events = [event async for event in client.events({**OK, "sampling_params": TEN})]

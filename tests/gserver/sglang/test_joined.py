@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
+from safetensors.torch import save_file
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, ModelError, PeerLost
@@ -71,21 +73,28 @@ def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.
     return from_dict({"gserver": gserver, "weights": {"pause_mode": pause_mode}})
 
 
-async def test_it_is_given_the_runs_weights_and_left_running(tmp_path: Path) -> None:
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """What a server is asked to load, which here only looks at the path."""
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+async def test_it_is_given_the_runs_weights_and_left_running(model_dir: Path) -> None:
     async with elsewhere() as (server, _):
-        async with running(joining(server.url), index=0, model_dir=tmp_path) as (served, url):
+        async with running(joining(server.url), index=0, model_dir=model_dir) as (served, url):
             assert (served.name, url) == ("sglang", server.url)
             assert [path for path, _ in server.calls] == JOINING
-            assert server.calls[1][1]["model_path"] == str(tmp_path)
+            assert server.calls[1][1]["model_path"] == str(model_dir)
             assert server.calls[1][1]["weight_version"] == "default"
         assert len(server.calls) == len(JOINING)
 
 
-async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "FIGURES_SECONDS", 0.05)
     async with (
         elsewhere() as (server, runner),
-        running(joining(server.url, stuck_seconds=1.0), index=0, model_dir=tmp_path) as (served, _),
+        running(joining(server.url, stuck_seconds=1.0), index=0, model_dir=model_dir) as (served, _),
     ):
         async with asyncio.timeout(20):
             while served.stats()["running"] != 5:  # noqa: ASYNC110
@@ -114,29 +123,29 @@ async def test_its_silence_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ids=["keeps prompts", "context too short", "several replicas", "too old", "says nothing", "cannot load"],
 )
 async def test_one_that_does_not_fit_is_refused(
-    tmp_path: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
+    model_dir: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str
 ) -> None:
     async with elsewhere(**how) as (server, _):
         with pytest.raises(error, match=said):
-            async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=tmp_path):
+            async with running(joining(server.url, pause_mode=pause_mode), index=0, model_dir=model_dir):
                 pass
         assert not server.calls or server.calls[-1][0] == "/continue_generation"
 
 
 @pytest.mark.parametrize("version", ["0.5.23.post1", "0.5.24rc1", "0.6.0", "1.0.0", "0.0.0.dev1+gabcdef"])
-async def test_newer_ones_and_builds_without_a_number_may_join(tmp_path: Path, version: str) -> None:
+async def test_newer_ones_and_builds_without_a_number_may_join(model_dir: Path, version: str) -> None:
     async with (
         elsewhere(flags={"version": version}) as (server, _),
-        running(joining(server.url), index=0, model_dir=tmp_path) as (served, _),
+        running(joining(server.url), index=0, model_dir=model_dir) as (served, _),
     ):
         assert served.name == "sglang"
 
 
-async def test_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_one_that_is_not_there_is_named(model_dir: Path) -> None:
     async with elsewhere() as (server, runner):
         await runner.cleanup()
         with pytest.raises(PeerLost, match=rf"no SGLang server answers at {server.url} \(gserver.sglang.addresses\)"):
-            async with running(joining(server.url), index=0, model_dir=tmp_path):
+            async with running(joining(server.url), index=0, model_dir=model_dir):
                 pass
 
 

@@ -176,6 +176,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Policy versions after which the reference takes over the policy's weights; 0: it stays as it began."""
     ref_update_share: Share = 1.0
     """How much of them it takes: 1 all, less a moving average."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Models with experts: of the load-balancing loss (`router_aux_loss_coef` in config.json, which is not read)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the policy's entropy in the loss (subtracted): above 0 the policy is paid to keep exploring."""
     minibatches: Positive = 1

@@ -140,6 +140,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with the first adapter; None: a new one."""
     seed: int = 0
     """Draws a new adapter."""
+    router_aux_loss_coef: float = 0.0
+    """What the load-balancing loss of layers with experts is multiplied by in training (torch)."""
     replay_routing: bool = False
     """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known (torch)."""
 
@@ -159,6 +161,9 @@ class Update(NamedTuple):
     grad_norm: float
     """Before clipping."""
     lr: float
+    expert_load: float = 0.0
+    """How much more tokens than on average the expert with most of them computed, the mean of all layers: 1 where all
+    have as many; 0 for models without experts."""
 
 
 LossOf = Callable[[int, Output], Tensor]

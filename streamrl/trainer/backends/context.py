@@ -30,6 +30,8 @@ class Share(NamedTuple):
     column_index: NDArray[np.int64]
     """Among this rank's columns."""
     target_ids: NDArray[np.int64]
+    real: NDArray[np.bool_]
+    """`[rows, own_length]` False for padding."""
     routed_experts: NDArray[np.uint8] | None
     """`[rows, own_length, layers · top_k]`"""
     most: int
@@ -63,6 +65,8 @@ class ContextGroup:
             row_index=micro.row_index[own],
             column_index=micro.column_index[own] // self.size,
             target_ids=micro.target_ids[own],
+            real=np.arange(-(-micro.input_ids.shape[1] // self.size) * self.size)[self._rank :: self.size]
+            < micro.visible_until[:, :1],
             routed_experts=None if micro.routed_experts is None else self._own_routes(micro.routed_experts),
             most=most,
             places=places,

@@ -11,7 +11,7 @@ need not know of experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,26 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP, Qwen3M
 from streamrl.types import NO_EXPERT
 
 
+class Routing(NamedTuple):
+    """What a layer with experts is told of the tokens that it computes."""
+
+    real: Tensor
+    """`[tokens]` bool: False for padding, which counts for no expert's load."""
+    replayed: Tensor | None = None
+    """`[tokens, top_k]` the experts that compute them, `NO_EXPERT` where the router chooses; None: it always does."""
+    balance: float = 0.0
+    """What the load-balancing loss of these tokens is multiplied by."""
+
+
 class SparseMlp(nn.Module):
     """A layer's experts, of which each token is computed by the `top_k` that its router gives most weight."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.replayed: Tensor | None = None
-        """`[tokens, top_k]` the experts that compute the next tokens, `NO_EXPERT` where the router chooses; None: it
-        chooses for all. It stays until the backward pass is through, which may compute again."""
+        self.routing: Routing | None = None
+        """Of the next tokens; it stays until the backward pass is through, which may compute again."""
+        self.load: Tensor | None = None
+        """`[experts]` how often each was chosen by the tokens that were computed last."""
         self.top_k = config.num_experts_per_tok
         self._normalised = config.norm_topk_prob
         self.experts = nn.ModuleList(
@@ -38,15 +50,21 @@ class SparseMlp(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[rows, length, hidden_size]`, as `hidden`."""
+        routing = self.routing
+        assert routing is not None, "`route` comes first"
         x = hidden.flatten(0, 1)
         scores: Tensor = self.gate(x)
         probabilities = scores.softmax(-1, dtype=torch.float32)
         chosen = probabilities.topk(self.top_k, dim=-1).indices
-        if self.replayed is not None:
-            chosen = torch.where(self.replayed == NO_EXPERT, chosen, self.replayed)
+        if routing.replayed is not None:
+            chosen = torch.where(routing.replayed == NO_EXPERT, chosen, routing.replayed)
+        self.load = chosen[routing.real].flatten().bincount(minlength=len(self.experts))
         shares = probabilities.gather(-1, chosen)
         if self._normalised:
             shares = shares / shares.sum(-1, keepdim=True)
+        if routing.balance:
+            loss = routing.balance * balancing_loss(probabilities[routing.real], self.load)
+            shares = _AddLoss.apply(shares, loss)  # type: ignore[no-untyped-call]
         return self._mixed(x, chosen, shares.to(scores.dtype)).view_as(hidden)
 
     def _mixed(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -63,14 +81,47 @@ class SparseMlp(nn.Module):
         return torch.zeros_like(x, dtype=weighted.dtype).index_add(0, tokens, weighted)
 
 
-def replay(model: nn.Module, experts: Tensor | None) -> None:
-    """Have `model` compute its next tokens with `experts` (`[rows, length, layers · top_k]`, int64); None: with those
-    that its routers choose."""
-    for number, layer in enumerate(_layers(model)):
-        mlp = layer.mlp
-        if isinstance(mlp, SparseMlp):
-            own = slice(number * mlp.top_k, (number + 1) * mlp.top_k)
-            mlp.replayed = None if experts is None else experts[..., own].flatten(0, 1)
+def balancing_loss(probabilities: Tensor, load: Tensor) -> Tensor:
+    """Return the load-balancing loss of one layer (Fedus et al. 2021, arXiv 2101.03961, eq. 4): `top_k` where all
+    experts are chosen equally often.
+
+    `probabilities`: `[tokens, experts]`, the router's. `load`: `[experts]`, how often each was chosen.
+    """
+    tokens, experts = probabilities.shape
+    return experts * torch.dot(load / max(1, tokens), probabilities.sum(0) / max(1, tokens))
+
+
+class _AddLoss(torch.autograd.Function):
+    """Gives the first argument, and in the backward pass adds the second, a scalar, to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones_like(ctx.saved_tensors[0])
+
+
+def route(model: nn.Module, real: Tensor, experts: Tensor | None = None, *, balance: float = 0.0) -> None:
+    """Tell the layers of `model` of the next tokens, of which `real` ones (`[rows, length]`) are no padding.
+
+    `experts`: `[rows, length, layers · top_k]` int64, as in `Routing`. `balance`: what the mean of all layers'
+    load-balancing losses is multiplied by; it is added to the loss.
+    """
+    for number, mlp in sparse_layers(model).items():
+        own = slice(number * mlp.top_k, (number + 1) * mlp.top_k)
+        mlp.routing = Routing(
+            real.flatten(),
+            None if experts is None else experts[..., own].flatten(0, 1),
+            balance / len(sparse_layers(model)),
+        )
+
+
+def sparse_layers(model: nn.Module) -> dict[int, SparseMlp]:
+    """Return those of `model`'s layers that have experts, by their number."""
+    return {number: layer.mlp for number, layer in enumerate(_layers(model)) if isinstance(layer.mlp, SparseMlp)}
 
 
 def separate_experts(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ from streamrl.trainer.backends.base import (
     spread,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_problem
-from streamrl.trainer.backends.experts import replay, separate_experts
+from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
 from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
@@ -208,6 +208,11 @@ class TorchModel:
         else:
             self._net.eval().requires_grad_(False)
         self._offloaded: Offloaded | None = None
+        sparse = list(sparse_layers(model).values())
+        self._load = (
+            torch.zeros(len(sparse), len(sparse[0].experts), dtype=torch.long, device=spec.device) if sparse else None
+        )
+        """`[layers, experts]` how often each was chosen since the last update; None: the model has no experts."""
 
     @property
     def hidden_size(self) -> int:
@@ -229,8 +234,11 @@ class TorchModel:
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
         self._check_here()
         idle = self._others_have_more(len(micros))
+        tokens = sum(micro.tokens for micro in micros)
         for number, micro in enumerate(micros):
-            output = self._forward(micro)
+            balance = self._spec.router_aux_loss_coef * micro.tokens / (tokens * self._world)
+            output = self._forward(micro, balance=balance)
+            self._count_load()
             share = loss(number, output)
             if not share.requires_grad:
                 share = output.values.sum() * 0.0  # sharded layers expect a backward pass after each forward pass
@@ -258,7 +266,7 @@ class TorchModel:
         share = min(1.0, self._spec.optimizer.grad_clip / (norm + 1e-6))
         lr = self._optimizer.step(gradients, scale=share, lr_scale=lr_scale)
         self._forget_gradients()
-        return Update(grad_norm=norm, lr=lr)
+        return Update(grad_norm=norm, lr=lr, expert_load=self._take_load())
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._shards.specs()
@@ -331,11 +339,13 @@ class TorchModel:
             raise TrainingError("this model is not trained: it has no optimizer state")
         return self._optimizer
 
-    def _forward(self, micro: MicroBatch, temperature: float | None = None) -> Output:
+    def _forward(self, micro: MicroBatch, temperature: float | None = None, *, balance: float = 0.0) -> Output:
+        """`balance`: see `route`."""
         share = self._context.share(micro)
-        if self._spec.replay_routing:
-            known = share.routed_experts
-            replay(self._net.model, None if known is None else self._tensor(known).long())
+        if self._load is not None:
+            known = share.routed_experts if self._spec.replay_routing else None
+            experts = None if known is None else self._tensor(known).long()
+            route(self._net.model, self._tensor(share.real), experts, balance=balance)
         with torch.autocast(
             self._spec.device.type,
             dtype=torch.bfloat16,
@@ -372,6 +382,22 @@ class TorchModel:
             for work in [dist.all_reduce(gradient, async_op=True) for gradient in found.values()]:
                 work.wait()
         return found
+
+    def _count_load(self) -> None:
+        if self._load is not None:
+            self._load += torch.stack(
+                [mlp.load for mlp in sparse_layers(self._net.model).values() if mlp.load is not None]
+            )
+
+    def _take_load(self) -> float:
+        """Return `Update.expert_load` since the last call. Collective."""
+        if self._load is None:
+            return 0.0
+        if self._world > 1:
+            dist.all_reduce(self._load)
+        load = self._load.double()
+        self._load.zero_()
+        return float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())
 
     def _forget_gradients(self) -> None:
         for parameter in self._parameters.values():

@@ -110,6 +110,8 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     if comparable := sums.get("comparable_tokens"):
         metrics["sampling_diff_mean"] = sums["sampling_diff"] / comparable
         metrics["sampling_diff_max"] = maxima["sampling_diff"]
+    if "expert_load" in maxima:
+        metrics["expert_load"] = maxima["expert_load"]
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
         metrics["kl_coef"] = maxima["kl_coef"]

@@ -124,6 +124,8 @@ class Actor:
         update = self.model.update(update_begins, lr_scale=minibatch.lr_scale)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
         statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
+        if update.expert_load:
+            statistics.maxima["expert_load"] = update.expert_load
         statistics.update_seconds = time.perf_counter() - updating
         if self._compares:
             statistics.maxima["kl_coef"] = self._kl.value

@@ -169,6 +169,7 @@ class Assembly:
             lora=config.model.lora if role == "actor" else None,
             adapter=Path(config.run.resume_from) if role == "actor" and config.run.resume_from else None,
             seed=config.run.seed,
+            router_aux_loss_coef=config.algorithm.router_aux_loss_coef if role == "actor" else 0.0,
             replay_routing=trainer.replay_routing and role == "actor",
         )
         make = _BACKENDS[role_config(trainer, role).backend]

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from streamrl.gserver.server.engine import Output
 from streamrl.trainer.backends.torch import TorchModel
@@ -18,6 +20,7 @@ from streamrl.types import NO_EXPERT, Trajectory, TrajectoryGroup
 from tests.experts import as_in_files
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, save
 from tests.trainer.backends.reference import make_spec
+from tests.trainer.models import random_group
 
 SHAPE = "qwen3-moe"
 LAYERS, TOP_K, DENSE = 3, 2, 1
@@ -162,3 +165,42 @@ def _choosing(gate: Any, chosen: Tensor) -> Any:
         return logits, shares / shares.sum(-1, keepdim=True), chosen
 
     return forward
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_balancing_loss_is_that_of_transformers_in_each_layer(tmp_path: Path, gradient_checkpointing: bool) -> None:
+    """Of rows of several lengths, in several micro-batches; padding does not count."""
+    model = make_model(SHAPE)
+    rng = np.random.default_rng(0)
+    groups = [random_group(i, rng, siblings=1, prompt=20 + i, longest=3) for i in range(4)]
+    for group in groups:
+        group.packed_input_ids %= 39
+    coefficient = 0.5
+    spec = make_spec(
+        save(model, tmp_path), router_aux_loss_coef=coefficient, gradient_checkpointing=gradient_checkpointing
+    )
+    ours = TorchModel(spec)
+    micros = micros_of(groups, share_prefix=False)
+    assert len(micros) > 1
+    assert any(micro.tokens > sum(groups[g].tokens for g in set(micro.group_index.tolist())) for micro in micros)
+    ours.accumulate(micros, lambda _, output: output.values.sum() * 0.0)
+
+    loss = torch.zeros(())
+    load = torch.zeros(2, 6)
+    tokens = sum(micro.tokens for micro in micros)
+    for micro in micros:
+        ids = [torch.from_numpy(groups[g].packed_input_ids.astype(np.int64)) for g in set(micro.group_index.tolist())]
+        routers = [model(each[None], output_router_logits=True).router_logits for each in ids]
+        for place, layer in enumerate(zip(*routers, strict=True)):
+            scores = torch.cat(list(layer))
+            share = micro.tokens / tokens / 2
+            loss = loss + share * load_balancing_loss_func((scores,), num_experts=6, top_k=TOP_K)
+            load[place] += scores.topk(TOP_K).indices.flatten().bincount(minlength=6)
+    (coefficient * loss).backward()
+    wanted = as_in_files({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert float(wanted["model.layers.2.mlp.gate.weight"].abs().max()) > 1e-4
+    for name, gradient in wanted.items():
+        found = ours._parameters[name].grad
+        assert found is not None
+        assert torch.allclose(found, gradient, atol=1e-5 * float(gradient.abs().max()) + 1e-8), name
+    assert ours.update(lambda: None).expert_load == pytest.approx(float((load.amax(1) / load.mean(1)).mean()))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,7 @@ class TorchModel:
         else:
             self._net.eval().requires_grad_(False)
         self._offloaded: Offloaded | None = None
+        self._replays = spec.replay_routing
         sparse = list(sparse_layers(model).values())
         self._load = (
             torch.zeros(len(sparse), len(sparse[0].experts), dtype=torch.long, device=spec.device) if sparse else None
@@ -320,8 +321,14 @@ class TorchModel:
         assert self._spec.lora is not None
         return _Merged(self._frozen, self._shards, scale=self._spec.lora.scale, world=self._world)
 
-    def without_adapter(self) -> AbstractContextManager[None]:
-        return without_adapters(self._net)
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        replays, self._replays = self._replays, False  # another policy's tokens, whose experts it chooses itself
+        try:
+            with without_adapters(self._net):
+                yield
+        finally:
+            self._replays = replays
 
     def close(self) -> None:
         self._shards.close()
@@ -343,7 +350,7 @@ class TorchModel:
         """`balance`: see `route`."""
         share = self._context.share(micro)
         if self._load is not None:
-            known = share.routed_experts if self._spec.replay_routing else None
+            known = share.routed_experts if self._replays else None
             experts = None if known is None else self._tensor(known).long()
             route(self._net.model, self._tensor(share.real), experts, balance=balance)
         with torch.autocast(

@@ -16,12 +16,12 @@ from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import pack
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import SCALAR, make_groups, make_spec, micro_batches, save_models
+from tests.trainer.backends.reference import EXPERTS, SCALAR, make_groups, make_spec, micro_batches, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 from tests.trainer.models import branching_group
 
 TORCH = {
-    2: {Layout(context=2): ["qwen3", SCALAR]},
+    2: {Layout(context=2): ["qwen3", EXPERTS, SCALAR]},
     # with four ranks two have the same key head
     4: {Layout(data=2, context=2): ["llama_tied"], Layout(context=4): ["odd"]},
 }

@@ -112,11 +112,10 @@ class Model:
         any.
         """
         tokens, positions, slots = place.unbind()
-        rotate_and_store: RotateAndStore = self._operations.rotate_and_store(
-            positions, self.cache.rows(slots, positions)
-        )
+        rows = self.cache.rows(slots, positions)
+        rotate_and_store: RotateAndStore = self._operations.rotate_and_store(positions, rows)
         attend: Attend = self._operations.attend(slots, positions, pieces)
-        routes = self.cache.routes_of(slots, positions)
+        routes = self.cache.routes_of(rows)
         x = self.parameters.embedding.index_select(0, tokens)
         last = self._a.layers - 1
         adapted = rows_of(adapters, device=self._device)
@@ -191,7 +190,7 @@ def _add(adapters: MatrixAdapters, product: Tensor, x: Tensor) -> None:
 
 
 class Routes(NamedTuple):
-    """Where is kept which experts compute some tokens."""
+    """Where to note which experts compute some tokens."""
 
     kept: Tensor | None
     """`[all_tokens, layers, top_k]`; None: nowhere."""
@@ -199,6 +198,7 @@ class Routes(NamedTuple):
     """`[tokens]`"""
 
     def at(self, chosen: Tensor) -> Routes:
+        """Return those of the `chosen` ones of these tokens."""
         return Routes(self.kept, self.rows[chosen])
 
     def note(self, layer: int, experts: Tensor) -> None:
@@ -274,10 +274,9 @@ class KVCache:
         for tensor, kept in zip(self._kept(), taken, strict=True):
             tensor[slot, :length] = kept[:length]
 
-    def routes_of(self, slots: Tensor, positions: Tensor) -> Routes:
-        """Return where to note the experts of token i, which is about to be computed at `positions[i]` of `slots[i]`;
-        what was noted there is forgotten."""
-        rows = self.rows(slots, positions)
+    def routes_of(self, rows: Tensor) -> Routes:
+        """Return where to note the experts of the tokens in `rows` (`[tokens]`), which are about to be computed; what
+        was noted there is forgotten."""
         if self.routes is None:
             return Routes(None, rows)
         kept = self.routes.flatten(0, 1)

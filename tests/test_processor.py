@@ -219,7 +219,8 @@ def test_every_process_of_a_run_goes_through_the_door(tmp_path: Path, tried: Tri
         f"sys.argv = {['streamrl', *words]!r}\n"
         "cli.main()"
     )
-    said = run_python(script, STREAMRL_CACHE=str(tried.cache), failing=True)
+    # with a secret, a process does not wait for the manager here
+    said = run_python(script, STREAMRL_CACHE=str(tried.cache), STREAMRL_SECRET="a-secret-of-this-test", failing=True)
     assert "claims AMX, but a product ends a process by SIGILL" in said
     assert "computes with AVX512_CORE_BF16" in said
     assert len(tried.trials) == 2

@@ -181,6 +181,7 @@ def test_every_figure_is_in_the_table_of_metrics(tmp_path):
             "run": {"dir": str(tmp_path), "total_train_steps": 2},
             "algorithm": {"on_collapse": "slow"},
             "rollout": {"group_size": 2},
+            "metrics": {"sinks": []},
         }
     )
     _, run = whole_run(config)

@@ -576,6 +576,8 @@ def shown(plan: CapacityPlan) -> RenderableType:
         f"checkpoint: {best.checkpoint / GIB:.0f} GiB (float32 weights and both moments)",
     ]
     note = "Computed from the model's shape; nothing was measured (docs/scale.md)."
+    if plan.shape.experts:
+        note += " Of the backends only torch trains experts yet: divisions for Megatron say what it would need."
     return Group(
         Text(_title(plan), style="bold"),
         parts,

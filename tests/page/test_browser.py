@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from streamrl.page.bundle import write_overview
 from streamrl.records.rollouts import FOLDER
@@ -189,8 +190,9 @@ async def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 async def test_a_real_run_while_it_goes_on(tmp_path: Path) -> None:
-    """Every view of a run under way, and the tokens of a step that it has just made."""
-    arguments = harness.overrides(tmp_path, "live", run__total_train_steps=10_000, **harness.QUICK)
+    """Every view of a run under way, and the tokens of a step that it has just made; its figures go to TensorBoard."""
+    settings = harness.QUICK | {"run__total_train_steps": 10_000, "metrics__sinks": '["tensorboard"]'}
+    arguments = harness.overrides(tmp_path, "live", **settings)
     run = harness.start(harness.COPY_SCRATCH, [*arguments, "--page"])
     try:
         await asyncio.to_thread(harness.until, lambda: ADDRESS.search(run.said), "the page's address", seconds=120)
@@ -202,6 +204,8 @@ async def test_a_real_run_while_it_goes_on(tmp_path: Path) -> None:
             for view in VIEWS:
                 if view not in COUNTED:
                     await shows(tab, view)
+            await tab.value("location.hash = '#/configuration?part=logs'")
+            await until(tab, "all('.log .line').length > 5")
             await shows(tab, "rollouts")
             shown = int(await tab.value(NEWEST))
             await tab.until(f"Number({NEWEST}) > {shown + 2}")  # by itself
@@ -213,6 +217,9 @@ async def test_a_real_run_while_it_goes_on(tmp_path: Path) -> None:
         run.signal(signal.SIGINT)
         run.exit_code(seconds=60)
     assert harness.processes_of(tmp_path) == []
+    events = EventAccumulator(str(tmp_path / "live" / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("reward_mean")) > shown + 2
 
 
 async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:

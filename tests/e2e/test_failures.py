@@ -72,7 +72,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
         staleness__over_age="wait",
         run__record="true",
     )
-    process = start(COPY_SCRATCH, settings)
+    process = start(COPY_SCRATCH, [*settings, "trainer.data_parallel=2", "trainer.shard=true"])
     wait_for_steps(run_dir, 9)
     process.end()
     wait_until_gone(run_dir, seconds=15)
@@ -82,7 +82,10 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     stopped = time.time()
     (run_dir / "checkpoints" / "step-000099.unfinished").mkdir()
 
-    said = run(COPY_SCRATCH, [*settings, "trainer.data_parallel=2", "trainer.shard=true", "--resume"])
+    found = progress.checkpoints(run_dir)[-1]
+    assert len(list(found.glob("model-0000?-of-00002.safetensors"))) == 2  # gservers and trainer go on from parts
+
+    said = run(COPY_SCRATCH, [*settings, "--resume"])
     assert "goes on from" in said
     assert_exactly_once(run_dir)
     after = steps(run_dir)
@@ -101,8 +104,8 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     assert_rollouts(run_dir, groups=4)
     recorded = read_recording(run_dir)
     assert [(part.begins_at, part.last, len(part.folders)) for part in recorded.parts] == [
-        (0, saved, 1),
-        (saved, 34, 2),
+        (0, saved, 2),
+        (saved, 34, 1),
     ]
     for number in (1, saved, saved + 1, 34):
         seqs = [group.seq for rank in recorded.load(number) for group in rank.groups]

@@ -136,13 +136,19 @@ def weights_fingerprint(folder: Path) -> str:
 def eos_token_ids(folder: Path) -> frozenset[int]:
     """Return the tokens that end a response of the model in `folder`, from config.json and generation_config.json."""
     found: set[int] = set()
-    for file in (folder / "config.json", folder / "generation_config.json"):
-        try:
-            eos = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
-        except ValueError as error:
-            raise ModelError(f"{file} is not valid JSON: {error}") from error
+    for name in ("config.json", "generation_config.json"):
+        eos = _settings(folder / name).get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(found)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """What a file of a checkpoint says; empty if it is not there."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    return found
 
 
 def vocab_size(folder: Path) -> int:
@@ -153,8 +159,8 @@ def vocab_size(folder: Path) -> int:
 def routing_of(folder: Path) -> tuple[int, int] | None:
     """Return how many experts compute a token in all layers of the model in `folder`, where layers without experts are
     counted like the others, and how many there are in a layer; None if it has none."""
-    settings = check_checkpoint(folder)
-    if settings["model_type"] != "qwen3_moe":
+    settings = _settings(folder / "config.json")  # a rollout worker has no need of the weights
+    if settings.get("model_type") != "qwen3_moe":
         return None
     return settings["num_hidden_layers"] * settings["num_experts_per_tok"], expert_count(settings)
 

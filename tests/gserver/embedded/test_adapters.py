@@ -121,7 +121,8 @@ async def test_a_request_keeps_the_adapter_that_it_began_with(
             tickets.append(
                 [engine.submit(job(f"{number}-{i}", prompt(20), params=params, stream=True)) for i in (0, 1)]
             )
-            await grown(tickets[-1][0], 2)
+            for ticket in tickets[-1]:
+                await grown(ticket, 2)
         await engine.pause("in_place")
         assert engine.stats()["adapters"] == 3
         assert all(not ticket.done for pair in tickets for ticket in pair)

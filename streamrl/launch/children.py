@@ -94,6 +94,8 @@ class Children:
         self._lifeline, self._lifeline_end = os.pipe()
         self._ends: dict[Child, asyncio.Task[int]] = {}
         self._exits: asyncio.Queue[Child] = asyncio.Queue()
+        self.untold = 0
+        """How many processes of the run were started whose end `next_exit` has not told."""
 
     @property
     def running(self) -> list[Child]:
@@ -148,7 +150,9 @@ class Children:
 
     async def next_exit(self) -> Child:
         """Wait until a process of the run ends."""
-        return await self._exits.get()
+        child = await self._exits.get()
+        self.untold -= 1
+        return child
 
     async def stop(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """Stop all, in order: SIGTERM, and SIGKILL for those that are there after `grace_seconds`."""
@@ -209,6 +213,7 @@ class Children:
             )
         child = Child(process, name=name, handle=handle, log_file=log_file)
         log.debug("%s started as pid %d", name, child.pid)
+        self.untold += process is not None
         self._ends[child] = essential.begin(self._see_end(child), name=f"end of {name}")
         return child
 

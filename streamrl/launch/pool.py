@@ -140,7 +140,7 @@ class Pool:
 
     async def _until_all_have_left(self, children: Children, client: ControlClient) -> None:
         failed: Child | None = None
-        while children.running or self._coming:
+        while children.untold or self._coming:
             child = await children.next_exit()
             if child.exit_code == 0:
                 log.info("%s has left the run", child.name)

@@ -71,7 +71,7 @@ def found_in(config: Config) -> list[str]:
     if config.weights.dir and config.weights.mode != "disk":
         problems.append('weights.dir is of weights.mode = "disk"')
     if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
-        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang would have to be sent a pickle')
+        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory in a pickle only')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
         problems.append('weights.backend is of weights.mode = "collective"')
     return (
@@ -146,7 +146,7 @@ def _sglang_problems(config: Config) -> list[str]:
 
 
 def _layout_problems(config: Config) -> list[str]:
-    """What is wrong with how models are spread over the model workers, and with who has which."""
+    """Return what is wrong with how roles are laid out over the model workers."""
     trainer = config.trainer
     problems = []
     for role in ("actor", "ref", "critic", "reward"):
@@ -200,7 +200,7 @@ def _lora_problems(config: Config) -> list[str]:
 
 
 def _length_problems(config: Config) -> list[str]:
-    """What is wrong with where the run ends."""
+    """Return what is wrong with the settings that end the run."""
     if config.run.most_steps is not None or config.data.source in GENERATED_SOURCES:
         return []
     sections = {"trainer": config.trainer.optimizer}

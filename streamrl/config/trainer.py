@@ -188,8 +188,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Mean over tokens; or mean over responses: of the mean over their tokens, of the sum over them, or of that sum
     divided by `rollout.sampling.max_new_tokens`."""
     on_collapse: Literal["warn", "slow", "stop"] = "warn"
-    """What is done when figures say that the policy is about to fall apart (docs/staleness.md). `warn`: it is told;
-    `slow`: and the learning rate is lowered until they are healthy again; `stop`: and the run ends with a checkpoint
+    """Response to figures which say that the policy is about to fall apart (docs/staleness.md). `warn`: name it in the
+    log; `slow`: also lower the learning rate until they are healthy again; `stop`: also end the run with a checkpoint
     and an error once it collapses."""
 
 

@@ -1,4 +1,4 @@
-"""What is unhealthy about a run, in sentences: the figure, what it means, and which key to turn. Pure.
+"""Tell in sentences what is unhealthy about a run: the figure, what it means, and which key to turn. Pure.
 
 `findings` looks at the latest figures only, so it works on a run that goes on, on one that crashed, and on one of which
 some files are missing: what a figure is missing for is left out. The terminal display, `streamrl report` and the page
@@ -70,7 +70,7 @@ class Finding(msgspec.Struct, frozen=True):
     topic: str
     """What it is about, in a word or two: `reward`, `staleness`, `disk`, ..."""
     text: str
-    """What is unhealthy, with its figure."""
+    """A sentence that names the problem and its figure."""
     turn: list[str] = []
     """What to change, the first to try first: `key=value`, with the present value, or words."""
 
@@ -79,7 +79,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
-    """What is known of a run; whatever is not known is left out."""
+    """Figures of a run that its health is judged by; those that are not known are left out."""
 
     steps: Sequence[Mapping[str, float]] = ()
     """`StepReport.metrics` of the last `WINDOW` steps or more, the latest last."""

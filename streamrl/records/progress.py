@@ -60,7 +60,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
     watch: CollapseWatch = CollapseWatch()
-    """What is remembered of the figures of the steps before."""
+    """Figures of earlier steps, with which the next ones are compared."""
 
     @property
     def groups_trained(self) -> int:

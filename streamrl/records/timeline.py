@@ -28,7 +28,7 @@ HEARTBEATS_PER_SECOND = 100
 PROCESSOR_SECONDS = "processor_seconds_total"
 """The counter that each process has: where it falls, the process was started again."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
-"""Of the children that a process has: reward processes, agents, a real SGLang server."""
+"""The same counter for a process's children: reward processes, agents, a real SGLang server."""
 CLOSING_SECONDS = 5.0
 """Longest wait for a disk that does not respond."""
 

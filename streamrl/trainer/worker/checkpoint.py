@@ -91,7 +91,7 @@ class Together:
         failure = ""
         try:
             act()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others wait to be told; what is no disk error is raised below
             failure = f"model_worker/{self.rank}: {error}" if self.world > 1 else str(error)
             raised = None if isinstance(error, OSError | ModelError) else error
         told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)

@@ -71,7 +71,7 @@ def found_in(config: Config) -> list[str]:
     if config.weights.dir and config.weights.mode != "disk":
         problems.append('weights.dir is of weights.mode = "disk"')
     if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
-        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory in a pickle only')
+        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory only pickled')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
         problems.append('weights.backend is of weights.mode = "collective"')
     return (

@@ -193,8 +193,28 @@ def run_component(
 
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
     cannot work; 128 + n: stopped by signal n.
+
+    Afterwards the process ends within `GRACE_SECONDS`, whatever its threads are doing.
     """
     allow_many_connections()
+    code = _code_of(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
+    threading.Thread(target=_end_despite_threads, args=(code,), name="end", daemon=True).start()
+    return code
+
+
+def _end_despite_threads(code: int) -> None:
+    """End the process with `code` if threads keep it from ending: the interpreter waits for them, and one may be in a
+    collective with a peer that is gone or waits in its turn."""
+    threading.Event().wait(GRACE_SECONDS)
+    busy = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if busy:
+        log.warning("%s did not end within %g s: ending without", ", ".join(busy), GRACE_SECONDS)
+        os._exit(code)
+
+
+def _code_of(
+    prepare: Callable[[], Component], *, lifeline: Lifeline | None, on_first_signal: Sequence[Component]
+) -> int:
     try:
         return run_until_stopped(prepare(), lifeline=lifeline, on_first_signal=on_first_signal)
     except ConfigError as error:

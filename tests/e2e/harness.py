@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from streamrl.launch.process import STACKS_SIGNAL
 from streamrl.records.rollouts import Rollouts
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
@@ -74,7 +75,8 @@ class Command:
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds:.0f} s; its last words:\n{self.output[-4000:]}")
+            self._print_stacks()
+            pytest.fail(f"still running after {seconds:.0f} s; its last words:\n{self.output[-16000:]}")
         self._reader.join(10)
         return code
 
@@ -82,6 +84,13 @@ class Command:
         """Wait for its end, which must be a success, and return what it printed on one line."""
         assert self.exit_code(seconds=seconds) == 0, self.output[-6000:]
         return self.said
+
+    def _print_stacks(self) -> None:
+        """Have its processes print what their threads are doing."""
+        for process in (*psutil.Process(self.pid).children(recursive=True), psutil.Process(self.pid)):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(STACKS_SIGNAL)
+        time.sleep(2)
 
     def end(self) -> None:
         """End it by force if it is still running."""

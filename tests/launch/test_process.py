@@ -181,6 +181,25 @@ go(component)
     assert "EssentialFailed: the ingress failed: RecursionError: a message was too deep" in errors
 
 
+def test_a_thread_that_is_stuck_does_not_keep_the_process() -> None:
+    process = start(
+        """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from streamrl.launch import process
+process.GRACE_SECONDS = 0.2
+async def component():
+    asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, thread_name_prefix="publish"), time.sleep, 60)
+    raise StreamRLError("the others are gone")
+go(component)
+"""
+    )
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "StreamRLError: the others are gone" in errors
+    assert "publish_0 did not end within 0.2 s: ending without" in errors
+
+
 def test_a_way_out_that_fails_is_no_way_to_stay() -> None:
     process = start(
         """

@@ -76,6 +76,8 @@ from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
 
+GRACE_SECONDS = 5.0
+"""Longest wait at the end for a publication that is under way."""
 GIVEN_UP = 1000
 """Prompts that a run may give up for each group that it keeps."""
 
@@ -292,7 +294,10 @@ class ModelWorker:
     async def close(self) -> None:
         for task in self._side_tasks:
             task.cancel()
-        await asyncio.gather(*self._side_tasks, return_exceptions=True)
+        if self._side_tasks:
+            _, late = await asyncio.wait(self._side_tasks, timeout=GRACE_SECONDS)
+            if late:
+                log.warning("a publication waits for gservers or other ranks that may be gone; leaving without its end")
         self._weights_free.set()
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._publishing.shutdown(wait=False, cancel_futures=True)

@@ -125,13 +125,13 @@ class Publisher:
         of those gservers.
         """
         began = time.monotonic()
-        machines = (await self._client.gserver_machines()).machines if self._carriers.depend_on_machines else []
-        carrier = self._carriers.choose(machines)
         numbers = sum(math.prod(shape) for _, shape in source.specs())
-        before = carrier.sent_bytes, carrier.sent_numbers
         reading = True
         problems: list[str] = []
         try:
+            machines = (await self._client.gserver_machines()).machines if self._carriers.depend_on_machines else []
+            carrier = self._carriers.choose(machines)
+            before = carrier.sent_bytes, carrier.sent_numbers
             await self._in_thread(carrier.prepare, version, source)
             if carrier.reads_once:
                 reading = False
@@ -150,7 +150,7 @@ class Publisher:
                         f"the last failed because: {problems[-1]}"
                     )
         finally:
-            if reading:
+            if reading:  # the other ranks wait for this, whatever went wrong here
                 await self._in_thread(source.end)
         return Published(
             seconds=time.monotonic() - began,

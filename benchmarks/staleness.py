@@ -13,7 +13,7 @@ A finished run is a row of `results/latest/staleness.json`, written when the run
 these three are what they were:
 
 - its cell (task, objective, η, over-age policy, seed);
-- its settings: the resolved configuration, defaults included, without the names of its folders;
+- its settings: those of its example and of its cell (defaults are part of the code);
 - the code: every Python file of `streamrl/` as a syntax tree without docstrings, and every C file, except for what only
   starts or shows a run (`NOT_CODE`). Comments, documentation, tests and benchmarks do not count.
 
@@ -48,6 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -60,7 +61,7 @@ from common import KEPT, ROOT, commit, latest, read_results, write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config import load, to_toml
+from streamrl.config import load
 
 NAME, QUICK_NAME = "staleness", "staleness-quick"
 TASK_CODE = "streamrl.rollout.tasks"
@@ -245,9 +246,10 @@ def arguments_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def settings_digest(cell: Cell, *, steps: int) -> str:
-    """Of the resolved configuration of a run, defaults included."""
-    resolved = load(ROOT / "examples" / TASKS[cell.task].example, arguments_of(settings_of(cell, steps=steps)))
-    return hashlib.blake2b(to_toml(resolved).encode(), digest_size=6).hexdigest()
+    """Of the settings of a run's example with those of the cell; defaults are part of the code."""
+    example = tomllib.loads((ROOT / "examples" / TASKS[cell.task].example).read_text())
+    said = [example, arguments_of(settings_of(cell, steps=steps))]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def code_digest(package: Path = ROOT / "streamrl") -> str:

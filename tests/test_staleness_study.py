@@ -152,7 +152,7 @@ def test_the_code_is_what_may_change_learning(package, file, text, same):
     assert (staleness.code_digest(package) == before) == same
 
 
-def test_settings_count_with_their_defaults(monkeypatch):
+def test_settings_count():
     cell = Cell("copy", "default", 4, "mask", 0)
     found = staleness.settings_digest(cell, steps=10)
     assert found == staleness.settings_digest(cell, steps=10)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -32,6 +33,18 @@ SMALL = {"trainer__batch_groups": 8, "rollout__group_size": 4}
 """A sixteenth of the responses of `COPY_SCRATCH`: for runs that need not learn."""
 QUICK = {"trainer__batch_groups": 16, "rollout__group_size": 8, "trainer__save_at_end": "false"}
 """A quarter of the responses, where it is all the same how long a step takes."""
+PACED: dict[str, Any] = {
+    "gserver__engine": "simulated",
+    "gserver__max_running": 32,
+    "gserver__simulation__token_seconds": 0.4,
+    "gserver__simulation__mean_length": 6,
+    "gserver__simulation__sigma": 0,
+    "gserver__simulation__vocab_size": 8,
+    "trainer__batch_groups": 4,
+    "trainer__save_at_end": "false",
+    "run__stop_at_reward": 2.0,
+}
+"""Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver."""
 
 
 def overrides(folder: Path, name: str, **settings: Any) -> list[str]:
@@ -43,8 +56,10 @@ def overrides(folder: Path, name: str, **settings: Any) -> list[str]:
 class Command:
     """A `streamrl` command under way. What it prints is read at once, so that it never waits for a reader."""
 
-    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess) -> None:
+    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess, *, shown: bool = False) -> None:
+        """`shown`: what it prints is printed by the test, too."""
         self._process = process
+        self._shown = shown
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -92,6 +107,13 @@ class Command:
                 process.send_signal(STACKS_SIGNAL)
         time.sleep(2)
 
+    async def ended(self) -> None:
+        """Until it has ended."""
+        if isinstance(self._process, PreloadedProcess):
+            await self._process.ended()
+        else:
+            await asyncio.to_thread(self._process.wait)
+
     def end(self) -> None:
         """End it by force if it is still running."""
         self._process.kill()
@@ -101,6 +123,8 @@ class Command:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append(line)
+            if self._shown:
+                sys.stdout.write(line)
 
 
 def start_command(
@@ -110,16 +134,18 @@ def start_command(
     within: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
     holder: int | None = None,
+    shown: bool = False,
 ) -> Command:
     """Start `streamrl WORDS`.
 
     `fresh`: by the command that a user types, and so all processes that it starts; otherwise all are forks of a process
     that has imported what they need, which saves most of the time that a short run takes. `within`: a command that
     starts the one behind it. `variables` of its environment. `holder`: of the host on which it runs (`tests.hosts`).
+    `shown`: what it prints is printed by the test, too.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"} | dict(variables or {})
     if SUPPORTED and not fresh and not within:
-        return Command(PreloadedProcess(words, environment=environment, holder=holder))
+        return Command(PreloadedProcess(words, environment=environment, holder=holder), shown=shown)
     return Command(
         subprocess.Popen(
             [*within, *COMMAND, *words],
@@ -128,13 +154,29 @@ def start_command(
             text=True,
             cwd=ROOT,
             env=environment,
-        )
+        ),
+        shown=shown,
     )
 
 
-def start(config: Path, arguments: Sequence[str], *, fresh: bool = False, within: Sequence[str] = ()) -> Command:
+def calling(function: Callable[[], None], folder: Path) -> dict[str, str]:
+    """Return the variables with which every process of a command calls `function`, of a module, as it begins; `folder`
+    is given a `sitecustomize.py`."""
+    name = function.__name__
+    (folder / "sitecustomize.py").write_text(f"from {function.__module__} import {name}\n\n{name}()\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+def start(
+    config: Path,
+    arguments: Sequence[str],
+    *,
+    fresh: bool = False,
+    within: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Command:
     """Start `streamrl run`; see `start_command`."""
-    return start_command(["run", str(config), *arguments], fresh=fresh, within=within)
+    return start_command(["run", str(config), *arguments], fresh=fresh, within=within, variables=variables)
 
 
 def run(config: Path, arguments: Sequence[str], *, seconds: float = 400.0, fresh: bool = False) -> str:

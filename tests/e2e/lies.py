@@ -1,24 +1,12 @@
-"""Processes of a run that say that they serve new weights, and go on with the old ones. No checksum can see it."""
+"""Processes of a run that say that they serve new weights, and go on with the old ones. No checksum can see it.
+
+Every process of the run calls these (`harness.calling`), and the command line tells whom it concerns.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import pytest
-
-
-def have_lied(lie: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every Python that starts from now on call `lie`, which knows by the command line whom it concerns.
-
-    `folder` is given a `sitecustomize.py`, so the run has to be a fresh one (`harness.start`).
-    """
-    (folder / "sitecustomize.py").write_text(f"from tests.e2e import lies\n\nlies.{lie.__name__}()\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+from typing import Any
 
 
 def gserver_1_keeps_its_weights() -> None:

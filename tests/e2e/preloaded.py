@@ -2,8 +2,9 @@
 imported everything that they use (`tests.forked`).
 
 They differ from commands that a user types in that no new Python is executed, so each writes its command line over that
-of the fork server, for `ps` and the tests to see. Where the difference matters, and in some runs because it might,
-tests start commands as a user does (`harness.start(..., fresh=True)`).
+of the fork server, for `ps` and the tests to see, and executes the `sitecustomize.py` of its PYTHONPATH itself. Where
+the difference matters, and in some runs because it might, tests start commands as a user does
+(`harness.start(..., fresh=True)`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import faulthandler
 import gc
 import multiprocessing.resource_tracker as resource_tracker
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -58,6 +60,15 @@ class PreloadedProcess:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(COMMAND, timeout or 0.0)
         return self._process.exitcode
+
+    async def ended(self) -> int:
+        """As `wait`, for a coroutine."""
+        descriptor = os.dup(self._process.sentinel)  # several may wait
+        try:
+            await _readable(descriptor)
+        finally:
+            os.close(descriptor)
+        return self.wait()
 
     def send_signal(self, number: int) -> None:
         if self._process.exitcode is None:
@@ -112,16 +123,23 @@ class _Child:
         os.kill(self.pid, number)
 
     async def wait(self) -> int:
-        ended, descriptor = asyncio.Event(), os.pidfd_open(self.pid)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(descriptor, ended.set)
+        descriptor = os.pidfd_open(self.pid)
         try:
-            await ended.wait()
+            await _readable(descriptor)
         finally:
-            loop.remove_reader(descriptor)
             os.close(descriptor)
         _, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 (it has ended)
         return os.waitstatus_to_exitcode(status)
+
+
+async def _readable(descriptor: int) -> None:
+    """Until it can be read from."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def _open_files() -> dict[int, tuple[int, int]]:
@@ -168,7 +186,8 @@ def _run_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _show_as([*COMMAND, *words])
-    sys.argv = ["streamrl", *words]
+    sys.argv, sys.orig_argv = ["streamrl", *words], [*COMMAND, *words]
+    _customize(environment.get("PYTHONPATH", ""))
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     if environment.get("PYTHONFAULTHANDLER"):
@@ -176,6 +195,14 @@ def _run_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     # Shared memory is looked after by a process of one's own, which notices when one dies.
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     cli.main()
+
+
+def _customize(path: str) -> None:
+    """Do what a Python that begins does with the first `sitecustomize.py` of its PYTHONPATH."""
+    for folder in filter(None, path.split(os.pathsep)):
+        if (file := Path(folder) / "sitecustomize.py").is_file():
+            runpy.run_path(str(file))
+            return
 
 
 def _show_as(command: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from streamrl.transport.control import Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    PACED,
     Command,
     assert_exactly_once,
     assert_none_missing,
@@ -23,19 +24,7 @@ from tests.e2e.harness import (
 )
 
 STEPS = 16
-SETTINGS = {
-    # Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver.
-    "gserver__engine": "simulated",
-    "gserver__max_running": 32,
-    "gserver__simulation__token_seconds": 0.4,
-    "gserver__simulation__mean_length": 6,
-    "gserver__simulation__sigma": 0,
-    "gserver__simulation__vocab_size": 8,
-    "trainer__batch_groups": 4,
-    "run__total_train_steps": STEPS,
-    "run__stop_at_reward": 2.0,
-    "trainer__save_at_end": "false",
-}
+SETTINGS = PACED | {"run__total_train_steps": STEPS}
 ByHand = Callable[..., Command]
 
 

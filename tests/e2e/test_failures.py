@@ -22,6 +22,7 @@ from tests.e2e.harness import (
     assert_exactly_once,
     assert_none_missing,
     assert_rollouts,
+    calling,
     overrides,
     process_of,
     run,
@@ -32,7 +33,7 @@ from tests.e2e.harness import (
     wait_for_words,
     wait_until_gone,
 )
-from tests.e2e.lies import gserver_1_keeps_its_weights, have_lied
+from tests.e2e.lies import gserver_1_keeps_its_weights
 
 FOR_EVER: dict[str, Any] = QUICK | {"run__total_train_steps": 4000}
 TWO_WORKERS: dict[str, Any] = QUICK | {"rollout__workers": 2, "manager__lease_seconds": 2}
@@ -213,10 +214,9 @@ def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_pat
 
 @pytest.mark.parametrize("trained", [{}, {"model__lora__rank": 8, "trainer__lr": 2e-2}], ids=["weights", "an adapter"])
 def test_a_gserver_that_keeps_its_old_weights_is_named_within_two_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: dict[str, Any]
+    tmp_path: Path, trained: dict[str, Any]
 ) -> None:
     """One of two. No checksum can see it: what it has made ready is right, and it says that it serves it."""
-    have_lied(gserver_1_keeps_its_weights, tmp_path, monkeypatch)
     settings = (
         FOR_EVER
         | trained
@@ -228,7 +228,8 @@ def test_a_gserver_that_keeps_its_old_weights_is_named_within_two_versions(
             "weights__mode": "collective",
         }
     )
-    process = start(COPY_SCRATCH, overrides(tmp_path, "lies", **settings), fresh=True)
+    lying = calling(gserver_1_keeps_its_weights, tmp_path)
+    process = start(COPY_SCRATCH, overrides(tmp_path, "lies", **settings), variables=lying)
     assert process.exit_code() == 1, process.output[-4000:]
     assert re.search(
         r"gserver/1 and the trainer differ by \S+ nats for each token[^:]*, under version [12], more than "

@@ -47,7 +47,7 @@ def second_gserver(status: Status) -> ProcessStatus | None:
 def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_weights(tmp_path: Path) -> None:
     run_dir = tmp_path / "returned"
     settings = overrides(tmp_path, "returned", **SETTINGS, gserver__sglang__python=sglang_python() or "")
-    process = start(COPY_SCRATCH, settings, fresh=True)
+    process = start(COPY_SCRATCH, settings)
     try:
         wait_for_steps(run_dir, 3, seconds=400)
         url = manager_of(run_dir)

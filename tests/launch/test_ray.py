@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    PACED,
     Command,
     assert_none_missing,
     overrides,
@@ -35,26 +36,16 @@ from streamrl.launch.ray import missing
 
 CORES = 8
 """That each node claims to have."""
-SETTINGS = {
-    # Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver.
-    "gserver__engine": "simulated",
+SETTINGS = PACED | {
     "gserver__count": 2,
-    "gserver__max_running": 32,
     "gserver__restart_delay_seconds": 0.1,
-    "gserver__simulation__token_seconds": 0.4,
-    "gserver__simulation__mean_length": 6,
-    "gserver__simulation__sigma": 0,
-    "gserver__simulation__vocab_size": 8,
     "rollout__workers": 2,
     "rollout__group_size": 4,
     "rollout__restart_delay_seconds": 0.1,
     "manager__lease_seconds": 4,
-    "trainer__batch_groups": 4,
     "trainer__save_every_steps": 2,
-    "trainer__save_at_end": "false",
     "run__total_train_steps": 10000,
     "staleness__over_age": "wait",
-    "run__stop_at_reward": 2.0,
 }
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.harness import calling, start_command
+from tests.launch.run_standins import use_standins
 from tests.processes import lives
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 90.0
 MEMBERS = ("manager", "gserver0", "model_worker0", "rollout0", "master")
 
@@ -30,15 +29,8 @@ class Launched:
         config = folder / "config.toml"
         config.write_text(f'[run]\nname = "trial"\ndir = "{folder}/runs"\n')
         self.run_dir = folder / "runs" / "trial"
-        self.output = folder / "output.txt"
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.launch.run_standins", "run", str(config), *overrides],
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "COLUMNS": "140"},
-            )
+        variables = {"COLUMNS": "140", **calling(use_standins, folder)}
+        self.command = start_command(["run", str(config), *overrides], variables=variables)
 
     def pids(self) -> dict[str, int]:
         return {file.stem: int(file.read_text() or 0) for file in self.run_dir.glob("*.pid")}
@@ -48,10 +40,10 @@ class Launched:
         return self.pids()
 
     def ends(self) -> int:
-        return self.process.wait(PATIENCE)
+        return self.command.exit_code(seconds=PATIENCE)
 
     def said(self) -> str:
-        return self.output.read_text()
+        return self.command.output
 
 
 def until(true: Callable[[], bool], launched: Launched, *, seconds: float = PATIENCE) -> None:
@@ -75,8 +67,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield start
     for one in launched:
-        one.process.kill()
-        one.process.wait()
+        one.command.end()
 
 
 def test_normal_end(launch: Callable[..., Launched]) -> None:
@@ -102,7 +93,7 @@ def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
     run = launch('data.args={master="wait"}')
     pids = run.until_all_run()
     begin = time.monotonic()
-    run.process.send_signal(signal.SIGINT)
+    run.command.signal(signal.SIGINT)
     assert run.ends() == 130, run.said()
     assert time.monotonic() - begin < 10
     assert alive(pids) == []
@@ -119,7 +110,7 @@ def test_the_page_is_there_while_the_run_goes_on(launch: Callable[..., Launched]
     assert match is not None
     with urllib.request.urlopen(f"{match[1]}api/runs", timeout=PATIENCE) as answer:
         assert json.load(answer)[0]["name"] == "trial"
-    run.process.send_signal(signal.SIGINT)
+    run.command.signal(signal.SIGINT)
     assert run.ends() == 130, run.said()
     assert alive(pids) == []
     with pytest.raises(urllib.error.URLError):
@@ -136,7 +127,7 @@ def test_the_page_ends_with_the_run(launch: Callable[..., Launched]) -> None:
 def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launched]) -> None:
     run = launch('data.args={master="wait", rollout="stubborn"}')
     pids = run.until_all_run()
-    run.process.send_signal(signal.SIGINT)
+    run.command.signal(signal.SIGINT)
     assert run.ends() == 130, run.said()
     assert alive(pids) == []
     assert "rollout/0 did not stop within 5 s" in run.said()
@@ -173,7 +164,7 @@ def test_a_pool_that_still_has_members_goes_on_smaller(launch: Callable[..., Lau
         os.kill(run.pids()[name], signal.SIGKILL)
         role = name.removesuffix("1")
         until(lambda role=role: f"the run goes on with {role}/0" in " ".join(run.said().split()), run)  # type: ignore[misc]
-    assert run.process.poll() is None
+    assert run.command.running
     before = run.pids()["gserver0"]
     os.kill(before, signal.SIGKILL)
     until(lambda: run.pids()["gserver0"] not in (0, before), run)
@@ -250,5 +241,5 @@ def test_an_evaluator_that_dies_is_replaced_but_not_for_ever(launch: Callable[..
 def test_killed_launcher_leaves_nothing(launch: Callable[..., Launched], rollout: str) -> None:
     run = launch(f'data.args={{master="wait", rollout="{rollout}"}}')
     pids = run.until_all_run()
-    run.process.kill()
+    run.command.end()
     until(lambda: alive(pids) == [], run, seconds=15)

@@ -19,6 +19,7 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.slurm import ALIVE, FORGOTTEN, script, state, submit, until_ended
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    PACED,
     Command,
     assert_exactly_once,
     overrides,
@@ -31,23 +32,13 @@ from tests.e2e.harness import (
 from tests.launch.slurm_cluster import SlurmCluster, missing
 
 STEPS = 16
-SETTINGS = {
-    # Simulated generation, whose pace does not depend on the machine: about 2.4 s for 32 responses on a gserver.
-    "gserver__engine": "simulated",
+SETTINGS = PACED | {
     "gserver__count": 2,
-    "gserver__max_running": 32,
-    "gserver__simulation__token_seconds": 0.4,
-    "gserver__simulation__mean_length": 6,
-    "gserver__simulation__sigma": 0,
-    "gserver__simulation__vocab_size": 8,
     "rollout__workers": 2,
     "rollout__group_size": 4,
     "manager__lease_seconds": 4,
-    "trainer__batch_groups": 4,
     "trainer__save_every_steps": 2,
-    "trainer__save_at_end": "false",
     "run__total_train_steps": STEPS,
-    "run__stop_at_reward": 2.0,
 }
 ENDS = (
     "BOOT_FAIL",

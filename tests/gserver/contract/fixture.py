@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
 from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
+from tests.e2e.harness import Command, start_command
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
@@ -86,8 +86,8 @@ class Contract:
         publisher: Callable[[Way], Publisher],
         model: Any,
         model_dir: Path,
-        processes: list[asyncio.subprocess.Process],
-        start: Callable[[int], Awaitable[asyncio.subprocess.Process]],
+        processes: list[Command],
+        start: Callable[[int], Awaitable[Command]],
     ) -> None:
         self.engine = engine
         self.long = LONG[engine]
@@ -111,7 +111,7 @@ class Contract:
     @property
     def living(self) -> list[str]:
         """URLs of the gservers whose processes live."""
-        return [url for url, process in zip(self.urls, self.processes, strict=True) if process.returncode is None]
+        return [url for url, process in zip(self.urls, self.processes, strict=True) if process.running]
 
     def _may_control(self, *indices: int) -> None:
         """Let the client show the keys with which the manager changes these gservers."""
@@ -126,7 +126,7 @@ class Contract:
 
     async def restart(self, index: int) -> None:
         """Another process in the place of one that has ended; it has the run's first weights."""
-        await self.processes[index].wait()
+        await self.processes[index].ended()
         process = self.processes[index] = await self._start(index)
         await self.run.until(
             lambda status: any((p.role, p.index, p.pid) == ("gserver", index, process.pid) for p in status.processes),
@@ -232,15 +232,15 @@ async def contract(
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
 
-        def start(index: int) -> Awaitable[asyncio.subprocess.Process]:
+        def start(index: int) -> Awaitable[Command]:
             return stack.enter_async_context(gserver_process(run, folder, model_dir, index))
 
         processes = [await start(index) for index in range(count)]
-        ended = [asyncio.create_task(process.wait()) for process in processes]
+        ended = [asyncio.create_task(process.ended()) for process in processes]
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {*range(count)}, timeout=START_SECONDS))
         await asyncio.wait({*ended, live}, return_when=asyncio.FIRST_COMPLETED)
         for task, process in zip(ended, processes, strict=True):
-            assert not task.done(), f"a gserver ended with {process.returncode}; its log is in the test's output"
+            assert not task.done(), f"a gserver ended; its last words:\n{process.output[-4000:]}"
             task.cancel()
         live.result()
         urls = [(await run.process("gserver", index)).address for index in range(count)]
@@ -285,28 +285,22 @@ def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher
 
 
 @asynccontextmanager
-async def gserver_process(
-    run: Run, folder: Path, model_dir: Path, index: int
-) -> AsyncIterator[asyncio.subprocess.Process]:
+async def gserver_process(run: Run, folder: Path, model_dir: Path, index: int) -> AsyncIterator[Command]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
-    command = [sys.executable, "-m", "streamrl", "gserver", str(file), "--manager", run.url, "--index", str(index)]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        *("--model-dir", str(model_dir)),
-        env=os.environ | {"OMP_NUM_THREADS": "1", "STREAMRL_LOG": "DEBUG"},
+    process = start_command(
+        ["gserver", str(file), "--manager", run.url, "--index", str(index), "--model-dir", str(model_dir)],
+        variables={"STREAMRL_LOG": "DEBUG"},
+        shown=True,
     )
     try:
         yield process
     finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
+        process.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(20):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+                await process.ended()
+        process.end()
 
 
 def contract_config(

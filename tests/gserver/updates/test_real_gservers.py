@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,41 +31,37 @@ from streamrl.transport.generation import (
 )
 from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
+from tests.e2e.harness import Command, start_command
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.weights import FixedWeights
 
 TIMEOUT = 5.0
 
 
-def start_gserver(config: Path, manager: str, *, index: int, model_dir: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "streamrl", "gserver", str(config)]
-    options = ["--manager", manager, "--index", str(index), "--model-dir", str(model_dir)]
-    return subprocess.Popen([*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 @asynccontextmanager
-async def gserver_processes(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[list[subprocess.Popen[bytes]]]:
+async def gserver_processes(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[list[Command]]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
+    options = ("--manager", run.url, "--model-dir", str(model_dir))
     indices = range(run.config.gserver.count)
-    processes = [start_gserver(file, run.url, index=index, model_dir=model_dir) for index in indices]
+    commands = (["gserver", str(file), *options, "--index", str(index)] for index in indices)
+    processes = [start_command(command, shown=True) for command in commands]
     try:
         yield processes
     finally:
         for process in processes:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            process.end()
 
 
 class KillingClient(ControlClient):
     """Kills a gserver in the moment in which an update begins."""
 
-    victim: subprocess.Popen[bytes] | None = None
+    victim: Command | None = None
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
         reply = await super().publish_begin(message, timeout=timeout)
         if self.victim is not None:
-            self.victim.send_signal(signal.SIGKILL)
+            self.victim.end()
             self.victim = None
         return reply
 
@@ -144,16 +136,15 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
 class Killing(FixedWeights):
     """Kills a gserver before the weight at `place` is read for the first time."""
 
-    def __init__(self, tensors: dict[str, Any], victim: subprocess.Popen[bytes], place: int) -> None:
+    def __init__(self, tensors: dict[str, Any], victim: Command, place: int) -> None:
         super().__init__(tensors)
         self._victim = victim
         self._place = place
 
     def weights(self) -> Generator[tuple[str, torch.Tensor]]:
         for place, weight in enumerate(super().weights()):
-            if place == self._place and self._victim.poll() is None:
-                self._victim.kill()
-                self._victim.wait()
+            if place == self._place:
+                self._victim.end()
             yield weight
 
 

@@ -289,11 +289,11 @@ async def faulty_fleet(
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with AsyncExitStack() as stack:
-        places = await stack.enter_async_context(
-            embedded_places(config_file, model_dir)
-            if engine == "embedded"
-            else sglang_places(config, running, model_dir)
-        )
+        places: Places
+        if engine == "embedded":
+            places = stack.enter_context(embedded_places(config_file, model_dir))
+        else:
+            places = await stack.enter_async_context(sglang_places(config, running, model_dir))
         run = await stack.enter_async_context(managed(config))
         proxies = [await stack.enter_async_context(listening(Proxy(index))) for index in range(GSERVERS)]
         fleet = FaultyFleet(run, proxies, places=places, model=model)

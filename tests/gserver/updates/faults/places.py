@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.keys import read_key
+from tests.forked import Forked
 from tests.gserver.running_sglang import RunningSglang
 
-FORGE = "tests.gserver.updates.faults.forge"
 PATIENCE = 60.0
 
 
@@ -56,34 +57,33 @@ class Places(Protocol):
         """Another process for gserver `index`, with the run's first weights."""
 
 
-@asynccontextmanager
-async def embedded_places(config_file: Path, model_dir: Path) -> AsyncIterator[Places]:
-    """Forked, one after another, from a process that has loaded everything."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", FORGE),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        yield _Forge(process, config_file, model_dir)
-    finally:
-        process.kill()
-        await process.wait()
+@contextlib.contextmanager
+def embedded_places(config_file: Path, model_dir: Path) -> Iterator[Places]:
+    with ExitStack() as stack:
+        yield _Forks(stack, config_file, model_dir)
 
 
-class _Forge:
-    def __init__(self, process: asyncio.subprocess.Process, config_file: Path, model_dir: Path) -> None:
-        self._process = process
-        self._order = {"config": str(config_file), "folder": str(model_dir)}
+class _Forks:
+    def __init__(self, stack: ExitStack, config_file: Path, model_dir: Path) -> None:
+        self._stack = stack
+        self._config_file = config_file
+        self._model_dir = model_dir
 
     async def fresh(self, index: int) -> Place:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(self._order | {"index": index}).encode() + b"\n")
-        await self._process.stdin.drain()
-        made = json.loads(await asyncio.wait_for(self._process.stdout.readline(), PATIENCE))
-        return Place(made["url"], made["pid"], mortal=True)
+        process = self._stack.enter_context(Forked(_serve, [(self._config_file, self._model_dir, index)]))
+        (place,) = await asyncio.to_thread(process.take, 1, seconds=PATIENCE)
+        return Place(*place, mortal=True)
+
+
+def _serve(config_file: Path, model_dir: Path, index: int, answers: Connection[Any, Any]) -> None:
+    """Be a gserver; answers its URL and the process."""
+
+    async def serve() -> None:
+        async with running(configuration.load(config_file), index=index, model_dir=model_dir) as (_, url):
+            answers.send((url, os.getpid()))
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
 
 
 @asynccontextmanager

@@ -3,7 +3,8 @@
     python benchmarks/bench_plan.py [--runs FOLDER] [--cases NAME ...]
 
 Each case is calibrated as a user's configuration is, by a short run of its own; then come runs of the same settings and
-of others, and each is compared with what the planner says of it from that one calibration. Runs of a case are kept in
+of others, and each is compared with what the planner says of it from that one calibration: of the same steps, so that a
+short run, in which staleness still builds up, is not measured by what it would settle at. Runs of a case are kept in
 FOLDER if one is given; those that are there already are not made again, so predictions can be compared again with runs
 that were made on a quiet machine. What other work took of the machine's cores during a run is left out of those that
 its prediction has. Generation is SIMULATED in the case whose name says so. Last: how long a thousand gservers take.
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from throughput import SIMULATED
 
-from streamrl.config import from_dict, load
+from streamrl.config import Config, from_dict, load
 from streamrl.planner.calibration import Calibration, make_short_run, read_calibration
 from streamrl.planner.simulation import Costs, simulate
 from streamrl.records.metrics import StepReport
@@ -110,6 +111,16 @@ class Stretch(NamedTuple):
     steps: Sequence[StepReport]
     """The first one only begins it."""
 
+    def predicted(self, config: Config, costs: Costs) -> dict[str, float]:
+        """What a run of `config` at `costs` does in these steps."""
+        found = simulate(config, costs, steps=len(self.steps) - 1, warm_up=self.steps[0].step)
+        return {
+            "groups_per_second": found.groups_per_second,
+            "tokens_per_second": found.tokens_trained_per_second,
+            "mean_token_age": found.mean_token_age,
+            "masked_share": found.masked_share,
+        }
+
     def figures(self) -> dict[str, float]:
         begun, *steps = self.steps
         seconds = steps[-1].time - begun.time
@@ -142,15 +153,9 @@ def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, A
         run_dir = run(case, folder, changed, steps)
         config = load(run_dir / "config.toml")
         cores = read_calibration(run_dir).costs.cores  # what other work left of them in this run
-        found = simulate(config, msgspec.structs.replace(calibration.costs, cores=cores))
-        predicted = {
-            "groups_per_second": found.groups_per_second,
-            "tokens_per_second": found.tokens_trained_per_second,
-            "mean_token_age": found.mean_token_age,
-            "masked_share": found.masked_share,
-        }
+        costs = msgspec.structs.replace(calibration.costs, cores=cores)
         for stretch in stretches(case, run_dir, calibrated=calibration.steps):
-            actual = stretch.figures()
+            predicted, actual = stretch.predicted(config, costs), stretch.figures()
             rate = predicted["groups_per_second"] / actual["groups_per_second"] - 1
             age = predicted["mean_token_age"] - actual["mean_token_age"]
             yield {

@@ -5,7 +5,8 @@
 One process, one thread, one task (increment each of four digits), the model and the settings of
 examples/copy_scratch.toml. At version v the batch is drawn from the policy of version v - delay, as a whole. Nothing is
 interrupted, no engine differs from the trainer, nothing is late: what goes wrong here is the algorithm's. Variants that
-streamrl has are trained through its own objective; those that it has not are written here from their papers.
+streamrl has are trained through its own objective; those that it has not are written here from their papers. `slowed`
+are those with algorithm.on_collapse = "slow": streamrl's own watch looks at the figures of each step.
 
 A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards, `area`
 the mean reward of all steps. A run takes about a minute on one core.
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.config import Config, load
 from streamrl.models import ensure_checkpoint
+from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward
 from streamrl.trainer.algorithms.advantages import group_advantages
@@ -63,6 +65,8 @@ class Variant(NamedTuple):
     """Of the learning rate, for a batch."""
     squared_pull: float = 0.0
     """Coefficient of the mean of (log ρ)²."""
+    slow: bool = False
+    """Whether `algorithm.on_collapse` is "slow"."""
 
 
 def age_widened(tokens: Tokens) -> Tensor:
@@ -141,7 +145,11 @@ VARIANTS = {
     "default, beta2 0.999": Variant(betas=(0.9, 0.999)),
     "default, age-widened, beta2 0.999": Variant(betas=(0.9, 0.999), keep=age_widened),
     "a third of the pull": Variant({"behavior_kl_coef": 0.03}),
+    "twice the pull": Variant({"behavior_kl_coef": 0.2}),
     "three times the pull": Variant({"behavior_kl_coef": 0.3}),
+    "half the lr": Variant(lr_share=lambda delay: 0.5),
+    "decoupled, slowed": Variant(ALONE, slow=True),
+    "ppo, slowed": Variant(ALONE | {"proximal": "behavior"}, slow=True),
 }
 
 
@@ -202,6 +210,8 @@ class Batch(NamedTuple):
     advantages: Tensor
     """`[responses]`"""
     reward: float
+    spread: float
+    """Standard deviation of the responses' rewards."""
     contrasted: int
     """Groups whose siblings did not all score the same."""
 
@@ -222,33 +232,57 @@ class Loop:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=config.trainer.lr, betas=variant.betas, weight_decay=0.0, fused=True
         )
-        self._versions: deque[list[Tensor]] = deque(maxlen=delay + 1)
+        self._admitted: deque[tuple[int, list[Tensor]]] = deque()
+        """Of each batch that is under way, the policy that draws it: version and weights."""
+        self.watch = CollapseWatch()
         self._norms: deque[float] = deque(maxlen=NORMS)
         self._random = torch.Generator().manual_seed(config.run.seed)
         self._updates = self._index = 0
 
     def step(self) -> dict[str, float]:
         """Draw a batch from the old policy and train the present one on it; return figures of the step."""
-        self._versions.append([weight.detach().clone() for weight in self._model.parameters()])
+        weights = [weight.detach().clone() for weight in self._model.parameters()]
+        while len(self._admitted) <= self.watch.staleness(self._delay):
+            self._admitted.append((self._updates, weights))
+        version, drawn_by = self._admitted.popleft()
         with torch.no_grad():
-            for mine, old in zip(self._sampler.parameters(), self._versions[0], strict=True):
+            for mine, old in zip(self._sampler.parameters(), drawn_by, strict=True):
                 mine.copy_(old)
         batch = self._draw()
-        tokens = self._tokens(batch, age=len(self._versions) - 1)
+        tokens = self._tokens(batch, age=self._updates - version)
         loss = self._loss(tokens)
         if self._variant.squared_pull:
             moved = (tokens.logprobs - tokens.behavior_logprobs).square()
             loss = loss + self._variant.squared_pull * moved.mean()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = self._update(self._variant.step_share(tokens))
+        norm = self._update(self._variant.step_share(tokens) * self.watch.lr_scale)
         ratio = _log_ratio(tokens).exp()
+        deviation = float((ratio - 1).abs().mean())
+        self._look(batch, ratio, deviation, norm)
         return {
             "reward": batch.reward,
-            "ratio_deviation": float((ratio - 1).abs().mean()),
+            "ratio_deviation": deviation,
             "grad_norm": norm,
             "contrasted": batch.contrasted,
         }
+
+    def _look(self, batch: Batch, ratio: Tensor, deviation: float, norm: float) -> None:
+        """Judge the run's health by the step that was just made, as the master does."""
+        self.watch = self.watch.after(
+            {
+                "importance_ratio_deviation": deviation,
+                "effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+                "grad_norm": norm,
+                "grad_norm_ratio": self.watch.grad_norm_ratio(norm),
+                "reward_mean": batch.reward,
+                "reward_std": batch.spread,
+                "groups": float(len(batch.prompts)),
+            },
+            step=self._updates,
+            turn=[],
+            slow=self._variant.slow,
+        )
 
     def _loss(self, tokens: Tokens) -> Tensor:
         totals = Totals(tokens=len(tokens.logprobs), episodes=tokens.sequences, longest=1)
@@ -302,7 +336,14 @@ class Loop:
         advantages = [group_advantages(group, kind=self._algorithm.advantage) for group in grouped]
         contrasted = sum(bool(group.any()) for group in advantages)
         return Batch(
-            prompts, tokens, torch.stack(found, 1), kept, torch.cat(advantages), float(rewards.mean()), contrasted
+            prompts=prompts,
+            tokens=tokens,
+            logprobs=torch.stack(found, 1),
+            mask=kept,
+            advantages=torch.cat(advantages),
+            reward=float(rewards.mean()),
+            spread=float(rewards.std(correction=0)),
+            contrasted=contrasted,
         )
 
     def _reward(self, tokens: Tensor, mask: Tensor, row: dict[str, Any]) -> float:

@@ -672,7 +672,7 @@ TABLES = (
     Table("docs/figures.md", "bench_demo", demo),
     Table("docs/trainer.md", "bench_long_rows", long_rows),
     Table("docs/planning.md", "bench_plan", plan),
-    Table("docs/staleness.md", "delay", delay),
+    Table("docs/collapse.md", "delay", delay),
     Table("docs/manager.md", "bench_manager", manager_cost),
     Table("docs/manager.md", "bench_routing", routing),
     Table("docs/agents.md", "bench_agents", agents),

@@ -10,7 +10,8 @@ With P groups in a training batch and `max_staleness` η:
 - **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`, where
   *accepted* counts every group that was finished and kept since the run began, and *trained* those
   that made the present policy version: v · P, or what a resumed run had trained on, perhaps with another
-  P, and P for each version since. The gate bounds the average age of tokens;
+  P, and P for each version since. The gate bounds the average age of tokens. While a run is slowed it
+  has a smaller η (`admitted_staleness`);
 - **selection** bounds the age of every token: none older than η versions enters a loss.
 
 Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
@@ -128,6 +129,9 @@ class Ledger:
     def __init__(self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float) -> None:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
+        self.admitted_staleness = max_staleness
+        """The η of admission: `max_staleness`, or less for as long as a run is slowed. What runs already is not
+        touched by it."""
         self.lease_seconds = lease_seconds
         self.policy_version = 0
         self.next_seq = 0
@@ -190,7 +194,7 @@ class Ledger:
     @property
     def room(self) -> int:
         """How many groups may start now."""
-        bound = self.trained + (self.max_staleness + 1) * self.groups_per_batch
+        bound = self.trained + (self.admitted_staleness + 1) * self.groups_per_batch
         if self.ends_after is not None:
             _, before = self._began
             left = max(0, self.ends_after - len(self.rejected) - before)

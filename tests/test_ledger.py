@@ -51,6 +51,7 @@ class Run(RuleBasedStateMachine):
     )
     def open(self, batch: int, staleness: int, over_age: OverAge, faults: bool) -> None:
         self.batch, self.staleness, self.over_age, self.faults = batch, staleness, over_age, faults
+        self.admitted_staleness = staleness
         self.ledger = Ledger(groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE)
         self.now = 0.0
         self.lost: set[str] = set()
@@ -78,7 +79,12 @@ class Run(RuleBasedStateMachine):
 
     @property
     def bound(self) -> int:
-        return (self.ledger.policy_version + self.staleness + 1) * self.batch
+        return (self.ledger.policy_version + self.admitted_staleness + 1) * self.batch
+
+    @rule(staleness=st.integers(0, 3))
+    def slow(self, staleness: int) -> None:
+        """The run is slowed, or less so: what runs goes on, and teardown sees that it never gets stuck."""
+        self.admitted_staleness = self.ledger.admitted_staleness = min(staleness, self.staleness)
 
     # --- workers ---------------------------------------------------------------------------------
 
@@ -499,6 +505,27 @@ def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
     assert select_batch(ready, over_age="mask", **arguments).batch == [2, 5]  # type: ignore[arg-type]
     selection = select_batch(ready, over_age="drop", **arguments)  # type: ignore[arg-type]
     assert (selection.batch, selection.drop) == ([5, 7], [2])
+
+
+@given(batch=st.integers(1, 4), staleness=st.integers(1, 6), slowed=st.integers(0, 6))
+def test_what_is_trained_on_gets_as_fresh_as_a_slowed_run_asks_for(batch: int, staleness: int, slowed: int) -> None:
+    """As soon as what ran before is trained on, which are as many steps as it was admitted ahead."""
+    slowed = min(slowed, staleness)
+    ledger = Ledger(groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE)
+    admitted: list[int] = []  # the version at which each group was
+    ages = []
+    for version in range(3 * staleness + 3):
+        if version == staleness + 1:
+            ledger.admitted_staleness = slowed
+        for group in ledger.admit("rollout/0", 1000, now=0.0):
+            admitted.append(version)
+            ledger.take_change(Fate(group.seq, 1))
+        mine, admitted = admitted[:batch], admitted[batch:]
+        assert len(mine) == batch, "the run is stuck"
+        ages.append({version - begun for begun in mine})
+        ledger.advance(version + 1)
+    assert ages[staleness : 2 * staleness + 1] == [{staleness}] * (staleness + 1)
+    assert ages[2 * staleness + 1 :] == [{slowed}] * (staleness + 2)
 
 
 def test_the_ledger_refuses_what_cannot_be() -> None:

@@ -160,7 +160,7 @@ class AlgorithmConfig(Section, frozen=True):
     """Smallest one; only with `behavior_weight_limit = "mask"`."""
     behavior_kl_coef: NonNegativeFloat = 0.1
     """Weight of KL(behaviour || policy) of tokens from older policies: it brings the policy back where a step took it
-    too far, also in groups that teach nothing else because all siblings scored the same (docs/staleness.md). Without
+    too far, also in groups that teach nothing else because all siblings scored the same (docs/collapse.md). Without
     effect at `max_staleness = 0`."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
@@ -188,9 +188,9 @@ class AlgorithmConfig(Section, frozen=True):
     """Mean over tokens; or mean over responses: of the mean over their tokens, of the sum over them, or of that sum
     divided by `rollout.sampling.max_new_tokens`."""
     on_collapse: Literal["warn", "slow", "stop"] = "warn"
-    """Response to figures which say that the policy is about to fall apart (docs/staleness.md). `warn`: name it in the
-    log; `slow`: also lower the learning rate until they are healthy again; `stop`: also end the run with a checkpoint
-    and an error once it collapses."""
+    """Response to figures which say that the policy is about to fall apart (docs/collapse.md). `warn`: name it in the
+    log; `slow`: also generate synchronously until they are healthy again, and with half the staleness afterwards;
+    `stop`: also end the run with a checkpoint and an error once it collapses."""
 
 
 class RoleLayout(NamedTuple):

@@ -2,7 +2,7 @@
 
 Where off-policy training collapses, figures change in an order: the policy moves away from the data that it learns
 from (importance ratios spread, so their effective sample size falls, and gradients grow), and the reward falls last.
-The watch looks for the first, to warn before the last. docs/staleness.md tells what its limits were calibrated on.
+The watch looks for the first, to warn before the last. docs/collapse.md tells what its limits were calibrated on.
 
 What it remembers is a function of the figures of the steps so far and of nothing else, and part of a checkpoint.
 """
@@ -55,12 +55,11 @@ WATCHED = (
 )
 """Metrics that are remembered."""
 
-SLOWER = 0.5
-"""What a slowed run's learning rate is multiplied by, at once and after each `CALM` steps that the policy is far from
-its data."""
-SLOWEST = 1 / 16
-"""Where that ends. After each `REMEMBERED` steps in which it is not, the learning rate is doubled, up to the whole: a
-policy that had moved away once did so again soon after."""
+SLOWER = 0.25
+"""What a slowed run's learning rate is multiplied by while the policy is far from its data, and `CALM` steps longer: it
+cannot be seen from those data what a step has done."""
+RECOVERY = 25
+"""Steps near its data after which a slowed run is stale again, by half of what was too much."""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,13 +89,17 @@ HEALTHY = Health()
 
 
 class CollapseWatch(msgspec.Struct, frozen=True):
-    """The state machine: the figures of the last steps, the verdict on them, and the learning rate that follows.
+    """The state machine: the figures of the last steps, the verdict on them, and the pace that follows.
 
     Immutable: each step makes the next one."""
 
     health: Health = HEALTHY
     lr_scale: float = 1.0
     """What the policy's learning rate has to be multiplied by in the next step."""
+    staleness_share: float = 1.0
+    """Of `max_staleness`, the part by which groups may be admitted from now on."""
+    bearable_share: float = 1.0
+    """What `staleness_share` comes back to."""
     recent: dict[str, list[float]] = {}
     """Figures of the last `REMEMBERED` steps by name, the latest last."""
     best: float | None = None
@@ -109,8 +112,6 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Steps since the last sign."""
     since_lead: int = REMEMBERED
     """Steps since the last sign that the policy is far from its data."""
-    at_scale: int = 0
-    """Steps since `lr_scale` changed."""
 
     def grad_norm_ratio(self, grad_norm: float) -> float:
         """A step's gradient norm over the median of the steps before; 1 while they are too few to tell."""
@@ -121,7 +122,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
         """The watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
 
-        `turn`: what to tell to change; `slow`: lower the learning rate while there are signs.
+        `turn`: what to tell to change; `slow`: slow the run down while the policy is far from its data.
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
@@ -134,13 +135,19 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         """The watch after an evaluation on held-out prompts."""
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
-    def resumed(self) -> CollapseWatch:
-        """The watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again."""
+    def resumed(self, *, slow: bool) -> CollapseWatch:
+        """The watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again, and one
+        that is not to be slowed any more (`slow`) goes at its whole pace."""
+        found = self if slow else msgspec.structs.replace(self, lr_scale=1.0, staleness_share=1.0, bearable_share=1.0)
         if self.health.state != "collapsing":
-            return self
+            return found
         return msgspec.structs.replace(
-            self, health=msgspec.structs.replace(self.health, state="warning"), since_lead=CALM, recent={}
+            found, health=msgspec.structs.replace(self.health, state="warning"), since_lead=CALM, recent={}
         )
+
+    def staleness(self, max_staleness: int) -> int:
+        """By how many versions groups may be stale that are admitted from now on, with this `max_staleness`."""
+        return int(self.staleness_share * max_staleness)
 
     def _windows(self, name: str) -> list[list[float]]:
         """Each `WINDOW` steps in a row that are remembered, the latest last."""
@@ -224,16 +231,20 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
 
     def _paced(self, *, slow: bool) -> CollapseWatch:
-        """With the learning rate of the next step. A reward that has fallen does not lower it: it has to be learned
-        again."""
+        """With the pace of the next step. A reward that has fallen does not slow it: it has to be learned again."""
         if not slow:
             return self
-        scale, at_scale = self.lr_scale, self.at_scale + 1
-        if self.since_lead == 0 and (scale == 1.0 or at_scale >= CALM):
-            scale = max(SLOWEST, scale * SLOWER)
-        elif self.since_lead >= REMEMBERED and at_scale >= REMEMBERED:
-            scale = min(1.0, scale / SLOWER)
-        return msgspec.structs.replace(self, lr_scale=scale, at_scale=0 if scale != self.lr_scale else at_scale)
+        share, bearable = self.staleness_share, self.bearable_share
+        if self.since_lead == 0 and share > 0:
+            share, bearable = 0.0, share / 2
+        elif self.since_lead >= RECOVERY:
+            share = bearable
+        return msgspec.structs.replace(
+            self,
+            lr_scale=SLOWER if self.since_lead < CALM else 1.0,
+            staleness_share=share,
+            bearable_share=bearable,
+        )
 
 
 def _is_known(figures: Mapping[str, float], name: str) -> bool:

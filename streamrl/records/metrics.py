@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -33,6 +34,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """The sequence numbers that were trained on."""
     health: Health = HEALTHY
     """Whether the run is about to fall apart, as far as this step's figures and those before it tell."""
+    admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of a run that is slowed: the `max_staleness` by which groups are admitted from now on; None: as configured."""
     response_lengths: list[list[int]] = []
     """Sampled tokens of each sibling, of the first groups of the batch: a sample of `LENGTHS_KEPT` responses or some
     more."""

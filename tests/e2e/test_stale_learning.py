@@ -1,8 +1,8 @@
 """Runs that go on after they have learned their task, on data up to η versions old: what was learned has to last.
 
 The task is one on which the decoupled objective alone (`algorithm.behavior_kl_coef = 0`) loses what it has learned: in
-each of the four runs of docs/staleness.md it falls below 0.82, in one to 0.38. How near to 0.9 the default may
-come, and how often, is for the study there, with more seeds than a test can have.
+each of the four runs of docs/collapse.md it falls below 0.82, in one to 0.38. How near to 0.9 the default may
+come, and how often, is for the study of docs/staleness.md, with more seeds than a test can have.
 """
 
 from __future__ import annotations

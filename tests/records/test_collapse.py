@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.records.collapse import CALM, REMEMBERED, SLOWEST, WINDOW, CollapseWatch, advice
+from streamrl.records.collapse import CALM, RECOVERY, SLOWER, WINDOW, CollapseWatch, advice
 
 HEALTHY = {
     "reward_mean": 0.97,
@@ -155,10 +155,10 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(before,
     kept = msgspec.json.decode(msgspec.json.encode(whole[len(before) - 1]), type=CollapseWatch)
     assert kept == whole[len(before) - 1]
     if kept.health.state == "collapsing":
-        assert kept.resumed().health.state == "warning"
-        assert kept.resumed().lr_scale == kept.lr_scale
+        assert kept.resumed(slow=slow).health.state == "warning"
+        assert kept.resumed(slow=slow).lr_scale == kept.lr_scale
     else:
-        resumed = [kept.resumed()]
+        resumed = [kept.resumed(slow=slow)]
         for number, figures in enumerate(after, len(before) + 1):
             ratio = resumed[-1].grad_norm_ratio(figures["grad_norm"])
             found = resumed[-1].after(
@@ -170,23 +170,44 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(before,
 
 @given(any_steps)
 @settings(deadline=None)
-def test_the_learning_rate_is_lowered_step_by_step_and_comes_back(steps):
+def test_a_slowed_run_has_fresh_data_until_it_is_near_them_again(steps):
     watches = fed([HEALTHY] * 20 + steps, slow=True)
-    scales = [1.0, *(watch.lr_scale for watch in watches)]
-    for before, after, watch in zip(scales, scales[1:], watches, strict=False):
-        assert after in (before, before / 2, before * 2)
-        assert SLOWEST <= after <= 1
-        assert after >= before or watch.since_lead == 0
-        assert after <= before or watch.since_lead >= REMEMBERED
-    calm = fed([HEALTHY] * 300, watches[-1], slow=True)[-1]
-    assert calm.lr_scale == 1
-    assert {watch.lr_scale for watch in fed(steps)} <= {1.0}
+    for before, watch in zip([BEGINNING, *watches], watches, strict=False):
+        assert watch.lr_scale == (SLOWER if watch.since_lead < CALM else 1)
+        assert watch.staleness_share in (0, watch.bearable_share)
+        if watch.since_lead == 0:
+            assert watch.staleness_share == 0
+        if watch.since_lead >= RECOVERY:
+            assert watch.staleness_share == watch.bearable_share
+        began = before.staleness_share > watch.staleness_share
+        assert watch.bearable_share == (before.staleness_share / 2 if began else before.bearable_share)
+        assert 0 <= watch.staleness(7) <= 7
+    calm = fed([HEALTHY] * RECOVERY, watches[-1], slow=True)[-1]
+    if calm.since_lead >= RECOVERY:
+        assert (calm.lr_scale, calm.staleness_share) == (1, calm.bearable_share)
+    assert {(watch.lr_scale, watch.staleness(7)) for watch in fed(steps)} <= {(1.0, 7)}
 
 
-def test_a_run_in_trouble_is_slowed_at_once_and_further_while_it_lasts():
-    watches = fed([HEALTHY] * 30 + [HEALTHY | MOVED] * 100, slow=True)
+def test_a_run_that_relapses_comes_back_less_stale_each_time():
+    episode = [HEALTHY | MOVED] * 4 + [HEALTHY] * 60
+    watches = fed([HEALTHY] * 30 + episode * 4, slow=True)
+    paces = [(watch.staleness(8), watch.lr_scale) for watch in watches]
+    changes = [pace for last, pace in zip([None, *paces], paces, strict=False) if pace != last]
+    slowed = [(0, SLOWER), (0, 1)]
+    assert changes == [(8, 1), *slowed, (4, 1), *slowed, (2, 1), *slowed, (1, 1), *slowed]
     first = states(watches).index("warning")
-    assert [watches[first + n * CALM].lr_scale for n in range(6)] == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16, 1 / 16]
+    near = next(n for n in range(first, len(watches)) if watches[n].since_lead == 1)
+    assert paces[first - 1 : first + 1] == [(8, 1), (0, SLOWER)]
+    assert [paces.index(pace, first) - near for pace in ((0, 1), (4, 1))] == [CALM - 1, RECOVERY - 1]
+
+
+def test_a_run_that_is_resumed_without_being_slowed_goes_at_its_whole_pace():
+    slowed = fed([HEALTHY] * 30 + [HEALTHY | MOVED] * 4, slow=True)[-1]
+    assert (slowed.lr_scale, slowed.staleness(4)) == (SLOWER, 0)
+    kept, whole = slowed.resumed(slow=True), slowed.resumed(slow=False)
+    assert (kept.lr_scale, kept.staleness(4)) == (SLOWER, 0)
+    assert (whole.lr_scale, whole.staleness(4)) == (1, 4)
+    assert fed([HEALTHY] * 100, whole)[-1].staleness(4) == 4
 
 
 def test_advice_names_what_can_be_turned():
@@ -244,7 +265,7 @@ class Recorded(NamedTuple):
         return self.fell - early[0] if self.fell is not None and early else None
 
     def row(self) -> str:
-        """In the table of docs/staleness.md."""
+        """In the table of docs/collapse.md."""
         cells: list[object] = [f"{self.behavior_kl_coef:g}", self.max_staleness, self.seed, self.learned, self.fell]
         cells += [None if self.lowest is None else f"{self.lowest:.2f}", ", ".join(map(str, self.warned)), self.lead]
         return "| " + " | ".join("–" if cell in (None, "") else str(cell) for cell in cells) + " |"
@@ -263,36 +284,7 @@ def test_recorded_runs_are_warned_of_before_their_reward_falls_and_healthy_ones_
         assert run.warned == []
 
 
-def test_the_docs_have_the_recorded_runs():
-    page = (Path(__file__).parents[2] / "docs" / "staleness.md").read_text()
-    table = [line for line in page.splitlines() if line in {run.row() for run in RECORDED}]
-    assert table == [run.row() for run in RECORDED]
-
-
-def test_the_table_of_the_page_is_what_the_watch_makes_of_the_kept_runs():
-    """docs/staleness.md shows each run of collapse_traces.json: when it was learned, lost, and warned of."""
-    page = (Path(__file__).parents[2] / "docs" / "staleness.md").read_text()
-    traces = json.loads((Path(__file__).parent / "collapse_traces.json").read_text())
+def test_the_table_of_the_page_is_what_the_watch_makes_of_the_recorded_runs():
+    page = (Path(__file__).parents[2] / "docs" / "collapse.md").read_text()
     rows = page.partition("| `behavior_kl_coef` | η | seed |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert rows == [shown(trace) for trace in traces]
-
-
-def shown(trace: dict[str, Any]) -> str:
-    """A kept run as a line of the table. Steps count from 1; a mean of three steps belongs to the last of them."""
-    figures = trace["figures"]
-    steps = [dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)]
-    found = ["healthy", *states(fed(step | {"groups": float(trace["groups"])} for step in steps))]
-    alarms = [n for n in range(1, len(found)) if found[n] != "healthy" and found[n - 1] == "healthy"]
-    reward = figures["reward_mean"]
-    recent = {end: sum(reward[end - 3 : end]) / 3 for end in range(3, len(reward) + 1)}
-    learned = next((step for step, mean in recent.items() if mean >= 0.95), None)
-    after = {step: mean for step, mean in recent.items() if learned is not None and step >= learned}
-    fell = next((step for step, mean in after.items() if mean < 0.9), None)
-    lead = fell - min(n for n in alarms if n <= fell) if fell is not None else None
-    cells = [
-        *(f"{trace['behavior_kl_coef']:g}", trace["max_staleness"], trace["seed"], learned, fell),
-        f"{min(after.values()):.2f}" if after else None,
-        ", ".join(map(str, alarms)) or None,
-        lead,
-    ]
-    return f"| {' | '.join('–' if cell is None else str(cell) for cell in cells)} |"
+    assert rows == [run.row() for run in RECORDED]

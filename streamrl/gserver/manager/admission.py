@@ -255,6 +255,8 @@ class Groups:
                 trained=list(begun.trained_seqs()),
                 rejected=list(begun.rejected_seqs()),
             )
+            watch = begun.watch.resumed(slow=config.algorithm.on_collapse == "slow")
+            ledger.admitted_staleness = watch.staleness(ledger.max_staleness)
             log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
     def start(self) -> None:
@@ -266,6 +268,15 @@ class Groups:
         """Training is over: no further group starts."""
         self._training_over = True
         self._admitting = False
+
+    def limit_staleness(self, staleness: int | None) -> None:
+        """Admit by this `max_staleness` from now on, if it is less than the configured one; None: by that."""
+        most = self._ledger.max_staleness
+        before, limit = self._ledger.admitted_staleness, most if staleness is None else min(staleness, most)
+        self._ledger.admitted_staleness = limit
+        if limit != before:
+            log.info("groups are admitted with staleness %d at most from now on (configured: %d)", limit, most)
+            self._signals.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
         member = self._members.caller("rollout", message.worker)

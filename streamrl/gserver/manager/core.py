@@ -168,8 +168,9 @@ class Manager:
         return self._admissions.admitted
 
     async def report(self, message: StepReport) -> Done:
-        """Keep the master's report of a step for /status."""
+        """Keep the master's report of a step for /status, and admit by what it says."""
         self._last_step = message
+        self.groups.limit_staleness(message.admitted_staleness)
         return Done()
 
     async def finish_run(self, message: FinishRun) -> Done:

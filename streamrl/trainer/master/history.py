@@ -113,5 +113,5 @@ class History:
         self.policy_version = begun.policy_version
         self.tokens_dropped = begun.tokens_dropped
         self.rewards = list(begun.recent_rewards)
-        self.watch = begun.watch.resumed()
+        self.watch = begun.watch.resumed(slow=self._config.algorithm.on_collapse == "slow")
         self._seconds_before = begun.train_seconds

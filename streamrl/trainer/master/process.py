@@ -412,6 +412,12 @@ class Master:
         )
         return more
 
+    def _admitted_staleness(self) -> int | None:
+        """By which groups are to be admitted from now on; None: as configured."""
+        configured = self._config.staleness.max_staleness
+        found = self._history.watch.staleness(configured)
+        return found if found < configured else None
+
     def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
         """Begin to compare the gservers with the trainer under `version`, on a response that is trained on first; not
         if they only simulate."""
@@ -507,6 +513,7 @@ class Master:
             spans=[(span.name, span.begin, span.end) for span in spans],
             seqs=[meta.seq for meta in batch],
             health=self._history.watch.health,
+            admitted_staleness=self._admitted_staleness(),
             response_lengths=sample_of_lengths(batch),
         )
 

@@ -171,6 +171,26 @@ async def test_admission_stops_at_the_ledgers_bound(tmp_path: Path) -> None:
         await waiting(run.admit())
 
 
+async def test_a_run_that_is_slowed_admits_less_until_it_is_not(tmp_path: Path) -> None:
+    def report(step: int, staleness: int | None) -> StepReport:
+        return StepReport(step=step, time=1.0, metrics={}, token_ages={}, admitted_staleness=staleness)
+
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        await run.client.report(report(0, 0))
+        assert await run.admit_seqs() == [0, 1]
+        call = await waiting(run.admit_seqs())
+        await run.client.report(report(1, 7))  # more than configured is never admitted
+        assert await result_of(call) == [2, 3]
+        assert (await run.client.status()).ledger.room == 0
+        await run.client.report(report(2, 0))
+        await run.client.tell_groups(taken(0, 1, 2, 3))
+        assert (await publish(run, 1)).done
+        call = await waiting(run.admit_seqs())
+        await run.client.report(report(3, None))
+        assert await result_of(call) == [4, 5]
+
+
 async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)

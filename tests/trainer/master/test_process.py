@@ -300,15 +300,18 @@ def test_a_run_in_trouble_is_slowed_on_all_ranks_alike_and_stays_so_when_it_is_r
     script = Script(figures=moving_away(first=30))
     _, run = whole_run(config, script)
     whole = [event.call.lr_scale for event in run.workers.named("actor_train")]
-    assert whole[0] == 1.0
-    assert whole[-1] == 0.25
     assert [report.metrics["lr_scale"] for report in run.manager.reports] == whole
+    admitted = [report.admitted_staleness for report in run.manager.reports]
+    slowed = admitted.index(0)
+    assert admitted == [None] * slowed + [0] * (46 - slowed)
+    assert whole == [1.0] * (slowed + 1) + [0.25] * (45 - slowed), "the learning rate is that of the next step"
     again = msgspec.structs.replace(
         config,
         run=msgspec.structs.replace(config.run, resume_from=str(config.run_dir / "checkpoints" / "step-000036")),
     )
     _, resumed = whole_run(again, Script(figures=moving_away(first=30)))
     assert [event.call.lr_scale for event in resumed.workers.named("actor_train")] == whole[36:]
+    assert [report.admitted_staleness for report in resumed.manager.reports] == admitted[36:]
 
 
 def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tmp_path):

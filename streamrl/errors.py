@@ -9,6 +9,7 @@
     ├── WireError            a message that breaks the wire format
     ├── PeerError            another process answered with an error
     │   └── PeerLost         ... or stopped answering
+    │       └── NotOfRun     ... or is none of this run's, which no waiting changes
     ├── ProcessDied          a process that streamrl started ended before its time
     ├── EssentialFailed      a task or thread that its process cannot do without failed
     ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
@@ -68,6 +69,10 @@ class PeerError(StreamRLError):
 
 class PeerLost(PeerError):
     """Another process stopped answering."""
+
+
+class NotOfRun(PeerLost):
+    """Another server answers there, or one with another secret: it has no certificate of the run's."""
 
 
 class ProcessDied(StreamRLError):

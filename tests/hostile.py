@@ -131,6 +131,53 @@ def mutated_head(raw: bytes, dice: random.Random) -> bytes:
     return bytes(content)
 
 
+# --- torch's process groups ---
+
+STORE_MAGIC = 0x3C85F7CE
+"""What a client of torch's TCP store says first."""
+STORE_NAMES = [b"world/0", b"data-0.1/0", b"weights/0/1", b"", b"x" * 3000, *(b"k%d" % i for i in range(40))]
+"""Of keys: a few, so that a store that keeps what it is told does not grow by that."""
+STREAM_COMMANDS = 15
+"""In a stream to a store, about."""
+LONG_LENGTHS = (2**31, 2**40, 2**63, 2**64 - 1)
+
+
+def _sized(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+def store_command(dice: random.Random) -> bytes:
+    """A command to a TCP store, or nearly one: its number and arguments, as torch writes them."""
+    key, value = _sized(dice.choice(STORE_NAMES)), _sized(dice.randbytes(dice.choice((0, 8, 40))))
+    keys = dice.randrange(4)
+    several = keys.to_bytes(8, "little") + b"".join(_sized(dice.choice(STORE_NAMES)) for _ in range(keys))
+    number = dice.randbytes(8)
+    arguments = dice.choice((b"", key, key + value, key + value + value, key + number, several, number[:4]))
+    return bytes([dice.randrange(24)]) + arguments
+
+
+def store_stream(dice: random.Random) -> bytes:
+    """What a stranger says to a TCP store on one connection: commands, of which some are broken, after the greeting."""
+    greeting = b"\0" + STORE_MAGIC.to_bytes(4, "little")
+    commands = [store_command(dice) for _ in range(dice.randrange(1, 2 * STREAM_COMMANDS))]
+    match dice.randrange(4):
+        case 0:
+            return b"".join(mutated([greeting, *commands], dice))
+        case 1:  # as long as it says it is, it is not
+            return greeting + b"\1" + dice.choice(LONG_LENGTHS).to_bytes(8, "little") + dice.randbytes(50)
+        case 2:
+            return dice.randbytes(dice.randrange(200))
+        case _:
+            return greeting + b"".join(commands)
+
+
+def gloo_stream(dice: random.Random) -> bytes:
+    """What a stranger says to gloo on one connection: the number of a rank that he is not, and something after it, or
+    less than a number."""
+    number = dice.choice((dice.randrange(4), dice.randrange(2**63))).to_bytes(8, "little")
+    return (number + dice.randbytes(dice.choice((0, 40, 4000))))[dice.choice((0, 0, 0, 5)) :]
+
+
 # --- strategies ---
 
 HOSTILE: st.SearchStrategy[Any] = st.sampled_from(

@@ -140,6 +140,10 @@ def _sglang_problems(config: Config) -> list[str]:
             problems.append(f"gserver.sglang.args: {flag} is set by streamrl (from {_SGLANG_OWN_FLAGS[flag]})")
         elif flag in _SGLANG_PARALLEL_FLAGS:
             problems.append(f"gserver.sglang.args: {flag}: {_SGLANG_PARALLEL_FLAGS[flag]}")
+        elif flag == "--tokenizer-worker-num":
+            problems.append(
+                f"gserver.sglang.args: {flag}: SGLang asks callers for no key then; raise gserver.count instead"
+            )
         elif flag == "--trust-remote-code":
             problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
     return problems

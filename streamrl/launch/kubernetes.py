@@ -47,9 +47,7 @@ def manifests(config: Config) -> list[Manifest]:
     made = _Made(config)
     whole: list[Manifest] = [
         made.object("v1", "Secret", "secret", type="Opaque", stringData={VARIABLE: Secret.make().revealed}),
-        made.object(
-            "v1", "ConfigMap", "config", data={"config.toml": configuration.to_toml(config, only_changed=True)}
-        ),
+        made.object("v1", "ConfigMap", "config", data={"config.toml": made.settings()}),
         made.object(
             "v1",
             "Service",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 import uuid
 from collections import deque
@@ -36,6 +35,7 @@ from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
+from streamrl.transport.group_sockets import closed_after_forming, open_for_good
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 WATCH_SECONDS = 0.001
@@ -49,8 +49,7 @@ def open_store(host: str) -> Any:
 
     Torch's own socket would listen at every address of the machine, and it asks nobody for a key.
     """
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listening = socket.create_server(address[:2], family=family)
+    listening = open_for_good(host)
     port = listening.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
@@ -75,7 +74,7 @@ def form_group(
     try:
         if store is None:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        with _left_to_us():
+        with _left_to_us(), closed_after_forming():
             # c10d has no public way to make a group next to (or without) the default one.
             group, _ = c10d._new_process_group_helper(
                 world_size,
@@ -120,9 +119,10 @@ def join_world(
     try:
         if store is None:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        dist.init_process_group(
-            backend, store=PrefixStore("world", store), rank=rank, world_size=world_size, timeout=limit
-        )
+        with closed_after_forming():
+            dist.init_process_group(
+                backend, store=PrefixStore("world", store), rank=rank, world_size=world_size, timeout=limit
+            )
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
             f"the trainer's process group: {_not_met(rank, world_size, backend, address, port, timeout)}: {error}"

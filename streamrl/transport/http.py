@@ -12,6 +12,7 @@ refused by the head of his call; after `close` no call runs.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import ipaddress
 import logging
 import socket
@@ -27,7 +28,7 @@ import aiohttp
 import httptools
 import msgspec
 
-from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.errors import UNDECODABLE, DeadlineExceeded, NotOfRun, PeerError, PeerLost, WireError
 
 # --- http ---
 
@@ -35,6 +36,9 @@ Reply = TypeVar("Reply")
 
 _encoder = msgspec.json.Encoder()
 _END_OF_EVENT = b"\n\n"
+_DATES = (9, 10)
+"""What OpenSSL says of a certificate that is not valid yet, or no longer (`X509_V_ERR_CERT_NOT_YET_VALID`,
+`X509_V_ERR_CERT_HAS_EXPIRED`)."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,9 +69,9 @@ async def call(
     """Send `body` as JSON and decode the answer as `reply`; an empty answer stands for `if_empty`, if that is given.
 
     `headers` are added to those of the session. `peer` names the other side in errors; no error quotes an answer that
-    is `confidential`. Raises `PeerError` for an answer of 400 or above,
-    `PeerLost` when the peer cannot be reached, `DeadlineExceeded` after `timeout` seconds,
-    `WireError` when the answer is not a `reply`.
+    is `confidential`. Raises `PeerError` for an answer of 400 or above, `PeerLost` when the peer cannot be reached
+    (`NotOfRun` when it is none of the run's), `DeadlineExceeded` after `timeout` seconds, `WireError` when the answer
+    is not a `reply`.
     """
     async with _answered(session, method, url, body, timeout=timeout, peer=peer, headers=headers) as response:
         content = await response.read()
@@ -147,8 +151,27 @@ async def _answered(
             yield response
     except TimeoutError as error:
         raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise NotOfRun(f"{peer} cannot be believed at {url}: {_distrusted(error.certificate_error)}") from error
+    except aiohttp.ClientConnectorSSLError as error:
+        raise PeerLost(
+            f"{peer} speaks no TLS at {url} ({error}): is security.encryption the same there, or does another program "
+            "listen at this port?"
+        ) from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise PeerLost(f"{peer} cannot be reached at {url}: {error or type(error).__name__}") from error
+
+
+def _distrusted(error: Exception) -> str:
+    """Why a certificate is not believed, and what to do about it."""
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _DATES:
+        now = datetime.datetime.now(datetime.UTC)
+        return f"{error.verify_message}, by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC; set it"
+    reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
+    return (
+        f"its certificate is not one of this run's ({reason}). Either it has another secret than this process "
+        "(STREAMRL_SECRET, security.secret_file: docs/security.md), or another run's server listens at this port"
+    )
 
 
 def _error_told(content: bytes) -> ErrorDetail:

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from streamrl.config import Config, SecurityConfig
-from streamrl.errors import DeadlineExceeded, PeerError
+from streamrl.errors import DeadlineExceeded, NotOfRun, PeerError
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.retry import Retry
@@ -98,6 +98,8 @@ async def patiently(
     while True:
         try:
             reply = await call()
+        except NotOfRun:
+            raise
         except (PeerError, DeadlineExceeded) as error:
             if isinstance(error, PeerError) and 400 <= error.status < 500 and not (refusals and error.status == 409):
                 raise
@@ -150,7 +152,7 @@ class ControlClient:
         Where another process has the place, waits until that is gone; raises `PeerError` (423) when it is not gone in
         the time in which a dead one would be. From then on the client shows the token that the reply brings.
         """
-        what = f"registering with the manager at {self.url} (is it running there?)"
+        what = f"registering with the manager at {self.url} (is it running there, and its port open?)"
         given_up_at = None
         while True:
             try:

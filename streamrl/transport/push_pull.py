@@ -346,7 +346,9 @@ class _Link:
         self._warned = now
         if self._heard.is_silent(now=now):
             silence = (
-                "has not answered yet" if self._heard.ended else f"is silent for {self._heard.seconds(now=now):.0f} s"
+                "has not answered yet (is its port open to this machine?)"
+                if self._heard.ended
+                else f"is silent for {self._heard.seconds(now=now):.0f} s"
             )
             log.warning(
                 "%s waits for %s, which %s: %d groups unacknowledged, oldest seq %d for %.0f s",

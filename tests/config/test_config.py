@@ -116,6 +116,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["model.lora.rank=2", "trainer.offload=['ref']"], "trainer.offload: with model.lora"),
         (["model.lora.rank=2", "algorithm.ref_update_every=1", "algorithm.kl_coef=0.1"], "ref_update_every: with"),
         (["gserver.engine=sglang", "gserver.simulated_int8=true"], "gserver.simulated_int8 is of the embedded engine"),
+        (["gserver.sglang.args=['--tokenizer-worker-num=2']"], "SGLang asks callers for no key then"),
         (["model.lora.rank=2", "gserver.engine=sglang"], 'SGLang servers need "merged"'),
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),

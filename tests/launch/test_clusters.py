@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -19,6 +20,7 @@ from streamrl.errors import ConfigError
 from streamrl.launch.clusters import needs, on_one_machine, pools
 from streamrl.launch.kubernetes import as_yaml, manifests, name_of
 from streamrl.launch.processes import plan
+from streamrl.transport.http import Hosts
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = {"image": "registry.example/streamrl:1", "claim": "runs"}
@@ -73,7 +75,7 @@ def test_gpus_are_asked_for_where_models_are_computed() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_manifests_are_what_kubernetes_publishes(version: str) -> None:
+def test_manifests_are_what_kubernetes_publishes(version: str, tmp_path: Path) -> None:
     made = config(
         run={"name": "My_run.7", "device": "cuda"},
         gserver={"count": 3},
@@ -99,8 +101,19 @@ def test_manifests_are_what_kubernetes_publishes(version: str) -> None:
     assert trainer["completions"] == trainer["parallelism"] == 2
     assert trainer["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert by_name["Deployment gserver"]["spec"]["replicas"] == 3
+    asked = urlsplit(argument(by_name["Deployment rollout"], "--manager"))
+    assert (asked.hostname, asked.port) == (by_name["Service manager"]["metadata"]["name"], 7000)
+    (tmp_path / "config.toml").write_text(by_name["ConfigMap config"]["data"]["config.toml"])
+    names = load(tmp_path / "config.toml").security.host_names
+    assert not Hosts(names).forged(asked.netloc, None), "the manager would refuse all who ask for it by its Service"
     service = by_name["Service manager"]["spec"]["selector"]
     assert service.items() <= by_name["Job manager"]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def argument(manifest: dict[str, Any], option: str) -> str:
+    """What follows `option` in the command of its pods."""
+    command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
+    return str(command[command.index(option) + 1])
 
 
 def manifests_with(made: Config, *, secret: dict[str, str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ import pytest
 from cryptography import x509
 
 from streamrl.config import SecurityConfig, from_dict
-from streamrl.errors import ConfigError, PeerLost
+from streamrl.errors import ConfigError, NotOfRun, PeerLost
 from streamrl.gserver.manager import process
+from streamrl.transport import tls
 from streamrl.transport.generation import GenerateRequest, GenerationClient
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.manager_client import ControlClient
@@ -107,12 +109,28 @@ async def test_a_manager_and_a_gserver_beyond_the_loopback_address_speak_tls_unl
             client = ControlClient(f"https://127.0.0.1:{port}", secret=known, timeout=5.0)
             try:
                 if fails:
-                    with pytest.raises(PeerLost, match="certificate"):
-                        await client.status()
+                    with pytest.raises(NotOfRun, match=r"certificate .* has another secret than this process"):
+                        await client.resume_point(patience=1000.0)
                 else:
                     assert (await client.status()).state == "joining"
             finally:
                 await client.close()
+
+
+async def test_what_is_wrong_with_a_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = Secret.make()
+    client = ControlClient("https://127.0.0.1", secret=secret)
+    plain = await asyncio.start_server(lambda _, writer: writer.write(b"HTTP/1.1 400 no\r\n\r\n"), "127.0.0.1", 0)
+    async with plain:
+        client.url = f"https://127.0.0.1:{plain.sockets[0].getsockname()[1]}"
+        with pytest.raises(PeerLost, match=r"speaks no TLS .* is security\.encryption the same there"):
+            await client.status()
+    monkeypatch.setattr(tls, "_BEGIN", datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC))
+    async with listening(server_context(secret, OURS)) as port:
+        client.url = f"https://127.0.0.1:{port}"
+        with pytest.raises(NotOfRun, match=r"not yet valid, by this machine's clock, which says 20\d\d-"):
+            await client.status()
+    await client.close()
 
 
 @asynccontextmanager
@@ -133,11 +151,11 @@ async def test_a_gserver_speaks_tls_to_those_who_know_it(tmp_path: Path) -> None
     folder = save(make_model(), tmp_path / "model")
     async with running(config, index=0, model_dir=folder, keys=keys, secret=secret) as (_, url):
         assert url.startswith("https://")
-        for tls, fails in ((client_context(secret, OURS), False), (client_context(Secret.make(), OURS), True)):
-            client = GenerationClient(timeout=10, key=keys.generation, tls=tls)
+        for context, fails in ((client_context(secret, OURS), False), (client_context(Secret.make(), OURS), True)):
+            client = GenerationClient(timeout=10, key=keys.generation, tls=context)
             try:
                 if fails:
-                    with pytest.raises(PeerLost, match="certificate"):
+                    with pytest.raises(NotOfRun, match="certificate"):
                         await client.generate(url, GenerateRequest(input_ids=[1, 2]))
                 else:
                     assert (await client.generate(url, GenerateRequest(input_ids=[1, 2]))).output_ids

@@ -46,8 +46,16 @@ API_KEY = "STREAMRL_SGLANG_API_KEY"
 """Environment variable: the key that callers of the server must show, if there is one."""
 ADMIN_API_KEY = "STREAMRL_SGLANG_ADMIN_API_KEY"
 """Environment variable: the key that callers must show who want to change the server."""
-UNPICKLING = ("/update_weights_from_tensor", "/load_lora_adapter_from_tensors")
-"""Calls of SGLang's that unpickle what they are sent, which is to run it."""
+CALLS = frozenset(
+    (
+        *("/generate", "/health", "/model_info", "/server_info"),
+        *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
+        *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
+        *("/update_weights_from_distributed", "/update_weights_from_disk", "/update_weight_version"),
+        "/weights_checker",
+    )
+)
+"""Calls of SGLang's that a run makes, besides `/metrics`, which SGLang adds when it starts."""
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
 """Environment variable: how long the others may take to form a weight group, or to send what they announced."""
 STACKS_SIGNAL = signal.SIGUSR1
@@ -109,13 +117,18 @@ def show_keys_to_sglang_alone() -> None:
             sys.argv.append(f"{flag}={key}")
 
 
-def remove_unpickling_calls() -> None:
-    """Take the calls that unpickle out of SGLang's HTTP server: streamrl makes none of them, and neither is anybody
-    else to, whatever key he has."""
+def serve_only_what_a_run_needs() -> None:
+    """Take all other calls out of SGLang's HTTP server, so that nobody can make them, whatever key he has.
+
+    Some unpickle what they are sent (`/update_weights_from_tensor`, `/load_lora_adapter_from_tensors`) or what they
+    then fetch (`/update_weights_from_ipc`), which is to run it; some write files where they are told
+    (`/start_profile`). For some SGLang asks for no key: whatever begins like `/health`, and WebSockets
+    (`/v1/realtime`).
+    """
     from sglang.srt.entrypoints import http_server
 
     routes = http_server.app.router.routes
-    routes[:] = [route for route in routes if getattr(route, "path", "") not in UNPICKLING]
+    routes[:] = [route for route in routes if getattr(route, "path", "") in CALLS]
 
 
 def take_checksums_of_updates() -> None:
@@ -186,5 +199,5 @@ if __name__ in ("__main__", "__mp_main__"):
 
 if __name__ == "__main__":
     show_keys_to_sglang_alone()
-    remove_unpickling_calls()
+    serve_only_what_a_run_needs()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

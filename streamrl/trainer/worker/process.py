@@ -68,6 +68,7 @@ from streamrl.transport.codec import Limits
 from streamrl.transport.collective import Broadcaster, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
+from streamrl.transport.group_sockets import closed_after_forming
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.request_reply import ReplyChannel
@@ -345,7 +346,8 @@ class ModelWorker:
                 self._store = open_store(self._reach.local)
                 return StoreOpened(host=self._reach.announced, port=self._store.port)
             case Initialize():
-                return await self._in_compute(self._initialize, call)
+                with closed_after_forming():
+                    return await self._in_compute(self._initialize, call)
             case Inference() | Function() | TrainStep() | Save() | FinishSave():
                 return await self._in_compute(self._ready.carry_out, call)
             case Publish():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 
@@ -12,7 +13,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from tests.gserver.contract.fixture import TOLERANCE, Contract, contract, output_logprobs
 from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
-from tests.gserver.running_sglang import START_SECONDS, RunningSglang
+from tests.gserver.running_sglang import KEY, START_SECONDS, RunningSglang
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -20,6 +21,10 @@ pytestmark = [
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
 ]
 
+REMOVED = (
+    *("/update_weights_from_ipc", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors"),
+    *("/start_profile", "/v1/chat/completions", "/health_generate"),
+)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -43,6 +48,20 @@ async def test_servers_listen_at_the_loopback_address_alone(running_sglang: Runn
         if connection.status == psutil.CONN_LISTEN
     }
     assert listened == {"127.0.0.1"}
+
+
+async def test_a_server_does_what_a_run_needs_and_nothing_else(running_sglang: RunningSglang) -> None:
+    (server,) = await running_sglang.servers()
+    key = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(server.url) as session:
+        for path in REMOVED:
+            async with session.post(path, json={}, headers=key) as response:
+                assert response.status == 404, path
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await session.ws_connect("/v1/realtime")
+        for path in ("/health", "/metrics"):
+            async with session.get(path) as response:
+                assert response.status == 200, path
 
 
 async def test_servers_of_one_and_of_two_ranks_are_in_one_weight_group(

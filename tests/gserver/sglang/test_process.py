@@ -81,7 +81,7 @@ async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
     await until_gone(told["pids"])
 
 
-async def test_it_gets_its_keys_unseen_and_has_no_calls_that_unpickle(folder: Path) -> None:
+async def test_it_gets_its_keys_unseen_and_has_only_the_calls_of_a_run(folder: Path) -> None:
     keys = GserverKeys("for-those-who-generate", "for-the-manager-alone")
     async with running(sglang_config(), index=0, model_dir=folder, keys=keys) as (_, url):
         told = await ask(url)
@@ -89,7 +89,7 @@ async def test_it_gets_its_keys_unseen_and_has_no_calls_that_unpickle(folder: Pa
         assert not set(keys) & set(told["environment"].values())
         seen = [word for pid in told["pids"] for word in psutil.Process(pid).cmdline()]
         assert not any(key in word for key in keys for word in seen)
-        assert told["paths"] == ["/generate", "/update_weights_from_disk", ""]
+        assert told["paths"] == ["/generate", "/update_weights_from_disk", "/health"]
 
 
 async def test_its_death_is_told_with_its_last_words(folder: Path) -> None:

@@ -1,0 +1,112 @@
+"""The sockets at which the ranks of a gloo group find each other: closed to everybody once the group has formed.
+
+gloo asks nobody who he is. It takes whoever names the right number for another rank, and those numbers count up from
+0; whoever names another number is kept for as long as the group lives, so a stranger could use up the files that a
+process may open, and gloo ends a process that can open no more. But all ranks are connected once a group has formed,
+and nobody has to come later. gloo has no way to close the socket, and takes one that fails for a fatal error. So it
+stays open, with a filter of the kernel (`SO_ATTACH_FILTER`, socket(7)) that lets no packet through to it: who connects
+gets no answer. Connections that are there are not affected.
+
+Not on machines with a GPU: NCCL opens sockets of the same process whenever it likes, and needs them later. Nor where
+the kernel is not Linux, or ranks connect when they first have something to say (`TORCH_GLOO_LAZY_INIT`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+log = logging.getLogger(__name__)
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Torch's own variable: pairs of ranks of a group connect when one first has something for the other."""
+SO_ATTACH_FILTER = 26
+"""Of Linux; Python has no name for it."""
+_LET_NOTHING_THROUGH = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""The one instruction of the filter: return, and keep 0 bytes of the packet (`struct sock_filter`)."""
+
+Place = tuple[str, int]
+"""Address and port of a listening socket."""
+
+
+class _Meetings:
+    """The groups that form in this process at present."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._others: set[Place] = set()
+        """Where this process listens for other purposes."""
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._under_way:
+                self._others = set(_listening())
+            self._under_way += 1
+
+    def end(self) -> None:
+        """With several at once, all sockets are closed with the last of them: which belongs to which is not known."""
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way:
+                return
+            for place, descriptor in _listening().items():
+                if place not in self._others:
+                    _let_nobody_in(place, descriptor)
+
+    def open_another(self, host: str) -> socket.socket:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with self._lock:
+            listening = socket.create_server(address[:2], family=family)
+            self._others.add(listening.getsockname()[:2])
+        return listening
+
+
+_meetings = _Meetings()
+
+
+@contextmanager
+def closed_after_forming() -> Iterator[None]:
+    """Close to everybody, at the end of the block, the listening sockets that were opened in it: those of the groups
+    that form in it. May be nested, and used by several threads at once."""
+    if sys.platform != "linux" or torch.cuda.is_available() or os.environ.get(LAZY):
+        yield
+        return
+    _meetings.begin()
+    try:
+        yield
+    finally:
+        _meetings.end()
+
+
+def open_for_good(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of `host`, and which no `closed_after_forming` closes."""
+    return _meetings.open_another(host)
+
+
+def _listening() -> dict[Place, int]:
+    """Where this process listens, with the file descriptor of each socket."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr.ip, one.laddr.port): one.fd for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def _let_nobody_in(place: Place, descriptor: int) -> None:
+    instructions = ctypes.create_string_buffer(_LET_NOTHING_THROUGH)
+    program = struct.pack("@HP", 1, ctypes.addressof(instructions))
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    except OSError as error:
+        log.warning(
+            "the port %s:%d of a process group that has formed stays open to everybody (%s)", *place, error.strerror
+        )

@@ -1,0 +1,123 @@
+"""Process groups beside strangers who reach the ports at which their ranks meet."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed import TCPStore
+
+from streamrl.errors import PublicationError
+from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
+from streamrl.transport.group_sockets import closed_after_forming, open_for_good
+from tests import hostile
+from tests.forked import Forked
+
+NO_ANSWER_SECONDS = 0.5
+CONNECTIONS = 200
+
+
+def form(rank: int, port: int, name: str, *, store: Any = None, timeout: float = 30) -> Any:
+    return form_group(
+        address="127.0.0.1",
+        port=port,
+        rank=rank,
+        world_size=2,
+        name=name,
+        backend="gloo",
+        timeout=timeout,
+        store=store,
+    )
+
+
+def take_part(port: int, answers: Any) -> None:
+    """In two groups, one after another."""
+    for name in ("first", "second"):
+        group = form(1, port, name)
+        found = torch.zeros(3)
+        answers.send(name)
+        broadcast(found, group, what=name)
+        answers.send(found.tolist())
+        destroy_group(group)
+
+
+def listening() -> set[int]:
+    found = psutil.Process().net_connections("tcp")
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=NO_ANSWER_SECONDS).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def say(port: int, content: bytes) -> None:
+    """Say it on a connection of its own, and hang up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(content)
+
+
+def test_a_group_that_has_formed_hears_no_stranger_and_goes_on() -> None:
+    dice = random.Random(0)
+    store = open_store("127.0.0.1")
+    before = listening()
+    with Forked(take_part, [(store.port,)]) as ranks:
+        first = form(0, store.port, "first", store=store)
+        assert ranks.take(1) == ["first"]
+        opened = listening() - before
+        assert opened
+        assert not any(answers(port) for port in opened)
+        for _ in range(CONNECTIONS):
+            say(store.port, hostile.store_stream(dice))
+        broadcast(torch.tensor([1.0, 2.0, 3.0]), first, what="first")
+        assert ranks.take(1) == [[1.0, 2.0, 3.0]]
+        destroy_group(first)
+        second = form(0, store.port, "second", store=store)  # at the same store
+        broadcast(torch.tensor([4.0, 5.0, 6.0]), second, what="second")
+        assert ranks.take(2) == ["second", [4.0, 5.0, 6.0]]
+        ranks.end()
+    destroy_group(second)
+
+
+def test_what_a_stranger_writes_to_the_store_makes_a_group_fail_by_name() -> None:
+    """The store tells everybody its keys, so no secret in their names would help."""
+    store = open_store("127.0.0.1")
+    failures: list[str] = []
+
+    def meet() -> None:
+        try:
+            form(0, store.port, "spoilt", store=store, timeout=5)
+        except PublicationError as error:
+            failures.append(str(error))
+
+    meeting = threading.Thread(target=meet)
+    meeting.start()
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    while not (keys := [key for key in stranger.list_keys() if "spoilt" in key]):
+        assert meeting.is_alive(), failures
+    for key in keys:
+        stranger.set(key.replace("/0", "/1"), b"\xff" * 40)
+    meeting.join(60)
+    (failure,) = failures
+    assert failure.startswith("process group spoilt: rank 0 of 2 (gloo at ")
+    assert f"with rank 0 at 127.0.0.1:{store.port}" in failure
+
+
+def test_other_sockets_and_those_of_groups_under_way_stay_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        with closed_after_forming():
+            with closed_after_forming():
+                inner = socket.create_server(("127.0.0.1", 0))
+            store = open_for_good("127.0.0.1")
+            assert answers(inner.getsockname()[1])  # the outer group may be about to form
+        with inner, store:
+            assert answers(before.getsockname()[1])
+            assert answers(store.getsockname()[1])
+            assert not answers(inner.getsockname()[1])

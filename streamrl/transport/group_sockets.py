@@ -75,11 +75,16 @@ class _Meetings:
 _meetings = _Meetings()
 
 
+def possible() -> bool:
+    """Whether sockets can be closed in this process."""
+    return sys.platform == "linux" and not torch.cuda.is_available() and not os.environ.get(LAZY)
+
+
 @contextmanager
 def closed_after_forming() -> Iterator[None]:
     """Close to everybody, at the end of the block, the listening sockets that were opened in it: those of the groups
     that form in it. May be nested, and used by several threads at once."""
-    if sys.platform != "linux" or torch.cuda.is_available() or os.environ.get(LAZY):
+    if not possible():
         yield
         return
     _meetings.begin()

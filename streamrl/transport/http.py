@@ -149,6 +149,11 @@ async def _answered(
                 refusal.status, refusal.retry_seconds = response.status, told.retry_seconds
                 raise refusal
             yield response
+    except aiohttp.ConnectionTimeoutError as error:
+        raise PeerLost(
+            f"{peer} cannot be reached at {url}: nobody answers; is that machine up, and does a firewall drop what is "
+            f"sent to port {urlsplit(url).port}?"
+        ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error
     except aiohttp.ClientConnectorCertificateError as error:
@@ -169,7 +174,7 @@ def _distrusted(error: Exception) -> str:
         return f"{error.verify_message}, by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC; set it"
     reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
     return (
-        f"its certificate is not one of this run's ({reason}). Either it has another secret than this process "
+        f"its certificate is not one of this run's ({reason}). Either this process has another secret, or none "
         "(STREAMRL_SECRET, security.secret_file: docs/security.md), or another run's server listens at this port"
     )
 

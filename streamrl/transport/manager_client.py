@@ -82,6 +82,8 @@ PLACE_TAKEN = 423
 TAKEN_ASK_SECONDS = 1.0
 """Between two questions whether it is free."""
 TAKEN_MARGIN_SECONDS = 2.0
+CONNECT_SECONDS = 10.0
+"""Where nobody answers for so long, not even to refuse, it is told and tried again."""
 PATIENCE_SECONDS = 30.0
 """For so long after its first failure a call is tried again."""
 
@@ -346,7 +348,9 @@ class ControlClient:
         """`key`: what is shown, instead of the token or what is derived from the secret."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            )
         return await http.call(
             self._session,
             method,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -46,6 +47,7 @@ from streamrl.transport.control import (
     RouteReply,
     Topology,
 )
+from streamrl.transport.group_sockets import closed_after_forming, possible
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from tests.evaluations import make_report
@@ -152,6 +154,20 @@ async def test_registering_gives_up_in_the_end(unused_tcp_port: int) -> None:
     with pytest.raises(PeerLost, match="is it running there"):
         await client.register(REGISTER, patience=0.1)
     await client.close()
+
+
+@pytest.mark.skipif(not possible(), reason="no socket can be made deaf on this machine")
+async def test_a_manager_that_answers_nothing_is_told_of_with_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that drops what it does not let through."""
+    monkeypatch.setattr(control_client, "CONNECT_SECONDS", 0.2)
+    with closed_after_forming():
+        deaf = socket.create_server(("127.0.0.1", 0))
+    with deaf:
+        port = deaf.getsockname()[1]
+        client = ControlClient(f"http://127.0.0.1:{port}")
+        with pytest.raises(PeerLost, match=f"nobody answers; .* a firewall drop what is sent to port {port}"):
+            await client.register(REGISTER, patience=0.1)
+        await client.close()
 
 
 async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_ticket() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 import uuid
 from collections import deque
@@ -54,6 +55,25 @@ def open_store(host: str) -> Any:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
+def join_store(address: str, port: int, *, timeout: float) -> Any:
+    """Return a client of the store that rank 0 has opened at `address:port`. Raises `RuntimeError`.
+
+    Where nobody answers at all, half of `timeout` (seconds) is waited, so that who is behind a firewall can say so
+    before the others give up, and is known from them.
+    """
+    try:
+        socket.create_connection((address, port), timeout=timeout / 2).close()
+    except ConnectionRefusedError:
+        pass  # torch's client goes on trying
+    except OSError as error:
+        raise RuntimeError(
+            f"nobody answers at {address}:{port} ({error.strerror or error}): is that machine up, and does a firewall "
+            f"drop what is sent to port {port}?"
+        ) from error
+    limit = timedelta(seconds=timeout)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
 def form_group(
     *,
     address: str,
@@ -73,7 +93,7 @@ def form_group(
     limit = timedelta(seconds=timeout)
     try:
         if store is None:
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            store = join_store(address, port, timeout=timeout)
         with _left_to_us(), closed_after_forming():
             # c10d has no public way to make a group next to (or without) the default one.
             group, _ = c10d._new_process_group_helper(
@@ -118,7 +138,7 @@ def join_world(
     limit = timedelta(seconds=timeout)
     try:
         if store is None:
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            store = join_store(address, port, timeout=timeout)
         with closed_after_forming():
             dist.init_process_group(
                 backend, store=PrefixStore("world", store), rank=rank, world_size=world_size, timeout=limit

@@ -114,6 +114,14 @@ def test_what_a_stranger_writes_to_the_store_makes_a_group_fail_by_name() -> Non
 
 
 @CLOSING
+def test_a_store_that_nobody_answers_at_is_told_of_before_the_others_give_up() -> None:
+    with closed_after_forming():
+        deaf = socket.create_server(("127.0.0.1", 0))
+    with deaf, pytest.raises(PublicationError, match=r"nobody answers at 127\.0\.0\.1:\d+ .*firewall"):
+        form(1, deaf.getsockname()[1], "behind a firewall", timeout=1)
+
+
+@CLOSING
 def test_other_sockets_and_those_of_groups_under_way_stay_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as before:
         with closed_after_forming():

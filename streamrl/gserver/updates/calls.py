@@ -43,6 +43,7 @@ UNKNOWN_ACTION = "Unsupported action"
 """SGLang's reply when /weights_checker is asked for something that it does not know."""
 NOTHING = "nothing"
 """Stands for the checksum of a tensor that did not come."""
+FORMING_MARGIN_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """A gserver that does not reply to a simple question for so long counts as lost."""
 
@@ -81,7 +82,9 @@ class WeightCalls:
     # The weight group
 
     async def join_group(self, gserver: Gserver, message: InitWeightsUpdateGroup) -> None:
-        await self._post(gserver, "/init_weights_update_group", message)
+        # A little longer than the gserver itself waits for the others: it knows what went wrong.
+        margin = min(FORMING_MARGIN_SECONDS, self._timeout / 4)
+        await self._post(gserver, "/init_weights_update_group", message, timeout=self._timeout + margin)
 
     def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
         """Have `members` leave the group, in the background: nothing depends on it, and a failure is only logged."""

@@ -27,12 +27,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.trainer.redistributor import Piece, Plan, Transfer, concerning, numpy_dtype, transfers
-from streamrl.transport.collective import destroy_group, form_group
+from streamrl.transport.collective import destroy_group, form_group, join_store
 
 # --- array store ---
 
@@ -232,8 +231,7 @@ class DataManager:
         return self._groups[ranks]
 
     def _connect(self) -> Any:
-        limit = timedelta(seconds=self._backend_timeout)
-        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
+        return join_store(self._host, self._port, timeout=self._backend_timeout)
 
     def _greet(self) -> None:
         """NCCL wants all ranks in a group's first operation; later some may exchange without the others."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streamrl.planner.capacity import Division, Job, Machine, TrainerLayout, division
+import msgspec
+
+from streamrl.planner.capacity import Division, Job, Machine, Roles, TrainerLayout, division
 from streamrl.planner.shapes import Shape, shape_of
 
 JOB = Job(context=32768, mean_context=8192)
@@ -25,11 +27,33 @@ DIVISIONS = (
     ("Qwen3-30B-A3B", 32, TrainerLayout(data=6, context=4, expert=8), 2, 4),
 )
 """Model, GPUs, the trainer's layout, gservers and GPUs of each."""
+ROLES = (
+    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles()),
+    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(reference=True)),
+    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(critic=True, reference=True)),
+    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(lora_rank=32, reference=True)),
+    ("32B", 16, TrainerLayout(data=2, context=4), 2, 4, Roles(lora_rank=32)),
+    ("70B", 32, TrainerLayout(data=2, context=8), 2, 8, Roles()),
+    ("70B", 32, TrainerLayout(data=2, context=8), 2, 8, Roles(lora_rank=32)),
+    ("70B", 128, TrainerLayout(data=6, context=16), 4, 8, Roles(critic=True, reference=True)),
+)
+"""The same with other roles."""
 
 
 def divisions() -> Iterator[tuple[Machine, Shape, Division]]:
     """Each of `DIVISIONS`, of H100s in hosts of eight; also those that do not fit."""
     for name, gpus, layout, gservers, tensor in DIVISIONS:
-        machine, shape = Machine(gpus=gpus), shape_of(name)
-        found = division(shape, machine, JOB, layout=layout, gservers=gservers, server_tensor=tensor)
-        yield machine, shape, found
+        yield _divided(name, gpus, layout, gservers, tensor, Roles())
+
+
+def divisions_with_roles() -> Iterator[tuple[Machine, Shape, Division, Roles]]:
+    """Each of `ROLES`, likewise."""
+    for row in ROLES:
+        yield *_divided(*row), row[-1]
+
+
+def _divided(
+    name: str, gpus: int, layout: TrainerLayout, gservers: int, tensor: int, roles: Roles
+) -> tuple[Machine, Shape, Division]:
+    machine, shape, job = Machine(gpus=gpus), shape_of(name), msgspec.structs.replace(JOB, roles=roles)
+    return machine, shape, division(shape, machine, job, layout=layout, gservers=gservers, server_tensor=tensor)

@@ -351,6 +351,24 @@ def long_rows(results: Results) -> str:
     )
 
 
+def checkpoint(results: Results) -> str:
+    header = "model workers | each holds | training stands still | of a bare copy | on the disk after | of a bare write"
+    header += " | memory, of what it holds"
+    rows = [
+        [
+            f"{row['workers']}",
+            f"{row['bytes'] / 1e6:,.0f} MB",
+            f"{row['standstill']:.2f} s",
+            f"{row['standstill'] / row['copy']:.2f}",
+            f"{row['write']:.2f} s",
+            f"{row['write'] / row['bare_write']:.2f}",
+            f"{row['grown'] / row['bytes']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    return markdown(header.split(" | "), rows)
+
+
 def plan(results: Results) -> str:
     """What was predicted, and what runs then did."""
     header = "case", "changed from the calibration", "compared", "groups per second", "mean age", "masked", "met"
@@ -557,6 +575,31 @@ def capacity_memory(_: Results) -> str:
     return markdown(header.split(" | "), rows)
 
 
+def capacity_roles(_: Results) -> str:
+    """Memory of one GPU of the trainer with adapters, a critic and a reference."""
+    header = "model | GPUs | trainer | trained | weights, gradients, optimizer | critic | reference | gathered"
+    header += " | activations, logits | all | checkpoint"
+    rows = []
+    for machine, shape, one, roles in capacity.divisions_with_roles():
+        trainer = one.trainer
+        rows.append(
+            [
+                shape.name,
+                f"{machine.gpus}",
+                f"{one.layout} ({one.layout.backend})",
+                str(roles) or "the policy",
+                f"{(trainer.weights + trainer.gradients + trainer.optimizer) / GIB:.1f}",
+                f"{trainer.critic / GIB:.1f}" if roles.critic else MISSING,
+                f"{trainer.reference / GIB:.1f}" if roles.reference else MISSING,
+                f"{trainer.gathered / GIB:.1f}",
+                f"{(trainer.activations + trainer.logits) / GIB:.1f}",
+                f"{trainer.total / GIB:.1f}" + (f" (lacks {one.lacking / GIB:.0f})" if one.lacking else ""),
+                f"{one.checkpoint / GIB:,.1f} GiB",
+            ]
+        )
+    return markdown(header.split(" | "), rows)
+
+
 def capacity_traffic(_: Results) -> str:
     """What a weight update moves, and how large a checkpoint is, for the same divisions."""
     header = "model | trainer | gservers | served weights | senders | sent by each | received by each GPU | time"
@@ -686,7 +729,9 @@ TABLES = (
     Table("docs/staleness.md", "staleness", staleness_objectives),
     Table("docs/staleness.md", "staleness", staleness_over_age),
     Table("docs/scale.md", COMPUTED, capacity_memory),
+    Table("docs/scale.md", COMPUTED, capacity_roles),
     Table("docs/scale.md", COMPUTED, capacity_traffic),
+    Table("docs/scale.md", "bench_checkpoint", checkpoint),
     Table("docs/scale.md", "gpu", gpu),
 )
 BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)

@@ -377,6 +377,11 @@ def plan(
     context: Annotated[int, _size(what="Longest prompt and response together, in tokens.")] = 16384,
     mean_context: Annotated[int | None, _size(what="What it is on average; else a quarter of --context.")] = None,
     microbatch_tokens: Annotated[int, _size(what="trainer.max_tokens_per_microbatch")] = 8192,
+    lora_rank: Annotated[int, _size(what="Train adapters of this rank, not the weights.", minimum=0)] = 0,
+    critic: Annotated[bool, typer.Option("--critic", rich_help_panel=SIZE, help="Train a critic, too.")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", rich_help_panel=SIZE, help="Have a reference model, too.")
+    ] = False,
     data_parallel: Annotated[int | None, _size(what="Only with this size in the trainer.")] = None,
     tensor_parallel: Annotated[int | None, _size(what="The same.")] = None,
     pipeline_parallel: Annotated[int | None, _size(what="The same.")] = None,
@@ -410,6 +415,7 @@ def plan(
                 context=context,
                 mean_context=mean_context or max(1, context // 4),
                 microbatch_tokens=microbatch_tokens,
+                roles=capacity.Roles(lora_rank=lora_rank, critic=critic, reference=reference),
             ),
             data=data_parallel,
             tensor=tensor_parallel,

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "streamrl"
 
 GROUND = {
     "",
+    "architecture",
     "checksum",
     "children",
     "config",

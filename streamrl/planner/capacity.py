@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -41,6 +42,8 @@ PREFILL_TOKENS = 8192
 """That a server computes at once."""
 MOST_RUNNING = 256
 """Responses that a server decodes together at most."""
+MOST_CONTEXT = 32
+"""Ranks of context parallelism that are tried."""
 BETTER = 0.02
 """A division has to be faster by this share to be preferred to a simpler one."""
 
@@ -69,6 +72,35 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return self.host_gbit_s / 8 * 1e9 * LINK_SHARE / self.gpus_per_host
 
 
+class Roles(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer has besides the policy, and what it trains of that."""
+
+    lora_rank: int = 0
+    """Of adapters of all linear layers, which are trained in place of the policy's weights (`model.lora.rank`); 0: the
+    weights themselves are."""
+    critic: bool = False
+    """On the policy's body (`algorithm.advantage = "gae"`)."""
+    reference: bool = False
+    """A frozen policy (`algorithm.kl_coef`). With adapters it is the policy without them, and takes no memory."""
+
+    @property
+    def passes(self) -> int:
+        """Forward passes' worth of arithmetic for a token in a step, for whatever there is: `actor_inf`, and in
+        `actor_train` the forward pass, again for the activations, and the backward pass, which is two where weights
+        have gradients, and one where only what goes into them has. A critic has as many, and a reference one."""
+        trained = 1 + 1 + 1 + 2
+        return trained - (1 if self.lora_rank else 0) + (trained if self.critic else 0) + (1 if self.reference else 0)
+
+    def __str__(self) -> str:
+        words = [f"adapters of rank {self.lora_rank}"] if self.lora_rank else []
+        words += ["a critic"] if self.critic else []
+        words += ["a reference"] if self.reference else []
+        return ", ".join(words)
+
+
+ONLY_POLICY = Roles()
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the GPUs are to do."""
 
@@ -80,6 +112,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
     senders: int = 8
     """Model workers that broadcast a part of the weights each, at most (`weights.senders`)."""
+    roles: Roles = ONLY_POLICY
 
 
 class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,13 +139,18 @@ class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the fullest of the trainer's GPUs."""
+    """Bytes on the fullest of the trainer's GPUs, while the role that needs most of them computes."""
 
     weights: float
-    """As they are computed with, at rest."""
-    gradients: float
+    """As they are computed with, at rest; of the policy, with its adapters."""
     optimizer: float
-    """Master weights, where they are others, and both moments."""
+    """Of the policy: master weights, where they are others, and both moments."""
+    critic: float = 0.0
+    """What the critic has at rest."""
+    reference: float = 0.0
+    """Weights of the reference."""
+    gradients: float
+    """Of the role that computes; Megatron keeps those of the policy."""
     gathered: float
     """Whole layers that sharded ranks put together while they compute them."""
     activations: float
@@ -121,7 +159,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state(self) -> float:
         """What is there between two steps, gradients included."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.critic + self.reference
 
     @property
     def total(self) -> float:
@@ -175,7 +213,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the gservers can generate."""
     update: Update
     checkpoint: int
-    """Bytes: float32 weights and both moments."""
+    """Bytes: float32 weights and both moments of all that is trained."""
     lacking: float
     """Bytes that the GPU that lacks most of them lacks; 0: it fits."""
     lacks: str
@@ -200,42 +238,87 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 # --- memory --------------------------------------------------------------------------------------
 
 
-def trainer_memory(shape: Shape, layout: TrainerLayout, *, tokens: int, shard: bool = True) -> TrainerMemory:
+def trainer_memory(
+    shape: Shape, layout: TrainerLayout, *, tokens: int, shard: bool = True, roles: Roles = ONLY_POLICY
+) -> TrainerMemory:
     """Return what the fullest rank holds; `tokens`: of one micro-batch, over all ranks of the context dimension.
 
     An upper bound over pipeline stages: as many micro-batches under way as in the first, and the logits of the last.
     The torch backend computes in bfloat16 with float32 weights, Megatron with bfloat16 weights and float32 gradients.
     `shard`: whether data-parallel ranks share what they hold, or each has all of it.
     """
-    ends = shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
+    policy = _held(shape, layout, _ends(shape, layout), shard=shard)
+    body = _held(shape, layout, shape.embedding, shard=shard)  # the critic's
     layers = math.ceil(shape.layers / layout.pipeline)
-    dense = (layers * shape.layer_without_experts + ends + shape.hidden_size) / layout.tensor
-    experts = layers * shape.experts * shape.expert / layout.tensor / layout.expert
-    held = dense + experts
-    spread = layout.data * layout.context
-    shared = dense / spread + experts / max(1, spread // layout.expert) if shard else held
-    if layout.backend == "torch":
-        largest = shape.layer
-        # layers are gathered in float32 with the next one, and cast; the rest stays whole until the backward pass ends
-        gathered = 2 * 4 * largest + 2 * largest + 4 * (ends + shape.hidden_size) + 4 * largest
-        unsharded = 2 * held  # bfloat16 copies of all weights, which autocast keeps
-        sharded = shard and spread > 1
+    if layout.backend == "megatron":
         return TrainerMemory(
-            weights=4 * (shared if sharded else held),
-            gradients=4 * (shared if sharded else held),
-            optimizer=8 * (shared if sharded else held),
-            gathered=gathered if sharded else unsharded,
-            activations=_activations(shape, layout, tokens, layers=layers, residual=4),
-            logits=LOGIT_BYTES * min(tokens, HEAD_CHUNK_TOKENS) * shape.vocab_size,
+            weights=2 * policy.whole,
+            optimizer=12 * policy.own,
+            critic=(2 + 4) * body.whole + 12 * body.own if roles.critic else 0.0,
+            reference=2 * policy.whole if roles.reference else 0.0,
+            gradients=4 * policy.whole,
+            gathered=0.0,
+            activations=_activations(shape, layout, tokens, layers=layers, residual=2),
+            logits=LOGIT_BYTES * min(tokens / layout.context, HEAD_CHUNK_TOKENS) * shape.vocab_size / layout.tensor,
         )
+    sharded = shard and layout.data * layout.context > 1
+    adapter = shape.adapter(roles.lora_rank)
+    trained = adapter * policy.own / policy.whole if adapter else policy.own
+    logits = float(LOGIT_BYTES * min(tokens, HEAD_CHUNK_TOKENS) * shape.vocab_size)
+    calls = [(4 * trained, _gathered(shape, policy, _ends(shape, layout), sharded=sharded, adapter=adapter), logits)]
+    if roles.critic:
+        calls.append((4 * body.own, _gathered(shape, body, shape.embedding, sharded=sharded), 0.0))
+    gradients, gathered, logits = max(calls, key=sum)
     return TrainerMemory(
-        weights=2 * held,
-        gradients=4 * held,
-        optimizer=12 * shared,
-        gathered=0.0,
-        activations=_activations(shape, layout, tokens, layers=layers, residual=2),
-        logits=LOGIT_BYTES * min(tokens / layout.context, HEAD_CHUNK_TOKENS) * shape.vocab_size / layout.tensor,
+        weights=4 * trained + (2 * policy.own if adapter else 0),
+        optimizer=8 * trained,
+        critic=12 * body.own if roles.critic else 0.0,
+        reference=2 * policy.own if roles.reference and not adapter else 0.0,
+        gradients=gradients,
+        gathered=gathered,
+        activations=_activations(shape, layout, tokens, layers=layers, residual=4),
+        logits=logits,
     )
+
+
+class Held(NamedTuple):
+    """Weights of a model on the fullest rank."""
+
+    whole: float
+    """Of its tensor, pipeline and expert rank."""
+    own: float
+    """What is left of these where data and context ranks share them."""
+
+
+def _ends(shape: Shape, layout: TrainerLayout) -> int:
+    """Embedding and head, as far as one stage has both."""
+    return shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
+
+
+def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> Held:
+    """`ends`: numbers of embedding and head."""
+    layers = math.ceil(shape.layers / layout.pipeline)
+    spread = layout.data * layout.context if shard else 1
+    found = Held(0.0, 0.0)
+    for first in range(0, shape.layers, layers):
+        end = min(first + layers, shape.layers)
+        dense = (shape.dense_between(first, end) + ends + shape.hidden_size) / layout.tensor
+        experts = shape.sparse_between(first, end) * shape.experts * shape.expert / layout.tensor / layout.expert
+        shared = dense / spread + experts / max(1, spread // layout.expert)
+        found = max(found, Held(dense + experts, shared if shard else dense + experts))
+    return found
+
+
+def _gathered(shape: Shape, held: Held, ends: int, *, sharded: bool, adapter: int = 0) -> float:
+    """Return what the torch backend puts together of a model with `held` weights while it computes."""
+    if not sharded:
+        return 2 * (adapter or held.whole)  # copies in bfloat16 of all float32 weights, which autocast keeps
+    # a layer and the next one are gathered as they are kept, and cast; the rest stays whole for a whole pass
+    layer, rest = shape.largest_layer, ends + shape.hidden_size
+    if adapter:
+        frozen = 2 * 2 * layer + 2 * rest
+        return frozen + (2 * 4 + 2 + 4) * adapter / shape.layers
+    return 2 * 4 * layer + 2 * layer + 4 * rest + 4 * layer
 
 
 def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: int, residual: int) -> float:
@@ -244,9 +327,8 @@ def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: in
     mine = tokens / layout.context
     kept = residual * shape.hidden_size * (layers + 1)
     in_flight = layout.pipeline  # micro-batches that the first stage has forwarded and not yet taken back
-    width = shape.intermediate_size * max(1, shape.experts_per_token)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    recomputed = (3 * residual + 8) * shape.hidden_size + (8 * heads + 8 * width) / layout.tensor
+    recomputed = (3 * residual + 8) * shape.hidden_size + (8 * heads + 8 * shape.width) / layout.tensor
     if shape.experts:
         recomputed += 4 * shape.experts_per_token * shape.hidden_size  # tokens as they go to their experts and back
     return mine * (kept * in_flight + 1.5 * recomputed)
@@ -255,7 +337,7 @@ def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: in
 def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemory:
     """Return what a GPU of a gserver over `tensor` GPUs holds. Key-value heads that there are too few of are held by
     several."""
-    working = PREFILL_TOKENS * 2 * (6 * shape.hidden_size + 3 * shape.intermediate_size / tensor)
+    working = PREFILL_TOKENS * 2 * (6 * shape.hidden_size + 3 * shape.width / tensor)
     working += MOST_RUNNING * 8 * shape.vocab_size + 256 * 2**20
     weights = 2 * shape.parameters / tensor
     heads = math.ceil(shape.kv_heads / tensor)
@@ -285,11 +367,11 @@ def update_traffic(shape: Shape, machine: Machine, *, gservers: int, senders: in
     )
 
 
-def trained_per_second(shape: Shape, machine: Machine, *, gpus: int, mean_context: int) -> float:
-    """Return an estimate for a step with `actor_inf`: two forward passes, a backward pass, and one again for the
-    activations, at `TRAINED_SHARE` of the peak."""
-    passes = 1 + 1 + 2 + 1
-    return gpus * machine.peak_tflops * 1e12 * TRAINED_SHARE / (passes * shape.forward_flops(mean_context))
+def trained_per_second(
+    shape: Shape, machine: Machine, *, gpus: int, mean_context: int, roles: Roles = ONLY_POLICY
+) -> float:
+    """Return an estimate for a step with `actor_inf`, at `TRAINED_SHARE` of the peak."""
+    return gpus * machine.peak_tflops * 1e12 * TRAINED_SHARE / (roles.passes * shape.forward_flops(mean_context))
 
 
 def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running: int, mean_context: int) -> float:
@@ -297,7 +379,8 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
     if running == 0:
         return 0.0
     touched = min(shape.experts, running * shape.experts_per_token)  # experts that some token of the step needs
-    read = 2 * (shape.parameters - shape.layers * (shape.experts - touched) * shape.expert) / tensor
+    sparse = shape.sparse_between(0, shape.layers)
+    read = 2 * (shape.parameters - sparse * (shape.experts - touched) * shape.expert) / tensor
     read += running * mean_context / 2 * 2 * shape.kv_numbers / shape.kv_heads * math.ceil(shape.kv_heads / tensor)
     seconds = read / (machine.memory_tb_s * 1e12 * BANDWIDTH_SHARE)
     flops = running * shape.forward_flops(mean_context) / tensor
@@ -311,7 +394,7 @@ def division(
     shape: Shape, machine: Machine, job: Job, *, layout: TrainerLayout, gservers: int, server_tensor: int
 ) -> Division:
     """Work out one division; raises `ModelError` where the model cannot be cut so, `ConfigError` where GPUs lack."""
-    check_layout(shape, layout, gpus_per_host=machine.gpus_per_host)
+    check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=job.roles)
     _check_server(shape, server_tensor, gpus_per_host=machine.gpus_per_host)
     needed = layout.world + gservers * server_tensor
     if needed > machine.gpus:
@@ -319,7 +402,7 @@ def division(
             f"{layout} and {gservers} gservers of {server_tensor} GPUs need {needed} GPUs, "
             f"{needed - machine.gpus} more than --gpus {machine.gpus}"
         )
-    trainer = trainer_memory(shape, layout, tokens=max(job.context, job.microbatch_tokens))
+    trainer = trainer_memory(shape, layout, tokens=max(job.context, job.microbatch_tokens), roles=job.roles)
     server = server_memory(shape, machine, tensor=server_tensor)
     running = min(MOST_RUNNING, server.kv_tokens // job.mean_context) if server.kv_tokens >= job.context else 0
     missing = {
@@ -330,6 +413,9 @@ def division(
     where = max(missing, key=lambda name: missing[name])
     lacking = max(0.0, missing[where])
     senders = min(job.senders, layout.data * layout.context)
+    trained = shape.adapter(job.roles.lora_rank) or shape.parameters
+    if job.roles.critic:
+        trained += shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden_size
     generated = generated_per_second(
         shape, machine, tensor=server_tensor, running=running, mean_context=job.mean_context
     )
@@ -340,32 +426,34 @@ def division(
         trainer=trainer,
         server=server,
         running=running * gservers,
-        trained_per_second=trained_per_second(shape, machine, gpus=layout.world, mean_context=job.mean_context),
+        trained_per_second=trained_per_second(
+            shape, machine, gpus=layout.world, mean_context=job.mean_context, roles=job.roles
+        ),
         generated_per_second=gservers * generated,
         update=update_traffic(shape, machine, gservers=gservers, senders=senders),
-        checkpoint=12 * shape.parameters,
+        checkpoint=12 * trained,
         lacking=lacking,
         lacks=where if lacking else "",
     )
 
 
-def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int) -> None:
-    """Raise `ModelError` if the model cannot be cut as `layout` says."""
+def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int, roles: Roles = ONLY_POLICY) -> None:
+    """Raise `ModelError` if the model cannot be cut as `layout` says, or not for these `roles`."""
     problems = [
         f"{what} = {count} is no multiple of {name} {parts}"
         for what, count, name, parts in (
             ("heads", shape.heads, "tensor", layout.tensor),
             ("key-value heads", shape.kv_heads, "tensor", layout.tensor),
             ("intermediate size", shape.intermediate_size, "tensor", layout.tensor),
+            ("experts' intermediate size", shape.moe.intermediate_size if shape.moe else 0, "tensor", layout.tensor),
             ("layers", shape.layers, "pipeline", layout.pipeline),
             ("experts", shape.experts, "expert", layout.expert),
             ("data × context", layout.data * layout.context, "expert", layout.expert),
         )
         if count % parts
     ]
-    heads, kv_heads = shape.heads // layout.tensor, shape.kv_heads // layout.tensor
-    if not problems and (heads % layout.context or (kv_heads % layout.context and layout.context % kv_heads)):
-        problems.append(f"context {layout.context} does not divide the {heads} heads of a rank, {kv_heads} of keys")
+    if roles.lora_rank and layout.backend == "megatron":
+        problems.append("adapters are trained by the torch backend, which has data and context parallelism alone")
     if layout.expert > 1 and not shape.experts:
         problems.append(f"expert {layout.expert}, and it has no experts")
     if layout.tensor > gpus_per_host:
@@ -409,7 +497,15 @@ def capacity_plan(
     for width, count in _servers(shape, machine, gservers=gservers, tensor=server_tensor):
         rest = machine.gpus - width * count
         for layout in _layouts(
-            shape, machine, rest, data=data, tensor=tensor, pipeline=pipeline, context=context, expert=expert
+            shape,
+            machine,
+            rest,
+            roles=job.roles,
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
         ):
             try:
                 found.append(division(shape, machine, job, layout=layout, gservers=count, server_tensor=width))
@@ -491,6 +587,7 @@ def _layouts(
     machine: Machine,
     gpus: int,
     *,
+    roles: Roles,
     data: int | None,
     tensor: int | None,
     pipeline: int | None,
@@ -500,7 +597,7 @@ def _layouts(
     """Layouts of at most `gpus`, of as many as they divide evenly."""
     for tensors in [tensor] if tensor else _powers(machine.gpus_per_host):
         for stages in [pipeline] if pipeline else _powers(min(shape.layers, gpus)):
-            for contexts in [context] if context else _powers(min(8, gpus)):
+            for contexts in [context] if context else _powers(min(MOST_CONTEXT, gpus)):
                 copies = data or gpus // (tensors * stages * contexts)
                 if copies == 0 or copies * tensors * stages * contexts > gpus:
                     continue
@@ -515,7 +612,7 @@ def _layouts(
                     )
                     given = any(size is not None for size in (data, tensor, pipeline, context, expert))
                     try:
-                        check_layout(shape, layout, gpus_per_host=machine.gpus_per_host)
+                        check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=roles)
                     except ModelError:
                         if given and len(experts) == 1:
                             yield layout  # whoever asked for it is told why it cannot be
@@ -573,7 +670,7 @@ def shown(plan: CapacityPlan) -> RenderableType:
         f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, of which each of {update.senders} senders sends "
         f"{update.sent_per_link / GIB:.1f} and each GPU of a gserver receives {update.received_per_link / GIB:.1f}: "
         f"{update.seconds:.1f} s at {machine.link / 1e9:.0f} GB/s for a GPU",
-        f"checkpoint: {best.checkpoint / GIB:.0f} GiB (float32 weights and both moments)",
+        f"checkpoint: {best.checkpoint / GIB:,.1f} GiB (float32 weights and both moments of all that is trained)",
     ]
     note = "Computed from the model's shape; nothing was measured (docs/scale.md)."
     if plan.shape.experts:
@@ -590,9 +687,10 @@ def shown(plan: CapacityPlan) -> RenderableType:
 
 def _title(plan: CapacityPlan) -> str:
     shape, machine = plan.shape, plan.machine
+    roles = f", {plan.job.roles}" if str(plan.job.roles) else ""
     active = f", of which a token meets {shape.active_parameters / 1e9:.1f}" if shape.experts else ""
     return (
-        f"{shape.name}: {shape.parameters / 1e9:.1f} billion weights{active}; {machine.gpus} GPUs of "
+        f"{shape.name}: {shape.parameters / 1e9:.1f} billion weights{active}{roles}; {machine.gpus} GPUs of "
         f"{machine.gpu_memory_gib:g} GiB, contexts of {plan.job.context:,} tokens"
     )
 
@@ -603,6 +701,10 @@ def memory_rows(one: Division, machine: Machine, job: Job) -> Iterator[tuple[str
     yield "trainer", trainer.weights, "weights"
     yield "trainer", trainer.gradients, "gradients"
     yield "trainer", trainer.optimizer, "optimizer"
+    if trainer.critic:
+        yield "trainer", trainer.critic, "critic"
+    if trainer.reference:
+        yield "trainer", trainer.reference, "reference"
     if trainer.gathered:
         yield "trainer", trainer.gathered, "layers gathered from other ranks, or copied in bfloat16, while they compute"
     yield "trainer", trainer.activations, "activations, computed again layer by layer (estimated)"

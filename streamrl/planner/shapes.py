@@ -1,50 +1,39 @@
-"""The shapes of models: those of published ones by name, or one from a folder's `config.json`. Pure but for reading it.
+"""How many weights a model has, and what it computes: those of published models by name, or one of a folder.
 
-Only what decides memory, traffic and arithmetic is kept; weights are not needed.
+Only what decides memory, traffic and arithmetic counts; weights are not needed. Pure but for reading a `config.json`.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from streamrl.architecture import Architecture, architecture_of, read_architecture
 from streamrl.errors import ModelError
-from streamrl.models import expert_count
-
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A Llama, Qwen2, Qwen3 or Qwen3-MoE model; sizes are counts of numbers, not bytes."""
+class Shape(Architecture, frozen=True, kw_only=True):
+    """An architecture, counted; sizes are counts of numbers, not bytes."""
 
     name: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    """Of one feed-forward network; with experts, of one expert."""
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool = False
-    """The output head is the embedding."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: int = 0
-    """Of each layer; 0: the feed-forward network is dense."""
-    experts_per_token: int = 0
+
+    @classmethod
+    def of(cls, name: str, architecture: Architecture) -> Shape:
+        """`architecture` as the model called `name`."""
+        return cls(name=name, **msgspec.structs.asdict(architecture))
 
     @property
     def parameters(self) -> int:
         """All weights, a tied head once."""
-        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden_size
+        return self.layers_between(0, self.layers) + self.embedding * (1 if self.tied else 2) + self.hidden_size
 
     @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: without the embedding, which is looked up, and other experts."""
-        idle = self.layers * (self.experts - self.experts_per_token) * self.expert
+        idle = 0 if self.moe is None else len(self.moe.layers) * (self.moe.experts - self.moe.top_k) * self.expert
         return self.parameters - idle - (0 if self.tied else self.embedding)
 
     @property
@@ -53,23 +42,60 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.vocab_size * self.hidden_size
 
     @property
-    def layer(self) -> int:
-        """One decoder layer."""
-        return self.layer_without_experts + self.experts * self.expert
+    def experts(self) -> int:
+        """Of a layer that has some; 0: none has."""
+        return 0 if self.moe is None else self.moe.experts
 
     @property
-    def layer_without_experts(self) -> int:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * (queries + keys)
-        attention += queries + 2 * keys if self.qkv_bias else 0
-        attention += 2 * self.head_dim if self.qk_norm else 0
-        feed_forward = self.hidden_size * self.experts if self.experts else self.expert  # the router, or the network
-        return attention + feed_forward + 2 * self.hidden_size
+    def experts_per_token(self) -> int:
+        return 0 if self.moe is None else self.moe.top_k
 
     @property
     def expert(self) -> int:
-        """One feed-forward network: gate, up and down."""
-        return 3 * self.hidden_size * self.intermediate_size
+        """One expert: gate, up and down."""
+        return 0 if self.moe is None else 3 * self.hidden_size * self.moe.intermediate_size
+
+    @property
+    def largest_layer(self) -> int:
+        """The decoder layer that has most weights."""
+        different = range(1 if self.moe is None else self.layers)
+        return max(self.layers_between(layer, layer + 1) for layer in different)
+
+    @property
+    def width(self) -> int:
+        """Numbers between the matrices of the widest feed-forward network, of those experts that a token meets."""
+        dense = 0 if self.moe is not None and len(self.moe.layers) == self.layers else self.intermediate_size
+        return max(dense, 0 if self.moe is None else self.moe.top_k * self.moe.intermediate_size)
+
+    def layers_between(self, first: int, end: int) -> int:
+        """The decoder layers from `first` up to `end`."""
+        return self.dense_between(first, end) + self.sparse_between(first, end) * self.experts * self.expert
+
+    def dense_between(self, first: int, end: int) -> int:
+        """What these have besides experts."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        each = 2 * self.hidden_size * (queries + keys) + 2 * self.hidden_size
+        each += queries + 2 * keys if self.qkv_bias else 0
+        each += self.hidden_size if self.o_bias else 0
+        each += 2 * self.head_dim if self.qk_norm else 0
+        sparse = self.sparse_between(first, end)
+        networks = (end - first - sparse) * 3 * self.hidden_size * self.intermediate_size
+        return (end - first) * each + networks + sparse * self.hidden_size * self.experts  # the routers
+
+    def sparse_between(self, first: int, end: int) -> int:
+        """How many of these layers have experts."""
+        return 0 if self.moe is None else sum(first <= layer < end for layer in self.moe.layers)
+
+    def adapter(self, rank: int) -> int:
+        """Low-rank adapters of all linear layers of the decoder (`model.lora.target_modules` as it is by default)."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
+        found = self.layers * attention
+        sparse = self.sparse_between(0, self.layers)
+        found += (self.layers - sparse) * 3 * (self.hidden_size + self.intermediate_size)
+        if self.moe is not None:
+            found += sparse * self.moe.experts * 3 * (self.hidden_size + self.moe.intermediate_size)
+        return rank * found
 
     @property
     def kv_numbers(self) -> int:
@@ -83,64 +109,63 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return 2.0 * self.active_parameters + attention
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> Shape:
-    return Shape(
-        name=name,
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        tied=tied,
-        qk_norm=True,
-    )
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
 
 
-def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> Shape:
-    return Shape(
-        name=name,
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        head_dim=hidden // heads,
-        tied=tied,
-    )
-
-
-KNOWN = {
-    shape.name: shape
-    for shape in (
-        _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, tied=True),
-        _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, tied=True),
-        _qwen3("Qwen3-4B", 2560, 9728, 36, 32, tied=True),
-        _qwen3("Qwen3-8B", 4096, 12288, 36, 32),
-        _qwen3("Qwen3-14B", 5120, 17408, 40, 40),
-        _qwen3("Qwen3-32B", 5120, 25600, 64, 64),
-        msgspec.structs.replace(
-            _qwen3("Qwen3-30B-A3B", 2048, 768, 48, 32), kv_heads=4, experts=128, experts_per_token=8
-        ),
-        Shape(
-            name="Qwen2.5-7B",
-            vocab_size=152_064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            layers=28,
-            heads=28,
-            kv_heads=4,
-            head_dim=128,
-            qkv_bias=True,
-        ),
-        _llama("Llama-3.2-1B", 2048, 8192, 16, 32, tied=True),
-        _llama("Llama-3-8B", 4096, 14336, 32, 32),
-        _llama("Llama-3-70B", 8192, 28672, 80, 64),
-    )
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40_960,
 }
-"""From the configurations that were published with the models."""
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32_768,
+}
+_LLAMA3 = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 8192,
+}
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-0.6B": _QWEN3 | _sizes(1024, 3072, 28, 16, tied=True),
+    "Qwen3-1.7B": _QWEN3 | _sizes(2048, 6144, 28, 16, tied=True),
+    "Qwen3-4B": _QWEN3 | _sizes(2560, 9728, 36, 32, tied=True),
+    "Qwen3-8B": _QWEN3 | _sizes(4096, 12288, 36, 32),
+    "Qwen3-14B": _QWEN3 | _sizes(5120, 17408, 40, 40),
+    "Qwen3-32B": _QWEN3 | _sizes(5120, 25600, 64, 64),
+    "Qwen3-30B-A3B": _QWEN3_MOE | _sizes(2048, 6144, 48, 32),
+    "Qwen2.5-7B": _QWEN2 | _sizes(3584, 18944, 28, 28),
+    "Llama-3.2-1B": _LLAMA3 | {"max_position_embeddings": 131_072} | _sizes(2048, 8192, 16, 32, tied=True),
+    "Llama-3-8B": _LLAMA3 | _sizes(4096, 14336, 32, 32),
+    "Llama-3-70B": _LLAMA3 | _sizes(8192, 28672, 80, 64),
+}
+"""From the `config.json` that was published with each model: what is counted here."""
+KNOWN = {name: Shape.of(name, architecture_of(settings)) for name, settings in _PUBLISHED.items()}
 
 
 def shape_of(wanted: str) -> Shape:
@@ -148,8 +173,9 @@ def shape_of(wanted: str) -> Shape:
 
     Raises `ModelError` with what there is to choose from.
     """
-    if Path(wanted).expanduser().is_dir():
-        return read_shape(Path(wanted).expanduser())
+    folder = Path(wanted).expanduser()
+    if folder.is_dir():
+        return Shape.of(folder.name, read_architecture(folder))
     found = [
         shape
         for name, shape in KNOWN.items()
@@ -159,40 +185,3 @@ def shape_of(wanted: str) -> Shape:
         return found[0]
     what = f"is any of {', '.join(shape.name for shape in found)}" if found else "is no known shape and no folder"
     raise ModelError(f"--model-shape {wanted} {what}; give one of {', '.join(KNOWN)}, or the folder of a model")
-
-
-def read_shape(folder: Path) -> Shape:
-    """Return the shape in `folder/config.json`; raises `ModelError` with what is missing or not supported."""
-    file = folder / "config.json"
-    try:
-        settings = json.loads(file.read_bytes())
-        kind = settings["model_type"]
-        if kind not in SUPPORTED:
-            raise ModelError(f"{file}: a model of type {kind!r} cannot be planned; supported: {', '.join(SUPPORTED)}")
-        experts = kind == "qwen3_moe"
-        if experts and (settings.get("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers")):
-            raise ModelError(f"{file}: layers with and without experts in one model cannot be planned")
-        if settings.get("attention_bias") and kind != "qwen2":
-            raise ModelError(f"{file}: attention_bias = true cannot be planned")
-        heads = settings["num_attention_heads"]
-        return Shape(
-            name=folder.name,
-            vocab_size=settings["vocab_size"],
-            hidden_size=settings["hidden_size"],
-            intermediate_size=settings["moe_intermediate_size" if experts else "intermediate_size"],
-            layers=settings["num_hidden_layers"],
-            heads=heads,
-            kv_heads=settings.get("num_key_value_heads") or heads,
-            head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-            tied=bool(settings.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2",
-            qk_norm=kind.startswith("qwen3"),
-            experts=expert_count(settings) if experts else 0,
-            experts_per_token=settings["num_experts_per_tok"] if experts else 0,
-        )
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
-    except KeyError as error:
-        raise ModelError(f"{file} lacks {error}") from error
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from streamrl.architecture import Rope
 from streamrl.device import compute_with
-from streamrl.gserver.embedded.architecture import Rope
+from streamrl.gserver.embedded.architecture import rotation_table
 from streamrl.native import operations as module
 from streamrl.native.build import SWITCH, Unavailable, has_instructions, shared_library
 from streamrl.native.operations import (
@@ -57,7 +58,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def shape(*, heads: int = 4, kv_heads: int = 2, head_dim: int = 32) -> dict[str, Any]:
-    rotation = Rope(theta=10000.0).table(head_dim, MAX_LENGTH)
+    rotation = rotation_table(Rope(theta=10000.0), head_dim, MAX_LENGTH)
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-5, "rotation": rotation}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError
 from streamrl.planner.capacity import (
     GIB,
+    ONLY_POLICY,
     Division,
     Job,
     Machine,
+    Roles,
     TrainerLayout,
     as_json,
     capacity_plan,
@@ -28,12 +32,12 @@ from streamrl.planner.capacity import (
     division,
     server_memory,
     shown,
+    trained_per_second,
     trainer_memory,
     update_traffic,
 )
-from streamrl.planner.shapes import KNOWN, Shape, read_shape
+from streamrl.planner.shapes import KNOWN, Shape, shape_of
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel
-from streamrl.trainer.backends.context import heads_problem
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
@@ -52,12 +56,9 @@ def layouts(draw: st.DrawFn, shape: Shape) -> TrainerLayout:
         data=draw(POWERS),
         tensor=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.kv_heads % size])),
         pipeline=draw(st.sampled_from([size for size in (1, 2, 4, 8) if not shape.layers % size])),
-        context=1,
+        context=draw(POWERS),
         expert=draw(POWERS) if shape.experts else 1,
     )
-    heads, kv_heads = shape.heads // layout.tensor, shape.kv_heads // layout.tensor
-    contexts = [size for size in (1, 2, 4, 8) if heads_problem(heads=heads, kv_heads=kv_heads, context=size) is None]
-    layout = msgspec.structs.replace(layout, context=draw(st.sampled_from(contexts)))
     if layout.data * layout.context % layout.expert:
         layout = msgspec.structs.replace(layout, expert=1)
     check_layout(shape, layout, gpus_per_host=8)
@@ -163,15 +164,50 @@ def test_what_cannot_be_is_refused(given: dict[str, int], error: type[Exception]
         capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Job(), **given)
 
 
-@given(SHAPES, st.integers(1, 64))
-def test_context_parallelism_is_planned_where_the_backends_have_it(shape: Shape, context: int) -> None:
-    problem = heads_problem(heads=shape.heads, kv_heads=shape.kv_heads, context=context)
-    try:
-        check_layout(shape, TrainerLayout(context=context), gpus_per_host=8)
-    except ModelError:
-        assert problem is not None
+@given(SHAPES, st.integers(1, 64), st.integers(0, 64))
+def test_context_parallelism_is_not_bounded_by_the_heads(shape: Shape, context: int, rank: int) -> None:
+    check_layout(shape, TrainerLayout(context=context), gpus_per_host=8, roles=Roles(lora_rank=rank))
+
+
+@given(SHAPES_AND_LAYOUTS, st.booleans(), st.booleans(), st.integers(0, 64))
+def test_roles_take_memory_and_time_of_their_own(
+    drawn: tuple[Shape, TrainerLayout], critic: bool, reference: bool, rank: int
+) -> None:
+    shape, layout = drawn
+    roles = Roles(critic=critic, reference=reference, lora_rank=rank if layout.backend == "torch" else 0)
+    alone, memory = (trainer_memory(shape, layout, tokens=4096, roles=each) for each in (ONLY_POLICY, roles))
+    assert (memory.critic > 0) == critic
+    assert (memory.reference > 0) == (reference and not roles.lora_rank)
+    if roles.lora_rank:
+        frozen = 2 * shape.parameters / layout.world
+        adapter = shape.adapter(roles.lora_rank) / layout.world
+        assert memory.weights == pytest.approx(frozen + 4 * adapter)
+        assert memory.optimizer == pytest.approx(8 * adapter)
+        if not critic:
+            assert memory.total - 14 * adapter < alone.total
     else:
-        assert problem is None
+        assert memory.total == pytest.approx(alone.total + memory.critic + memory.reference)
+    critics = shape.parameters - (0 if shape.tied else shape.embedding)  # but for its head
+    if critic and layout.backend == "torch":
+        assert memory.critic * layout.world == pytest.approx(12 * critics)
+    rates = [trained_per_second(shape, LARGE, gpus=8, mean_context=1, roles=each) for each in (ONLY_POLICY, roles)]
+    slower = 5 - bool(roles.lora_rank) + 5 * critic + reference
+    assert rates[0] / rates[1] == pytest.approx(slower / 5)
+
+
+def test_a_plan_with_other_roles_says_so() -> None:
+    shape, machine = KNOWN["Llama-3-70B"], Machine(gpus=16)
+    with pytest.raises(ConfigError, match="does not fit"):
+        capacity_plan(shape, machine, Job())
+    job = Job(roles=Roles(lora_rank=16, reference=True))
+    plan = capacity_plan(shape, machine, job)
+    assert {one.layout.backend for one in plan.divisions} == {"torch"}
+    assert plan.divisions[0].checkpoint == 12 * shape.adapter(16)
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(shown(plan))
+    assert "70.6 billion weights, adapters of rank 16, a reference; 16 GPUs" in console.export_text()
+    with pytest.raises(ConfigError, match="adapters are trained by the torch backend"):
+        capacity_plan(shape, machine, job, tensor=8)
 
 
 def test_a_division_of_too_many_gpus_is_refused() -> None:
@@ -217,16 +253,9 @@ def _micro_batch() -> MicroBatch:
     )
 
 
-def _spec(folder: Path, *, shard: bool) -> ModelSpec:
-    return ModelSpec(
-        folder=folder,
-        head="tokens",
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        lr=1e-3,
-        shard=shard,
-        gradient_checkpointing=True,
-    )
+def _spec(folder: Path, *, shard: bool, **changes: Any) -> ModelSpec:
+    settings = {"head": "tokens", "dtype": torch.bfloat16, "lr": 1e-3, "gradient_checkpointing": True, **changes}
+    return ModelSpec(folder=folder, device=torch.device("cpu"), shard=shard, **settings)
 
 
 def _after_a_step(model: ParallelModel) -> None:
@@ -236,8 +265,12 @@ def _after_a_step(model: ParallelModel) -> None:
     model.accumulate([micro], lambda _, output: output.values.mean())
 
 
+RANK = 4
+ADAPTED = {"lora": LoraConfig(rank=RANK)}
+
+
 def _torch_takes_what_was_said(rank: int, folder: Path) -> None:
-    shape = read_shape(folder)
+    shape = shape_of(str(folder))
     for shard in (False, True):
         before = tensor_bytes()
         model = TorchModel(_spec(folder, shard=shard), world=WORLD)
@@ -248,6 +281,23 @@ def _torch_takes_what_was_said(rank: int, folder: Path) -> None:
         if shard:
             _keeps_no_copies(model)
         del gradients, model
+        roles = Roles(critic=True, reference=True)
+        said = trainer_memory(shape, TrainerLayout(data=WORLD), tokens=TOKENS, shard=shard, roles=roles)
+        adapted = trainer_memory(
+            shape, TrainerLayout(data=WORLD), tokens=TOKENS, shard=shard, roles=Roles(lora_rank=RANK)
+        )
+        for changes, expected in (
+            ({"head": "scalar"}, said.critic),
+            ({"lr": None}, said.reference),
+            (ADAPTED, adapted.weights + adapted.optimizer),
+        ):
+            before = tensor_bytes()
+            model = TorchModel(_spec(folder, shard=shard, **changes), world=WORLD)
+            if "lr" not in changes:
+                _after_a_step(model)
+                model.update(lambda: None)  # gradients are gone
+            assert tensor_bytes() - before == pytest.approx(expected, rel=0.03), (shard, changes)
+            del model
 
 
 def _keeps_no_copies(model: TorchModel) -> None:
@@ -268,7 +318,7 @@ def _megatron_takes_what_was_said(rank: int, folder: Path) -> None:
         _spec(folder, shard=True), layout=Layout(tensor=WORLD), rank=rank, timeout_seconds=TIMEOUT_SECONDS
     )
     _after_a_step(model)
-    said = trainer_memory(read_shape(folder), TrainerLayout(tensor=WORLD), tokens=TOKENS)
+    said = trainer_memory(shape_of(str(folder)), TrainerLayout(tensor=WORLD), tokens=TOKENS)
     assert tensor_bytes() - before == pytest.approx(said.state, rel=0.05)
 
 

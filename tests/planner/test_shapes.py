@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
-from streamrl.planner.shapes import KNOWN, read_shape, shape_of
+from streamrl.lora import adapter_specs
+from streamrl.planner.shapes import KNOWN, shape_of
+from streamrl.trainer.backends.torch import on_meta
 
 PUBLISHED = {
     "Qwen3-0.6B": 596_049_920,
@@ -40,15 +44,15 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
     "llama_tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24),
-    ),
+    "llama_bias": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True)),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS)),
+    "some_sparse": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[1])),
 }
 
 
@@ -63,12 +67,24 @@ def test_a_folder_has_as_many_weights_as_transformers_makes(tmp_path: Path, kind
     settings.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = make(settings)
-    shape = read_shape(tmp_path)
+    shape = shape_of(str(tmp_path))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape_of(str(tmp_path)) == shape
-    if kind == "qwen3_moe":
-        unused = 3 * 4 * 3 * 32 * 24  # layers, experts that a token does not meet, and their three matrices
+    layers = [sum(weight.numel() for weight in layer.parameters()) for layer in model.model.layers]
+    assert [shape.layers_between(layer, layer + 1) for layer in range(3)] == layers
+    assert shape.largest_layer == max(layers)
+    if shape.moe is not None:
+        unused = len(shape.moe.layers) * 4 * 3 * 32 * 24  # experts that a token does not meet, with three matrices each
         assert shape.active_parameters == shape.parameters - unused - 50 * 32
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_have_as_many_numbers_as_those_that_are_trained(tmp_path: Path, kind: str) -> None:
+    _, settings = MODELS[kind]
+    settings.save_pretrained(tmp_path)
+    lora = LoraConfig(rank=5)
+    weights = [(name, tuple(weight.shape)) for name, weight in on_meta(tmp_path, head="tokens").named_parameters()]
+    trained = sum(math.prod(size) for _, size in adapter_specs(weights, lora))
+    assert shape_of(str(tmp_path)).adapter(5) == trained
 
 
 def test_names_may_be_short_but_not_ambiguous() -> None:
@@ -85,14 +101,12 @@ def test_names_may_be_short_but_not_ambiguous() -> None:
     [
         (None, "cannot be read"),
         ("{", "is not valid JSON"),
-        ({"model_type": "gpt2"}, "a model of type 'gpt2' cannot be planned"),
+        ({"model_type": "gpt2"}, "a model of type 'gpt2' is not known"),
         ({"model_type": "llama"}, "lacks 'num_attention_heads'"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "layers with and without experts"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias = true cannot be planned"),
     ],
 )
 def test_a_folder_that_cannot_be_planned_says_why(tmp_path: Path, content: object, told: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ModelError, match=told):
-        read_shape(tmp_path)
+        shape_of(str(tmp_path))

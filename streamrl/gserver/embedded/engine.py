@@ -35,6 +35,7 @@ from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, S
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, Ticket
 from streamrl.gserver.server.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
+from streamrl.models import eos_token_ids
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     InitWeightsUpdateGroup,
@@ -92,6 +93,7 @@ class EmbeddedEngine:
         self.max_context = min(max_context, architecture.max_position)
         self._folder = folder
         self._architecture = architecture
+        self._eos_token_ids = eos_token_ids(folder)
         self._text = text
         self._device = device
         self._threads = threads
@@ -187,7 +189,7 @@ class EmbeddedEngine:
         seed = job.params.sampling_seed
         request = Request(
             ticket,
-            eos_token_ids=self._architecture.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             seed=self._random.getrandbits(SEED_BITS) if seed is None else seed % 2**SEED_BITS,
             decode=self._text.decode,
         )

@@ -14,8 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from streamrl.architecture import Architecture
 from streamrl.gserver.embedded.adapters import Adapter, MatrixAdapter, rows_of
-from streamrl.gserver.embedded.architecture import Architecture
+from streamrl.gserver.embedded.architecture import rotation_table
 from streamrl.gserver.embedded.weights import LayerWeights, MlpWeights, Parameters, SparseMlpWeights
 from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, product, silu_and_multiply
 from streamrl.types import NO_EXPERT
@@ -54,7 +55,7 @@ class Model:
             kv_heads=self._a.kv_heads,
             head_dim=self._a.head_dim,
             eps=self._a.rms_norm_eps,
-            rotation=self._a.rope.table(self._a.head_dim, max_length),
+            rotation=rotation_table(self._a.rope, self._a.head_dim, max_length),
             dtype=parameters.compute_dtype,
             device=self._device,
             copies_cache=copies_cache,

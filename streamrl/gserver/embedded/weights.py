@@ -24,9 +24,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from streamrl.architecture import Architecture
 from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
 from streamrl.errors import ModelError
-from streamrl.gserver.embedded.architecture import Architecture
 from streamrl.gserver.embedded.products import Matrix, Packer, packs
 from streamrl.safetensors_files import MODEL, TensorFiles
 

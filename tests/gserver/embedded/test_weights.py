@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from streamrl.architecture import Architecture, Rope
 from streamrl.checksum import tensor_sums, weights_checksum
-from streamrl.gserver.embedded.architecture import Architecture, Rope
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.products import Matrix, can_pack
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
@@ -41,7 +41,6 @@ def architecture(*, tied: bool) -> Architecture:
         qkv_bias=True,
         o_bias=False,
         qk_norm=True,
-        eos_token_ids=frozenset(),
     )
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.config.evaluation import as_evaluated
-from streamrl.errors import ConfigError, RewardError, StreamRLError
+from streamrl.config.trainer import RoleName, role_config
+from streamrl.errors import ConfigError, ModelError, RewardError, StreamRLError
 from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
@@ -42,6 +43,7 @@ from streamrl.trainer.backends.files import checked
 from streamrl.trainer.backends.optimizer import checked_state
 from streamrl.trainer.backends.torch import on_meta
 from streamrl.trainer.graph import graph_of
+from streamrl.trainer.layout import layout_of
 from streamrl.transport import secret
 from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
@@ -84,8 +86,10 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
     avoid_broken_instructions()
     found = Rehearsal()
     _try_machine(config, gpus, found)
+    roles: frozenset[str] = frozenset()
     with found.part("trainer.graph"):
         graph = graph_of(config)
+        roles = graph.roles
         for mfc in graph.mfcs:
             if mfc.function:
                 load_object(mfc.function, key=f"the function of {mfc.name}")
@@ -93,15 +97,22 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
     folder: Path | None = None
     with found.part("model"):
         folder = ensure_checkpoint(config)
-        _try_weights(folder, "tokens", found, name="model")
+        _try_weights(config, "actor", folder, found, name="model")
         if config.run.resume_from is not None:
             _try_state(Path(config.run.resume_from).expanduser(), folder, config, found)
-    others = {"critic.path": config.critic.path, "reward_model.path": config.reward_model.path}
-    for name, path in others.items():
+    others: tuple[tuple[RoleName, str, str | None], ...] = (
+        ("ref", "", None),
+        ("critic", "critic.path", config.critic.path),
+        ("reward", "reward_model.path", config.reward_model.path),
+    )
+    for role, setting, path in others:
         if path is not None:
-            with found.part(name):
+            with found.part(setting):
                 check_checkpoint(Path(path).expanduser())
-                _try_weights(Path(path).expanduser(), "scalar", found, name=name)
+                _try_weights(config, role, Path(path).expanduser(), found, name=setting)
+        elif folder is not None and role in roles and role in config.trainer.roles:
+            with found.part(f"trainer.roles.{role}"):
+                _try_weights(config, role, folder, found, name=f"trainer.roles.{role}")
     _try_rollout(config, folder, found, name="")
     if config.evaluation.enabled:
         _try_rollout(as_evaluated(config), folder, found, name="evaluation: ")
@@ -113,10 +124,11 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
     return found
 
 
-def _try_weights(folder: Path, head: Head, found: Rehearsal, *, name: str) -> None:
-    """Whether the checkpoint has all weights of its model; none is read."""
-    specs = _weights_of(folder, head)
-    checked(folder, specs, head=head)
+def _try_weights(config: Config, role: RoleName, folder: Path, found: Rehearsal, *, name: str) -> None:
+    """Whether the backend of `role` can train the model of the checkpoint in its layout, and the checkpoint has all its
+    weights; none is read."""
+    specs = _weights_of(config, role, folder)
+    checked(folder, specs, head=_head(role))
     millions = sum(math.prod(shape) for _, shape in specs) / 1e6
     found.tried.append(f"{name}: {folder} has all {len(specs)} weights, {millions:,.1f} million numbers")
 
@@ -125,16 +137,36 @@ def _try_state(checkpoint: Path, model: Path, config: Config, found: Rehearsal) 
     """Whether `checkpoint` has the optimizers' states that go with what is trained; `model`: of the policy."""
     progress.read(checkpoint)
     for home in sorted(path for path in (checkpoint / progress.STATE).iterdir() if path.is_dir()):
-        specs = _weights_of(model, "tokens") if home.name == "actor" else _weights_of(checkpoint / home.name, "scalar")
-        if home.name == "actor" and config.model.lora is not None:
-            specs = adapter_specs(specs, config.model.lora)
+        if home.name == "actor":
+            specs = _weights_of(config, "actor", model)
+            if config.model.lora is not None:
+                specs = adapter_specs(specs, config.model.lora)
+        else:
+            specs = _weights_of(config, "critic", checkpoint / home.name)
         checked_state(home, specs)
         found.tried.append(f"{home} has the optimizer's state")
 
 
-def _weights_of(folder: Path, head: Head) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes that the settings in `folder` ask for."""
-    return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=head).named_parameters()]
+def _head(role: RoleName) -> Head:
+    return "scalar" if role in ("critic", "reward") else "tokens"
+
+
+def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes that the settings in `folder` ask for, by the backend of `role`."""
+    if role_config(config.trainer, role).backend == "torch":
+        return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=_head(role)).named_parameters()]
+    try:
+        from streamrl.trainer.backends.megatron.shape import read_shape
+        from streamrl.trainer.backends.megatron.weights import stage_weights, whole_shapes
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
+        ) from error
+    shape, layout = read_shape(folder), layout_of(config.trainer, role)
+    shape.check(layout)
+    head, count = _head(role), layout.pipeline
+    stages = [stage_weights(shape, head, stage=stage, stages=count) for stage in range(count)]
+    return list(whole_shapes(stages).items())
 
 
 def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:

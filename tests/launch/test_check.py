@@ -56,6 +56,7 @@ def fail(response: Any, prompt: Any) -> float:
 
 
 HERE = "tests.launch.test_check"
+MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,33 @@ HERE = "tests.launch.test_check"
 )
 def test_what_would_end_a_run_is_found(tmp_path: Path, section: str, settings: dict[str, Any], said: str) -> None:
     found = rehearsed(tmp_path, **{section: settings})
+    (wrong,) = found.wrong
+    with pytest.raises(ValueError, match=said):
+        raise ValueError(wrong)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "model: .* cannot be trained as .*heads = 4 is no multiple of tensor = 3",
+        ),
+        ({"pipeline_parallel": 2}, "model: .* num_hidden_layers = 1 is no multiple of pipeline = 2"),
+        ({"context_parallel": 3}, None),  # whatever heads the model has
+        ({"backend": "torch", "data_parallel": 2, "roles": {"ref": MEGATRON}}, "trainer.roles.ref: .* tensor = 2"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_fit_is_found(
+    tmp_path: Path, layout: dict[str, Any], said: str | None
+) -> None:
+    pytest.importorskip("megatron.core")
+    scratch = {**SCRATCH["model"]["scratch"], "kv_heads": 1} if "roles" in layout else SCRATCH["model"]["scratch"]
+    model = {"path": "scratch", "scratch": scratch}
+    found = rehearsed(tmp_path, model=model, trainer={"backend": "megatron", **layout}, algorithm={"kl_coef": 0.1})
+    if said is None:
+        assert found.wrong == []
+        return
     (wrong,) = found.wrong
     with pytest.raises(ValueError, match=said):
         raise ValueError(wrong)

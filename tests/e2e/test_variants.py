@@ -72,6 +72,25 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     assert saved == ["final", "step-000003", "step-000006"]
 
 
+def test_model_workers_share_rows_in_a_ring(tmp_path: Path) -> None:
+    """Of a model with three heads, which two workers cannot share out."""
+    settings = overrides(
+        tmp_path,
+        "ring",
+        **SMALL,
+        run__total_train_steps=3,
+        trainer__context_parallel=2,
+        trainer__shard="true",
+        model__scratch__heads=3,
+        model__scratch__kv_heads=1,
+    )
+    run(COPY_SCRATCH, settings)
+    run_dir = tmp_path / "ring"
+    assert len(steps(run_dir)) == 3
+    assert_exactly_once(run_dir)
+    assert largest_difference(run_dir) < 1e-4
+
+
 @contextlib.contextmanager
 def watching_sockets(run_dir: Path) -> Iterator[set[tuple[str, str]]]:
     """Which addresses the processes of a run listen at, by role."""

@@ -176,7 +176,7 @@ def test_ranks_that_share_rows_have_the_experts_of_their_own_columns(rank: int) 
     context = ContextGroup()
     context.size, context._rank = 3, rank
     for micro in pack([group], max_tokens=60, share_prefix=True, hidden_size=32):
-        share = context.share(micro)
+        share = context.share(micro).micro
         assert share.routed_experts is not None
         assert share.routed_experts.shape == (*share.input_ids.shape, 4)
         known = share.routed_experts[..., 0] != NO_EXPERT

@@ -4,11 +4,14 @@ In a row each token sees its ancestors in a tree (`packing.py`). Rows without br
 dense mask. For all others the mask is cut into blocks: on CPUs into those that the tree is made of, each a call of
 torch's flash kernel; on CUDA into the tiles of `flex_attention`. Keys and values are never repeated for the query heads
 that share them (GQA).
+
+Ranks in a ring (`context.py`) have every n-th column each. So what a rank's queries see of another one's keys is a tree
+like that of the row, or one in which no token sees itself: the same blocks, one set for each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.trainer.backends.context import ContextGroup
@@ -26,6 +29,9 @@ DENSE_TOKENS = 256
 """Rows up to this length have a dense mask; in longer ones, subtrees up to it."""
 TILE = 128
 """Queries and keys of one tile of `flex_attention`'s block mask."""
+UNSEEN = -1e30
+"""Added to the score of a key that is not seen. Not infinite: a query that sees none of a block's keys then has an
+output that is a number, with a denominator that is nothing beside those of other blocks."""
 
 
 class Block(NamedTuple):
@@ -49,29 +55,39 @@ class TreeBlocks(NamedTuple):
     """Against a segment, all that descends from it."""
 
     @classmethod
-    def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int) -> TreeBlocks:
+    def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int, behind: int = 0) -> TreeBlocks:
         """From `visible_until` `[length]` of a row. Neighbouring subtrees of up to `dense_tokens` tokens together
-        become one block with a dense mask, so that many short branches are not as many calls."""
-        length = len(visible_until)
+        become one block with a dense mask, so that many short branches are not as many calls.
+
+        `behind`: how far a query is behind a key at least to see it; with 1, or where a key is seen by no query, blocks
+        need not cover each column. Columns of queries and of keys may be those of different tokens."""
+        length = len(visible_until) - behind
+        visible_until = visible_until[:length] - behind
         changes = np.flatnonzero(np.diff(visible_until)) + 1
         blocks = cls([], [])
+
+        def block(keys: slice, until: int, **seen: Any) -> Block:
+            return Block(slice(keys.start + behind, until + behind), keys, **seen)
+
         start = 0
         while start < length:
-            end = int(visible_until[start])
-            if end - start > dense_tokens:
-                until = end
+            until = int(visible_until[start])
+            if until - start > dense_tokens:
                 following = int(np.searchsorted(changes, start, side="right"))
-                end = int(changes[following]) if following < len(changes) else length
+                end = min(until, int(changes[following]) if following < len(changes) else length)
                 own = slice(start, end)
-                blocks.diagonal.append(Block(own, own, causal=True))
+                blocks.diagonal.append(block(own, end, causal=True))
                 if end < until:
-                    blocks.below.append(Block(slice(end, until), own))
+                    blocks.below.append(Block(slice(end + behind, until + behind), own))
             else:
+                end = start
                 while end < length and visible_until[end] - start <= dense_tokens:
-                    end = int(visible_until[end])
+                    end = max(end + 1, int(visible_until[end]))
                 own = slice(start, end)
-                mask = _dense(visible_until[own] - start)
-                blocks.diagonal.append(Block(own, own, causal=mask is None, mask=mask))
+                seen = visible_until[own] - start
+                if (seen > np.arange(len(seen))).any():
+                    mask = _dense(seen)
+                    blocks.diagonal.append(block(own, end, causal=mask is None, mask=mask))
             start = end
         return blocks
 
@@ -81,11 +97,12 @@ def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
     if (visible_until == len(visible_until)).all():
         return None
     sees = torch.from_numpy(attention_mask(visible_until[None])[0, 0])
-    return torch.zeros(sees.shape).masked_fill_(~sees, -torch.inf)
+    return torch.zeros(sees.shape).masked_fill_(~sees, UNSEEN)
 
 
-def tree_tiles(visible_until: Tensor, *, tile: int = TILE) -> BlockMask:
-    """The tree mask of a row as `flex_attention` wants it, from its `visible_until` `[length]`.
+def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> BlockMask:
+    """The tree mask of a row as `flex_attention` wants it, from its `visible_until` `[length]`; `behind` as in
+    `TreeBlocks`.
 
     Which tiles are seen follows from the least and the largest value in each tile of keys, so that nothing of the size
     length × length is made.
@@ -99,7 +116,7 @@ def tree_tiles(visible_until: Tensor, *, tile: int = TILE) -> BlockMask:
     every = (number[:, None] > number) & (tiles.amin(1) > last[:, None])
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < visible_until[key])
+        return (key + behind <= query) & (query < visible_until[key])
 
     return BlockMask.from_kv_blocks(
         *_tile_lists(some & ~every),
@@ -116,27 +133,36 @@ def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None].contiguous()
 
 
+Part = TreeBlocks | BlockMask
+"""The mask between a rank's queries and one rank's keys, in the form that their device computes with."""
+
+
+def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -> Part:
+    if device.type == "cpu":
+        return TreeBlocks.of(visible_until, dense_tokens=DENSE_TOKENS, behind=behind)
+    return tree_tiles(torch.from_numpy(visible_until).to(device, non_blocking=True), behind=behind)
+
+
 class TreeMask:
     """Who sees whom in a micro-batch, in the form that its device computes with."""
 
     def __init__(self, micro: MicroBatch, device: torch.device, context: ContextGroup) -> None:
         self._context = context
         self._dense: Tensor | None = None
-        self._forest: TreeBlocks | BlockMask | None = None
-        if not micro.branched:
+        self._parts: list[Part] = []
+        """For each step of `ContextGroup.around`."""
+        if not micro.branched and not context.ring:
             return
-        visible_until = context.filled(micro.visible_until)
+        visible_until = context.visible_until(micro)
         rows, length = visible_until.shape
-        visible_until = np.maximum(visible_until, np.arange(length) + 1)
-        if length <= DENSE_TOKENS:
+        if not micro.branched:
+            visible_until[:] = length  # padding may see what it likes
+        if length <= DENSE_TOKENS and not context.ring:
             self._dense = torch.from_numpy(attention_mask(visible_until)).to(device, non_blocking=True)
             return
         # row behind row they are one forest
         forest = (visible_until + length * np.arange(rows)[:, None]).reshape(-1)
-        if device.type == "cpu":
-            self._forest = TreeBlocks.of(forest, dense_tokens=DENSE_TOKENS)
-        else:
-            self._forest = tree_tiles(torch.from_numpy(forest).to(device, non_blocking=True))
+        self._parts = [_part(seen_until, behind, device) for seen_until, behind in context.seen(forest)]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
         """`[rows, heads, length, head_dim]`, from queries of that shape, and keys and values that may have fewer heads.
@@ -144,19 +170,24 @@ class TreeMask:
         `length`: of this rank's columns. `scale`: what scores are multiplied by; None: 1 / √head_dim. Collective over
         the context group.
         """
-        mixed = self._attend(*self._context.to_heads(*_autocast(query, key, value)), scale=scale)
+        query, key, value = _autocast(query, key, value)
+        if self._context.ring:
+            return self._attend(query, key, value, scale=scale)
+        mixed = self._attend(*self._context.to_heads(query, key, value), scale=scale)
         return self._context.to_columns(mixed)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-        """As `attend`, of all columns of the rows."""
-        if self._forest is None:
+        """As `attend`, of all heads and columns that are given."""
+        if not self._parts:
             return self._attend_densely(query, key, value, scale)
         rows, heads, length, head_dim = query.shape
         query, key, value = (_in_one_row(x) for x in (query, key, value))
-        if isinstance(self._forest, TreeBlocks):
-            mixed: Tensor = _Blockwise.apply(query, key, value, self._forest, scale)  # type: ignore[no-untyped-call]
+        if isinstance(tiles := self._parts[0], BlockMask) and not self._context.ring:
+            mixed: Tensor = _compiled_flex_attention()(
+                query, key, value, block_mask=tiles, scale=scale, enable_gqa=True
+            )
         else:
-            mixed = _compiled_flex_attention()(query, key, value, block_mask=self._forest, scale=scale, enable_gqa=True)
+            mixed = _Blockwise.apply(query, key, value, self._parts, scale, self._context)  # type: ignore[no-untyped-call]
         return mixed.transpose(1, 2).reshape(rows, length, heads, head_dim).transpose(1, 2)
 
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -188,38 +219,50 @@ def _in_one_row(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     """Compiled once for rows of all lengths."""
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 
 
 class _Blockwise(torch.autograd.Function):
-    """Attention by torch's flash kernel for CPUs, block by block.
+    """Attention block by block, and of ranks in a ring one rank's keys after another's.
 
     Forward: each block gives a softmax over its own keys and the logarithm of that softmax's denominator, with which
     the blocks of a query are put together (as in Ring Attention, Liu et al., 2023). Backward: given the whole output
-    and the whole denominator, the kernel's backward pass gives each block's share of the gradients, which add up.
+    and the whole denominator, each block has its share of the gradients, which add up; those of keys and values go
+    around with them, and come home.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: TreeBlocks, scale: float | None) -> Tensor:
-        """All of the shape `[1, heads, length, head_dim]`."""
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        parts: Sequence[Part],
+        scale: float | None,
+        context: ContextGroup,
+    ) -> Tensor:
+        """All tensors of the shape `[1, heads, length, head_dim]`, of this rank's columns. Collective in a ring."""
         sums = torch.promote_types(query.dtype, torch.float32)
         output = _laid_out_as_projected(query, sums)
-        log_sums = torch.empty(query.shape[:3], dtype=sums)
-        for block in blocks.diagonal:
-            output[:, :, block.queries], log_sums[:, :, block.queries] = _flash(query, key, value, block, scale)
-        for block in blocks.below:
-            found, log_sum = _flash(query, key, value, block, scale)
-            before = log_sums[:, :, block.queries]
-            both = torch.logaddexp(before, log_sum)
-            kept = output[:, :, block.queries].mul_((before - both).exp()[..., None])
-            kept.addcmul_(found.to(sums), (log_sum - both).exp()[..., None])
-            log_sums[:, :, block.queries] = both
+        log_sums = torch.empty(query.shape[:3], dtype=sums, device=query.device)
+        first = parts[0]
+        covering = len(first.diagonal) if isinstance(first, TreeBlocks) else 1  # they cover each query once
+        for step, (part, (keys, values)) in enumerate(zip(parts, context.around(key, value), strict=True)):
+            for number, (queries, found, log_sum) in enumerate(_computed(query, keys, values, part, scale)):
+                if step == 0 and number < covering:
+                    output[:, :, queries], log_sums[:, :, queries] = found, log_sum
+                    continue
+                before = log_sums[:, :, queries]
+                both = torch.logaddexp(before, log_sum.to(sums))
+                kept = output[:, :, queries].mul_((before - both).exp()[..., None])
+                kept.addcmul_(found.to(sums), (log_sum - both).exp()[..., None])
+                log_sums[:, :, queries] = both
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.parts, ctx.scale, ctx.context = parts, scale, context
         return output
 
     @staticmethod
@@ -227,8 +270,42 @@ class _Blockwise(torch.autograd.Function):
         query, key, value, output, log_sums = ctx.saved_tensors
         gradient = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
         found = [_laid_out_as_projected(tensor, log_sums.dtype).zero_() for tensor in (query, key, value)]
+        for part, (keys, values) in zip(ctx.parts, ctx.context.around(key, value), strict=True):
+            inputs = query, keys, values, part, ctx.scale
+            for of_query, of_key, shares in _differentiated(gradient, output, log_sums, *inputs):
+                for whole, columns, share in zip(found, (of_query, of_key, of_key), shares, strict=True):
+                    whole[:, :, columns] += share
+            if ctx.context.ring:
+                found[1:] = ctx.context.pass_on(torch.stack(found[1:]))()
+        return *(whole.to(query.dtype) for whole in found), None, None, None
 
-        for block in (*ctx.blocks.diagonal, *ctx.blocks.below):
+
+def _computed(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some columns of queries, and their output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]`
+    over some keys; until all that `part` has are through."""
+    if isinstance(part, TreeBlocks):
+        for block in (*part.diagonal, *part.below):
+            yield block.queries, *_flash(query, key, value, block, scale)
+    else:
+        yield slice(None), *_flex(query, key, value, part, scale)
+
+
+def _differentiated(
+    gradient: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    scale: float | None,
+) -> Iterator[tuple[slice, slice, Sequence[Tensor]]]:
+    """Some columns of queries and of keys, and their share of the gradients of queries, keys and values; `output` and
+    `log_sums` are those over all keys."""
+    if isinstance(part, TreeBlocks):
+        for block in (*part.diagonal, *part.below):
             shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, block.queries],
                 query[:, :, block.queries],
@@ -239,11 +316,25 @@ class _Blockwise(torch.autograd.Function):
                 0.0,
                 block.causal,
                 attn_mask=_mask_for(query, block),
-                scale=ctx.scale,
+                scale=scale,
             )
-            for whole, columns, share in zip(found, (block.queries, block.keys, block.keys), shares, strict=True):
-                whole[:, :, columns] += share
-        return *(whole.to(query.dtype) for whole in found), None, None
+            yield block.queries, block.keys, shares
+        return
+    with torch.enable_grad():
+        query, key, value = inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        found, log_sum = _flex(query, key, value, part, scale)
+    # The whole output is the sum of each part's own, times exp(log_sum - log_sums), whose sum is 1.
+    of_found = (log_sum.detach() - log_sums).exp()[..., None] * gradient
+    of_log_sum = (of_found * (found.detach() - output)).sum(-1)
+    shares = torch.autograd.grad((found, log_sum), inputs, (of_found.to(found.dtype), of_log_sum.to(log_sum.dtype)))
+    yield slice(None), slice(None), shares
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `_flash`, of all columns."""
+    options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True}
+    found, more = _compiled_flex_attention()(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    return found, more.lse
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,21 @@
 """Context parallelism: several ranks compute with the same rows, each with some of their columns.
 
 Column `c` is with rank `c mod size`, so prompts, which predict nothing, and responses are shared out evenly. Whatever
-looks at one token at a time (projections, norms, the head) needs no other rank. Around the attention the ranks exchange
-columns for heads (DeepSpeed Ulysses, Jacobs et al., 2023): there each has all columns of its share of the heads. So
-attention is computed as on one rank, whatever the mask, and is the same work on each.
+looks at one token at a time (projections, norms, the head) needs no other rank. For the attention there are two ways:
+
+- Where the heads can be shared out, the ranks exchange columns for heads (DeepSpeed Ulysses, Jacobs et al., 2023): each
+  has all columns of its share of the heads, and computes as one rank does.
+- Otherwise keys and values go around the ranks as in a ring (Ring Attention, Liu et al., 2023; with columns dealt like
+  this, Striped Attention, Brandon et al., 2023): each rank computes its own queries of all heads, with what one rank
+  after another has of the keys. `attention.py` puts that together.
+
+Either way it is the same work on each, whatever the mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,20 +26,16 @@ from torch import Tensor
 from streamrl.trainer.packing import MicroBatch
 from streamrl.types import NO_EXPERT
 
+Scalar = TypeVar("Scalar", bound=np.generic)
+
 
 class Share(NamedTuple):
-    """What one rank computes of a micro-batch; arrays of the shape `[rows, own_length]`, and of `[own_predicted]`."""
+    """What one rank computes of a micro-batch."""
 
-    input_ids: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    row_index: NDArray[np.int64]
-    column_index: NDArray[np.int64]
-    """Among this rank's columns."""
-    target_ids: NDArray[np.int64]
+    micro: MicroBatch
+    """The rank's own columns, and what they predict. Columns are counted among these."""
     real: NDArray[np.bool_]
     """`[rows, own_length]` False for padding."""
-    routed_experts: NDArray[np.uint8] | None
-    """`[rows, own_length, layers · top_k]`"""
     most: int
     """Predicted positions of the rank that has most of them."""
     places: NDArray[np.int64]
@@ -44,9 +46,11 @@ class Share(NamedTuple):
 class ContextGroup:
     """The ranks that share rows, as one of them sees it. Without a process group there is just one."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, ring: bool = False) -> None:
+        """`ring`: keys go around the ranks; else these exchange columns for heads (see `heads_can_be_shared`)."""
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.ring = ring and self.size > 1
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def share(self, micro: MicroBatch) -> Share:
@@ -59,26 +63,76 @@ class ContextGroup:
         places = np.empty_like(order)
         places[order] = np.arange(len(order)) + firsts[owner[order]]
         own = owner == self._rank
-        return Share(
-            input_ids=self.filled(micro.input_ids)[:, self._rank :: self.size],
-            position_ids=self.filled(micro.position_ids)[:, self._rank :: self.size],
+        real = np.arange(micro.input_ids.shape[1]) < micro.visible_until[:, :1]
+        experts = micro.routed_experts
+        mine = MicroBatch(
+            input_ids=self._own(micro.input_ids),
+            position_ids=self._own(micro.position_ids),
+            visible_until=self._seen_of(self.visible_until(micro), self._rank),
             row_index=micro.row_index[own],
             column_index=micro.column_index[own] // self.size,
+            group_index=micro.group_index[own],
+            target_index=micro.target_index[own],
             target_ids=micro.target_ids[own],
-            real=np.arange(-(-micro.input_ids.shape[1] // self.size) * self.size)[self._rank :: self.size]
-            < micro.visible_until[:, :1],
-            routed_experts=None if micro.routed_experts is None else self._own_routes(micro.routed_experts),
-            most=most,
-            places=places,
+            routed_experts=None if experts is None else self._own(experts, fill=NO_EXPERT),
         )
+        return Share(mine, self._own(real), most, places)
 
-    def filled(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`array` `[rows, length]` with columns of zeros behind it, until each rank has as many."""
-        return np.pad(array, ((0, 0), (0, -array.shape[1] % self.size)))
+    def visible_until(self, micro: MicroBatch) -> NDArray[np.int64]:
+        """That of `micro`, with padding behind it until each rank has as many columns."""
+        found = self._filled(micro.visible_until)
+        return np.maximum(found, np.arange(found.shape[1]) + 1)
 
-    def _own_routes(self, experts: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        behind = ((0, 0), (0, -experts.shape[1] % self.size), (0, 0))
-        return np.pad(experts, behind, constant_values=NO_EXPERT)[:, self._rank :: self.size]
+    def _filled(self, array: NDArray[Scalar], *, fill: int = 0) -> NDArray[Scalar]:
+        """`array` `[rows, length, ...]` with columns of `fill` behind it, until each rank has as many."""
+        behind = [(0, 0), (0, -array.shape[1] % self.size), *[(0, 0)] * (array.ndim - 2)]
+        return np.pad(array, behind, constant_values=fill)
+
+    def _own(self, array: NDArray[Scalar], *, fill: int = 0) -> NDArray[Scalar]:
+        return self._filled(array, fill=fill)[:, self._rank :: self.size]
+
+    def _seen_of(self, visible_until: NDArray[np.int64], source: int) -> NDArray[np.int64]:
+        """For each column of rank `source`, the first of this rank's columns, counted among these, that is behind it
+        and no longer sees it. `visible_until`: of all columns (last axis)."""
+        return -(-(visible_until[..., source :: self.size] - self._rank) // self.size)
+
+    def seen(self, visible_until: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
+        """What this rank's queries see of the keys that it has in each step of `around`, from `visible_until`
+        `[columns]` of all of them: until which query a key is seen, and how far a query has to be behind it at least
+        (0 or 1), both counted among a rank's columns."""
+        if not self.ring:
+            return [(visible_until, 0)]
+        sources = [(self._rank - step) % self.size for step in range(self.size)]
+        return [(self._seen_of(visible_until, source), int(source > self._rank)) for source in sources]
+
+    def around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's keys and values; in a ring then those of the one before it, and so on. Collective."""
+        if not self.ring:
+            yield key, value
+            return
+        held = torch.stack((key, value))
+        for step in range(self.size):
+            arrived = self.pass_on(held) if step < self.size - 1 else None
+            key, value = held
+            yield key, value
+            if arrived is not None:
+                held = arrived()
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to send `tensor` to the next rank of the ring; what is returned waits for that of the one before.
+        Collective."""
+        sent = tensor.contiguous()
+        found = torch.empty_like(sent)
+        to, by = [0] * self.size, [0] * self.size
+        to[(self._rank + 1) % self.size] = by[(self._rank - 1) % self.size] = len(sent)
+        work = dist.all_to_all_single(found, sent, by, to, group=self._group, async_op=True)
+
+        def arrived(sent: Tensor = sent) -> Tensor:  # which lives until it is there
+            assert work is not None
+            work.wait()
+            return found
+
+        return arrived
 
     def gather(self, own: Tensor, share: Share) -> Tensor:
         """`[predicted]` of the whole micro-batch on every rank, from each rank's `[own_predicted]`. Collective.
@@ -121,14 +175,9 @@ class ContextGroup:
             self._group = None
 
 
-def heads_problem(*, heads: int, kv_heads: int, context: int) -> str | None:
-    """Why `context` ranks cannot share the heads of an attention; None if they can."""
-    if heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0):
-        return None
-    return (
-        f"context = {context} has to divide the {heads} query heads of a rank, and to divide its {kv_heads} key heads "
-        "or be a multiple of them"
-    )
+def heads_can_be_shared(*, heads: int, kv_heads: int, context: int) -> bool:
+    """Whether each of `context` ranks can have as many of the query heads, and whole key heads or a part of one."""
+    return heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0)
 
 
 class _Exchange(torch.autograd.Function):

@@ -46,7 +46,7 @@ from streamrl.trainer.backends.base import (
     dealt,
     spread,
 )
-from streamrl.trainer.backends.context import ContextGroup, heads_problem
+from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
 from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
@@ -182,7 +182,7 @@ class TorchModel:
         if spec.lora is not None:
             adapt(model, spec.lora)
         self._net = _Net(model, spec)
-        self._context = _context_group(model.config, spec.folder, world=world, context=context)
+        self._context = _context_group(model.config, world=world, context=context)
         self._frozen: Shards | None = None
         """The weights that are not trained, where an adapter is."""
         self._sharded = spec.shard and world > 1
@@ -349,8 +349,9 @@ class TorchModel:
     def _forward(self, micro: MicroBatch, temperature: float | None = None, *, balance: float = 0.0) -> Output:
         """`balance`: see `route`."""
         share = self._context.share(micro)
+        own = share.micro
         if self._load is not None:
-            known = share.routed_experts if self._replays else None
+            known = own.routed_experts if self._replays else None
             experts = None if known is None else self._tensor(known).long()
             route(self._net.model, self._tensor(share.real), experts, balance=balance)
         with torch.autocast(
@@ -360,12 +361,12 @@ class TorchModel:
             cache_enabled=not self._sharded,  # it would keep a copy of every weight until all layers have computed
         ):
             values, entropy = self._net(
-                self._tensor(share.input_ids),
+                self._tensor(own.input_ids),
                 TreeMask(micro, self._spec.device, self._context),
-                self._tensor(share.position_ids),
-                self._tensor(share.row_index),
-                self._tensor(share.column_index),
-                self._tensor(share.target_ids),
+                self._tensor(own.position_ids),
+                self._tensor(own.row_index),
+                self._tensor(own.column_index),
+                self._tensor(own.target_ids),
                 self._spec.temperature if temperature is None else temperature,
             )
         return Output(self._context.gather(values, share), self._context.gather(entropy, share))
@@ -554,15 +555,14 @@ def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> 
     return model
 
 
-def _context_group(config: Any, folder: Path, *, world: int, context: int) -> ContextGroup:
+def _context_group(config: Any, *, world: int, context: int) -> ContextGroup:
     """That of this rank. Collective."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if problem := heads_problem(heads=heads, kv_heads=kv_heads, context=context):
-        raise ModelError(f"{folder} cannot be trained so: {problem}")
     if context == 1:
         return ContextGroup()
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
-    return ContextGroup(groups[dist.get_rank() // context])
+    ring = not heads_can_be_shared(heads=heads, kv_heads=kv_heads, context=context)
+    return ContextGroup(groups[dist.get_rank() // context], ring=ring)
 
 
 def _refuse_unsupported(config: Any, folder: Path) -> None:

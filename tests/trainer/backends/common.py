@@ -246,10 +246,10 @@ class Checks:
         self._weights_equal(model, reference, tolerance=1e-5)
         model.close()
 
-    def long_rows_make_nothing_large(self) -> None:
+    def long_rows_make_nothing_large(self, kind: str = "llama") -> None:
         """A long row with branches gives the numbers of the reference, and no tensor of the size length × length."""
-        model = self._make(make_spec(self._models / "llama", gradient_checkpointing=True), self._layout)
-        reference = Reference(self._models / "llama")
+        model = self._make(make_spec(self._models / kind, gradient_checkpointing=True), self._layout)
+        reference = Reference(self._models / kind)
         group = branching_group(0, np.random.default_rng(0), prompt=150, turn=60)
         micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=10**6) if self._data == 0 else []
         with Largest() as largest:

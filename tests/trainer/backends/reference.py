@@ -62,6 +62,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 SCALAR = "scalar"
 EXPERTS = "experts"
+THREE_HEADS = "three_heads"
+"""A model whose heads two or four ranks cannot share."""
 TEMPERATURE = 0.7
 ENTROPY = 0.3
 """Coefficient of the entropy in the test's loss."""
@@ -86,9 +88,14 @@ def _with_experts() -> Any:
     )
 
 
+def _with_three_heads() -> Any:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+    return Qwen3ForCausalLM(Qwen3Config(**{**SMALL, **heads}))
+
+
 def save_models(folder: Path) -> None:
-    """One checkpoint for each kind, one with experts, and one with a scalar head."""
-    for seed, (kind, make) in enumerate({**KINDS, EXPERTS: _with_experts}.items()):
+    """One checkpoint for each kind, one with experts, one with three heads, and one with a scalar head."""
+    for seed, (kind, make) in enumerate({**KINDS, EXPERTS: _with_experts, THREE_HEADS: _with_three_heads}.items()):
         torch.manual_seed(seed)
         model = make()
         for name, parameter in model.named_parameters():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from streamrl.trainer.backends import attention
-from streamrl.trainer.backends.attention import TreeMask, tree_tiles
+from streamrl.trainer.backends.attention import TreeBlocks, TreeMask, tree_tiles
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch
 
@@ -122,20 +127,139 @@ def test_rows_of_a_micro_batch_are_computed_together(length, trees):
         torch.testing.assert_close(mine, theirs)
 
 
-@given(forests(), st.sampled_from([2, 4]))
+class InThreads(ContextGroup):
+    """A rank of a ring whose others are threads."""
+
+    def __init__(self, rank, links):
+        super().__init__()
+        self.size, self.ring = len(links), True
+        self._rank, self._links, self._passed = rank, links, 0
+
+    def pass_on(self, tensor):
+        number, self._passed = self._passed, self._passed + 1
+        self._link((self._rank + 1) % self.size, number).put(tensor.clone())
+        return lambda: self._link(self._rank, number).get(timeout=60)
+
+    def _link(self, to, number):
+        return self._links[to].setdefault(number, queue.Queue())
+
+
+def filled(parents, size):
+    """With padding, which sees itself alone, until each of `size` ranks has as many columns."""
+    return parents + [-1] * (-len(parents) % size)
+
+
+def in_a_ring(size, rows, inputs, gradient):
+    """Output and gradients of the attention that `size` ranks compute together, put together again."""
+    links = [{} for _ in range(size)]
+
+    def compute(rank):
+        own = [tensor[:, :, rank::size].detach().requires_grad_() for tensor in inputs]
+        found = TreeMask(micro_of(rows), torch.device("cpu"), InThreads(rank, links)).attend(*own)
+        return found.detach(), *torch.autograd.grad(found, own, gradient[:, :, rank::size])
+
+    with ThreadPoolExecutor(size) as threads:
+        ranks = list(threads.map(compute, range(size)))
+    return [torch.stack(parts, 3).flatten(2, 3) for parts in zip(*ranks, strict=True)]
+
+
+def assert_a_ring_equals_the_definition(size, rows, *, heads, dtype, tolerance):
+    length = len(filled(rows[0], size))
+    inputs, gradient = drawn(len(rows), length, heads=heads[0], kv_heads=heads[1], dtype=dtype)
+    real = torch.arange(length) < len(rows[0])
+    with torch.no_grad():
+        gradient[:, :, ~real] = 0
+    ours, *found = in_a_ring(size, rows, inputs, gradient)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    masks = torch.stack([dense(filled(parents, size)) for parents in rows])[:, None]
+    wanted = by_the_definition(exact, masks)
+    torch.testing.assert_close(ours[:, :, real].double(), wanted[:, :, real], rtol=0, atol=tolerance)
+    for mine, theirs in zip(found, torch.autograd.grad(wanted, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=5 * tolerance)
+
+
 @settings(deadline=None, max_examples=30)
-def test_tiles_of_flex_attention_say_what_the_mask_says(parents, tile):
+@given(
+    forests(),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from([(4, 4), (6, 2), (3, 1)]),
+    st.sampled_from([(torch.float64, 1e-12), (torch.float32, 2e-5)]),
+)
+@pytest.mark.usefixtures("blockwise")
+def test_ranks_in_a_ring_give_the_numbers_of_a_dense_mask(parents, size, heads, precision):
+    dtype, tolerance = precision
+    assert_a_ring_equals_the_definition(size, [parents], heads=heads, dtype=dtype, tolerance=tolerance)
+
+
+def test_ranks_in_a_ring_compute_several_long_rows():
+    """Of which one is a chain and one has branches that are longer than a dense mask may be."""
+    chain = [*range(-1, 650)]
+    branches = [5 if token == 640 else 9 if token == 40 else parent for token, parent in enumerate(chain)]
+    for rows in ([chain, branches], [chain]):
+        assert_a_ring_equals_the_definition(2, rows, heads=(2, 1), dtype=torch.float64, tolerance=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(forests(), st.integers(1, 4), st.sampled_from([0, 1, 3, 8]))
+def test_blocks_between_ranks_have_each_pair_that_sees_each_other_once(parents, size, dense_tokens):
+    parents = filled(parents, size)
     mask = dense(parents)
-    tiles = tree_tiles(torch.from_numpy(visible_until(parents)), tile=tile)
-    count = -(-len(parents) // tile)
-    listed = tiles.to_dense()[0, 0].bool()
-    for query in range(count):
-        rows = mask[query * tile : (query + 1) * tile]
-        every = tiles.full_kv_indices[0, 0, query, : tiles.full_kv_num_blocks[0, 0, query]].tolist()
-        for key in range(count):
-            seen = rows[:, key * tile : (key + 1) * tile]
-            assert listed[query, key] == seen.any()
-            assert (key in every) == (bool(seen.all()) and seen.shape[1] == tile and key < query)
+    for rank in range(size):
+        for step, (until, behind) in enumerate(InThreads(rank, [None] * size).seen(visible_until(parents))):
+            source = (rank - step) % size
+            blocks = TreeBlocks.of(until, dense_tokens=dense_tokens, behind=behind)
+            found = torch.zeros(len(until), len(until), dtype=torch.int)
+            for block in (*blocks.diagonal, *blocks.below):
+                part = found[block.queries, block.keys]
+                if block.mask is not None:
+                    part += block.mask == 0
+                else:
+                    part += torch.ones_like(part).tril() if block.causal else 1
+            assert torch.equal(found, mask[rank::size, source::size].int()), (rank, source)
+
+
+def flex_by_the_definition(query, key, value, *, block_mask, scale, enable_gqa, return_aux):
+    """As `flex_attention`, which has no backward pass on a CPU; a query that sees no key has 0, and -inf."""
+    assert enable_gqa
+    assert return_aux.lse
+    places = torch.arange(query.shape[2])
+    sees = block_mask.mask_mod(None, None, places[:, None], places)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = (query @ key.mT * (scale or query.shape[-1] ** -0.5)).masked_fill(~sees, -1e30)
+    some = sees.any(-1)
+    found = torch.where(some[:, None], scores.softmax(-1) @ value, 0)
+    return found, SimpleNamespace(lse=torch.where(some, scores.logsumexp(-1), -math.inf))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_in_a_ring_put_together_what_flex_attention_gives(size, monkeypatch):
+    monkeypatch.setattr(attention, "_part", lambda until, behind, _: tree_tiles(torch.from_numpy(until), behind=behind))
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex_by_the_definition)
+    parents = [0 if token in (15, 28) else 4 if token == 9 else token - 1 for token in range(37)]
+    assert_a_ring_equals_the_definition(size, [parents], heads=(4, 2), dtype=torch.float64, tolerance=1e-12)
+
+
+@given(forests(), st.sampled_from([2, 4]), st.integers(1, 3))
+@settings(deadline=None, max_examples=30)
+def test_tiles_of_flex_attention_say_what_the_mask_says(parents, tile, size):
+    """Of one rank, and of the first of several in a ring."""
+    parents = filled(parents, size)
+    for step, (until, behind) in enumerate(InThreads(0, [None] * size).seen(visible_until(parents))):
+        mask = dense(parents)[::size, -step % size :: size]
+        tiles = tree_tiles(torch.from_numpy(until), tile=tile, behind=behind)
+        places = torch.arange(len(until))
+        assert torch.equal(tiles.mask_mod(None, None, places[:, None], places), mask)
+        count = -(-len(until) // tile)
+        listed = tiles.to_dense()[0, 0].bool()
+        for query in range(count):
+            rows = mask[query * tile : (query + 1) * tile]
+            every = tiles.full_kv_indices[0, 0, query, : tiles.full_kv_num_blocks[0, 0, query]].tolist()
+            for key in range(count):
+                seen = rows[:, key * tile : (key + 1) * tile]
+                assert listed[query, key] or not seen.any()
+                assert listed[query, key] == seen.any() or step
+                assert (key in every) == (bool(seen.all()) and seen.shape[1] == tile and key < query)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -10,23 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import ModelError
-from streamrl.trainer.backends.context import ContextGroup, heads_problem
+from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.packing import pack
+from streamrl.trainer.packing import attention_mask, pack
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import EXPERTS, SCALAR, make_groups, make_spec, micro_batches, save_models
+from tests.trainer.backends.reference import EXPERTS, SCALAR, THREE_HEADS, make_groups, micro_batches, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 from tests.trainer.models import branching_group
 
 TORCH = {
-    2: {Layout(context=2): ["qwen3", EXPERTS, SCALAR]},
+    2: {Layout(context=2): ["qwen3", EXPERTS, SCALAR, THREE_HEADS]},
     # with four ranks two have the same key head
-    4: {Layout(data=2, context=2): ["llama_tied"], Layout(context=4): ["odd"]},
+    4: {Layout(data=2, context=2): ["llama_tied"], Layout(context=4): ["odd", THREE_HEADS]},
 }
 MEGATRON = {
-    2: {Layout(context=2): ["qwen3", SCALAR]},
+    2: {Layout(context=2): ["qwen3", SCALAR, THREE_HEADS]},
     4: {
         Layout(data=2, context=2): ["llama_tied"],
         Layout(context=2, tensor=2): ["qwen2"],
@@ -49,6 +48,8 @@ def _check(rank: int, models: Path, scratch: Path, world: int, backend: str) -> 
     for number, (layout, kinds) in enumerate((TORCH if backend == "torch" else MEGATRON)[world].items()):
         checks = Checks(make, models=models, scratch=scratch, layout=layout, rank=rank, barrier=dist.barrier)
         checks.shared_rows(kinds, shard=number % 2 == 0)
+        if THREE_HEADS in kinds:
+            checks.long_rows_make_nothing_large(THREE_HEADS)
         if backend == "megatron" and world == 2:  # torch's weights are spread over ranks, whatever these share
             checks.state_moves_to(Layout(data=world), shard=True, other_shard=False)
 
@@ -78,13 +79,19 @@ def test_shares_hold_each_token_and_each_prediction_once(size, seed):
         shares = [Of(rank, size).share(micro) for rank in range(size)]
         length = micro.input_ids.shape[1]
         for name in ("input_ids", "position_ids"):
-            columns = np.stack([getattr(share, name) for share in shares], axis=2).reshape(len(micro.input_ids), -1)
+            columns = np.stack([getattr(share.micro, name) for share in shares], axis=2)
+            columns = columns.reshape(len(micro.input_ids), -1)
             assert (columns[:, :length] == getattr(micro, name)).all()
             assert not columns[:, length:].any()
+        sees = attention_mask(micro.visible_until)[:, 0]
+        for rank, share in enumerate(shares):
+            wanted = sees[:, rank::size, rank::size]
+            found = attention_mask(share.micro.visible_until)[:, 0]
+            assert (found[:, : wanted.shape[1], : wanted.shape[1]] == wanted).all()
         for name in ("target_ids", "row_index", "column_index"):
             together = np.full(size * shares[0].most, -1)
             for rank, share in enumerate(shares):
-                found = getattr(share, name) * (size if name == "column_index" else 1)
+                found = getattr(share.micro, name) * (size if name == "column_index" else 1)
                 begin = rank * share.most
                 together[begin : begin + len(found)] = found + (rank if name == "column_index" else 0)
             assert all((together[share.places] == getattr(micro, name)).all() for share in shares)
@@ -94,7 +101,7 @@ def test_the_work_of_long_rows_is_shared_evenly():
     group = branching_group(0, np.random.default_rng(0), prompt=150, turn=60)
     (micro,) = pack([group], max_tokens=4096, share_prefix=True, hidden_size=10**6)
     for size in (2, 4):
-        counts = [len(Of(rank, size).share(micro).target_ids) for rank in range(size)]
+        counts = [len(Of(rank, size).share(micro).micro.target_ids) for rank in range(size)]
         assert max(counts) <= 1.1 * len(micro.target_ids) / size
 
 
@@ -105,12 +112,5 @@ def test_ranks_share_heads_where_each_has_as_many_of_one_key_head(kv_heads, quer
     fits = heads % context == 0 and all(
         len(of_a_key.view(context, -1)[rank].unique(return_counts=True)[1].unique()) == 1 for rank in range(context)
     )
-    problem = heads_problem(heads=heads, kv_heads=kv_heads, context=context)
-    if problem is None:
+    if heads_can_be_shared(heads=heads, kv_heads=kv_heads, context=context):
         assert fits
-
-
-def test_a_model_whose_heads_ranks_cannot_share_is_refused(tmp_path):
-    save_models(tmp_path)
-    with pytest.raises(ModelError, match="context = 3 has to divide the 4 query heads"):
-        TorchModel(make_spec(tmp_path / "llama"), world=3, context=3)

@@ -21,7 +21,7 @@ from torch import Tensor
 from streamrl.errors import ModelError, TrainingError
 from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
-from streamrl.trainer.backends.context import ContextGroup
+from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.megatron.groups import layout_groups
 from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
@@ -57,8 +57,7 @@ class MegatronModel:
         ]
         self._groups = layout_groups(layout, timeout_seconds=timeout_seconds)
         with self._groups.active():
-            shared = layout.context > 1
-            self._context = ContextGroup(parallel_state.get_context_parallel_group() if shared else None)
+            self._context = self._context_group()
             network = self._build()
             by_name = dict(network.named_parameters())
             self._weights = stages[self._place.pipeline]
@@ -179,6 +178,15 @@ class MegatronModel:
     def close(self) -> None:
         dist.destroy_process_group(self._transfers)
         self._groups.release()
+
+    def _context_group(self) -> ContextGroup:
+        """The ranks with which this one shares rows."""
+        tensor, context = self._layout.tensor, self._layout.context
+        if context == 1:
+            return ContextGroup()
+        heads, kv_heads = self._shape.heads // tensor, self._shape.kv_heads // tensor
+        ring = not heads_can_be_shared(heads=heads, kv_heads=kv_heads, context=context)
+        return ContextGroup(parallel_state.get_context_parallel_group(), ring=ring)
 
     def _build(self) -> Any:
         """The network of this stage, on the device, with no weights yet."""

@@ -196,14 +196,15 @@ def to_batch(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     share = context.share(micro)
+    own = share.micro
     return Batch(
-        input_ids=tensor(share.input_ids),
-        rotation=shape.rotation(tensor(share.position_ids)),
+        input_ids=tensor(own.input_ids),
+        rotation=shape.rotation(tensor(own.position_ids)),
         tree=TreeMask(micro, device, context),
         share=share,
-        columns=tensor(share.column_index),
-        rows=tensor(share.row_index),
-        targets=tensor(share.target_ids),
+        columns=tensor(own.column_index),
+        rows=tensor(own.row_index),
+        targets=tensor(own.target_ids),
         temperature=temperature,
     )
 

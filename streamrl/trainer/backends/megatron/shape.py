@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamrl.errors import ModelError
-from streamrl.trainer.backends.context import heads_problem
 from streamrl.trainer.layout import Layout
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -55,9 +54,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if self.layers % layout.pipeline:
             problems.append(f"num_hidden_layers = {self.layers} is no multiple of pipeline = {layout.pipeline}")
-        mine = {"heads": self.heads // layout.tensor, "kv_heads": self.kv_heads // layout.tensor}
-        if not problems and (problem := heads_problem(**mine, context=layout.context)):
-            problems.append(problem)
         rows = -(-self.vocabulary // layout.tensor)
         if rows * (layout.tensor - 1) >= self.vocabulary:
             problems.append(f"vocab_size = {self.vocabulary} is too small for tensor = {layout.tensor}")

@@ -31,11 +31,11 @@ from streamrl.config import Config, GserverConfig, ModelConfig, RewardConfig, Sa
 from streamrl.models import ensure_checkpoint
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.rendering import Sampled, TemplateRenderer
+from streamrl.rollout.agents.rendering import SampledTokens, TemplateRenderer
 from streamrl.rollout.agents.workflow import Episode, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute
-from streamrl.rollout.workflows.base import Session
+from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.types import Prompt
 
@@ -203,7 +203,7 @@ class _Counting(TemplateRenderer):
         self.whole.append(len(ids))
         return ids
 
-    def extend(self, sampled: Sampled, messages: Any) -> list[int] | None:
+    def extend(self, sampled: SampledTokens, messages: Any) -> list[int] | None:
         ids = super().extend(sampled, messages)
         if ids is not None:
             self.later.append(len(ids))

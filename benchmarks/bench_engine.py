@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def versions(others: dict[str, str | None]) -> dict[str, str]:
-    """Of transformers here, and of each package that has an interpreter of its own."""
+    """Return the versions of transformers here, and of each package that has an interpreter of its own."""
     found = {"transformers": version("transformers")}
     for package, python in others.items():
         if python:

@@ -41,7 +41,7 @@ from tests.page.made_up import long_run
 
 EXAMPLE = ROOT / "examples" / "copy_scratch.toml"
 FIRST_STEPS = 10
-"""Of a run whose cost is measured: left out, since everything is new in them."""
+"""First steps of a run whose cost is measured: left out, since everything is new in them."""
 
 NAMES = (
     "reward_mean,response_length_mean,generated_per_second,tokens_per_second,trainer_wait,generation_idle,"

@@ -36,7 +36,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.report.reading import read_run, total_ages, values
 
 RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
-"""Of the throughput, as a share; and of the mean age, in versions."""
+"""How far the throughput may be off, as a share, and the mean age, in versions."""
 QUIET: Mapping[str, object] = {
     "run.stop_at_reward": 2,
     "trainer.save_at_end": "false",
@@ -135,7 +135,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch]:
-    """Of a run in a case that was calibrated with so many steps after the first."""
+    """Yield the stretches of a run in a case that was calibrated with so many steps after the first."""
     steps = read_run(run_dir).steps
     if case.learns:
         yield Stretch(f"steps 2 to {calibrated + 1}", steps[: calibrated + 1])

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.trainer.redistributor import Name, Piece, deal, redistribute
-from streamrl.trainer.worker.transfers import ArrayStore, DataManager
+from streamrl.trainer.worker.data import ArrayStore, DataManager
 from streamrl.transport.collective import destroy_group, form_group, open_store
 
 SIBLINGS = 8

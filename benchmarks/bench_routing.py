@@ -23,8 +23,7 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route
-from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route, Work
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.generation import ServerInfo
 
@@ -61,7 +60,7 @@ class Simulated:
             heapq.heappush(self.running, (self.decoded + length, group, sibling))
 
     def advance(self, seconds: float) -> list[int]:
-        """Decode for `seconds`, in which nobody finishes before the end; answers whose siblings have finished."""
+        """Decode for `seconds`, in which nobody finishes before the end; return whose siblings have finished."""
         if not self.running:
             return []
         tokens = seconds / self.step

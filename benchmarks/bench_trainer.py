@@ -195,7 +195,7 @@ def fastest(trl: TRLStep, groups: list[TrajectoryGroup], console: Console) -> in
 class Spent(NamedTuple):
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process."""
+    """Processor time of all threads of the process."""
 
 
 def timed(step: Step, groups: list[TrajectoryGroup]) -> tuple[Found, Spent]:

@@ -88,7 +88,7 @@ class Weights:
         self.tensors = tensors
         self.parameters = sum(tensor.numel() for tensor in tensors.values())
         self.sizes = [tensor.numel() * dtype.itemsize for tensor in tensors.values()]
-        """Of each, in bytes, as it is sent."""
+        """Bytes of each, as it is sent."""
 
     def change(self, share: float) -> None:
         """Give so large a share of the numbers of each weight another sign."""

@@ -102,7 +102,7 @@ class Change(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the kept ratio that was won; negative: lost."""
+        """Share of the kept ratio that was won; negative: lost."""
         return self.now / self.kept - 1
 
     @property
@@ -132,7 +132,7 @@ def compare(kept: Mapping[str, float], now: Mapping[str, float]) -> Comparison:
 
 
 def better(one: Mapping[str, float], other: Mapping[str, float]) -> Ratios:
-    """Of each row that is in either, the higher ratio."""
+    """Return the higher ratio of each row that is in either."""
     return {name: max(found[name] for found in (one, other) if name in found) for name in {**one, **other}}
 
 

@@ -40,10 +40,10 @@ class Contender(Protocol):
 
     name: str
     pid: int
-    """Of the process that, with those that it started, does the work."""
+    """The process that, with those that it started, does the work."""
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
-        """So many tokens for each of `prompts`, all at once; answers how many there are in all."""
+        """So many tokens for each of `prompts`, all at once; return how many there are in all."""
 
     def close(self) -> None: ...
 

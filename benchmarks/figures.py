@@ -80,7 +80,7 @@ GPU_FIGURES = {
 MISSING = "–"
 NOT_MEASURED = "Not measured yet."
 SHOWN_STEPS = 3
-"""Of the demo, in the README: so many of the first and of the last."""
+"""Steps of the demo that the README shows: so many of the first and of the last."""
 
 
 # --- tables --------------------------------------------------------------------------------------

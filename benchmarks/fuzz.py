@@ -51,7 +51,7 @@ from streamrl.gserver.manager.http import BODIES  # noqa: E402
 from streamrl.machine import machine_identity  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.pipe import Score  # noqa: E402
-from streamrl.trainer.calls import Done, Published, Stored, Trained  # noqa: E402
+from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa: E402
 from streamrl.transport import generation, request_reply  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
@@ -88,7 +88,7 @@ PIPELINED = 32
 ANSWER_SECONDS = 30.0
 """A server that answers nothing for so long hangs."""
 RAW_SHARE = 0.02
-"""Of messages to a ZMQ port: bytes that its protocol does not know."""
+"""Share of messages to a ZMQ port that are bytes which its protocol does not know."""
 SETTLE_SECONDS = 2.0
 GROWTH_MB = 32.0
 """A process that goes on growing by so much more under messages than without keeps some of them. The first way does not
@@ -330,7 +330,7 @@ def masters_messages(count: int, begin: int) -> list[list[bytes]]:
     dice = random.Random(begin)
     bodies = [
         (b"N", Stored),
-        (b"R", Done),
+        (b"R", CallDone),
         (b"R", Trained),
         (b"R", Published),
         (b"H", bytes),

@@ -44,7 +44,7 @@ from streamrl.planner.shapes import KNOWN, Shape
 
 BILLION, SEVEN = "Llama-3.2-1B", "Qwen2.5-7B"
 SECONDS = 470.0
-"""Of all steps together."""
+"""Most seconds of all steps together."""
 ENDING_SECONDS = 5.0
 """Between being asked to end and being killed."""
 TAIL_LINES = 12

@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     group_seconds: float
     """Mean time of a group."""
     tokens: int
-    """Of a response."""
+    """Length of a response."""
     slots: int
     """Requests that a gserver runs together."""
 

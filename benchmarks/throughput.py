@@ -145,7 +145,7 @@ def run(
     seed: int,
     example: Path = EXAMPLE,
 ) -> dict[str, float]:
-    """One run as a user would start it; answers its figures. `example`: its configuration."""
+    """One run as a user would start it; return its figures. `example`: its configuration."""
     overrides: dict[str, Any] = {
         "run.dir": str(folder),
         "run.name": f"{engine}-{max_staleness}-{over_age}-{seed}",

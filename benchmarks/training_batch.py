@@ -19,13 +19,13 @@ from streamrl.types import TrajectoryGroup
 
 SIBLINGS, PROMPT = 8, 64
 MEAN, SIGMA, LONGEST = 64, 0.8, 256
-"""Of the log-normal response lengths, in tokens."""
+"""The log-normal response lengths, in tokens."""
 EPISODES, TURNS, BRANCHES = 4, 8, 2
-"""Of an agents' group; half-way through its turns an episode goes on in several ways."""
+"""An agents' group; half-way through its turns an episode goes on in several ways."""
 TURN_TOKENS = 32
-"""Of the response in each turn, and of the feedback after it."""
+"""Length of the response in each turn, and of the feedback after it."""
 MICRO_TOKENS = 4096
-"""Of a micro-batch: padding counts."""
+"""Size of a micro-batch; padding counts."""
 LR, BETAS, GRAD_CLIP = 1e-9, (0.9, 0.95), 1.0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ADVANTAGE_EPS = 1e-4

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.device import resolve_device
-from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel, Ranks
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout

@@ -37,11 +37,11 @@ class MixtureOfExperts(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
     """Which those are, ascending."""
     experts: int
-    """Of each of them."""
+    """How many each of these layers has."""
     top_k: int
     """Experts that compute a token."""
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     normalised: bool
     """The shares of a token's experts add up to one."""
 
@@ -52,7 +52,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of the feed-forward network of a layer without experts."""
+    """Width of the feed-forward network of a layer without experts."""
     layers: int
     heads: int
     kv_heads: int

@@ -226,9 +226,9 @@ def trainer(
     import os
 
     from streamrl import config as configuration
+    from streamrl.launch.pool import run_trainer
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.processes import share_of
-    from streamrl.launch.trainer import run_trainer
 
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
@@ -520,7 +520,8 @@ def page(
     answer_fd: AnswerFd = None,
 ) -> None:
     """Show runs in a browser, while they go on or after their end: figures, pools, every token of their rollouts."""
-    from streamrl.launch.process import Lifeline, run_until_stopped, set_up_logging
+    from streamrl.children import Lifeline
+    from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.page.runs import found_in
     from streamrl.page.server import serve
     from streamrl.transport.keys import read_key
@@ -828,7 +829,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _secret_of(manager_url: str, file: Path | None) -> Secret | None:
-    """The secret of the run whose manager is there, as far as it is known."""
+    """Return the secret of the run whose manager is there, as far as it is known."""
     from streamrl.transport.secret import of_run_at, read_file
 
     return of_run_at(manager_url) if file is None else read_file(file, setting="--secret-file")

@@ -19,7 +19,7 @@ from streamrl.errors import ModelError
 
 FILE = "cuda_memory.msgpack"
 ALIGNMENT = 256
-"""Of each weight, in bytes; as CUDA aligns what it allocates."""
+"""Alignment of each weight, in bytes; as CUDA aligns what it allocates."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -100,7 +100,7 @@ class TrainingError(StreamRLError):
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What went wrong first in (nested) groups of tasks."""
+    """Return what went wrong first in (nested) groups of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -69,13 +69,13 @@ async def ends_with_its_work() -> AsyncGenerator[None]:
 
 
 def failure() -> EssentialFailed | None:
-    """What has failed, if the process is ending because of it."""
+    """Return what has failed, if the process is ending because of it."""
     owner = _owner.get()
     return None if owner is None else owner.error
 
 
 def begin(work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Result]:
-    """A task without which the process cannot go on."""
+    """Return a task without which the process cannot go on."""
     owner = _owner.get()
 
     def see(ended: asyncio.Task[Result]) -> None:
@@ -91,7 +91,7 @@ def begin(work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Resul
 
 
 def thread(work: Callable[[], None], *, name: str) -> threading.Thread:
-    """A daemon thread, not started yet, without which the process cannot go on."""
+    """Return a daemon thread, not started yet, without which the process cannot go on."""
     owner = _owner.get()
 
     def run() -> None:

@@ -1,7 +1,8 @@
 """Checkpoints as Hugging Face has them: whole tensors in safetensors files, an index, settings and tokenizer beside.
 
 Works in bounded memory: one tensor after another goes from the files of a checkpoint, in which many ranks may have
-written a part each, into the file that is being written.
+written a part each, into the file that is being written. A model and an adapter become one model here, too, for servers
+that are to know nothing of adapters.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
 from streamrl.local_cache import cache_home
-from streamrl.lora import SETTINGS, adapter_settings
+from streamrl.lora import SETTINGS, TENSORS, adapter_settings, check_adapter, pair_of
 from streamrl.models import made, weights_fingerprint
 from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file, write_index
 
@@ -99,6 +103,28 @@ def copy_base(source: Path, target: Path, *, lora: LoraConfig) -> None:
     """Copy what the base `source` of an adapter holds besides weights, and write peft's settings of the adapter."""
     shutil.copytree(source, target, ignore=_ignored, dirs_exist_ok=True)
     (target / SETTINGS).write_text(json.dumps(adapter_settings(lora, str(source.absolute())), indent=2))
+
+
+def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) -> None:
+    """Write the model in `base` with the `adapter` added, as a checkpoint in the folder `into`, which is made; each
+    weight in the dtype that it has in `base`. Raises `ModelError`."""
+    check_adapter(adapter, lora)
+    shutil.copytree(base, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    try:
+        pairs = load_file(adapter / f"{TENSORS}.safetensors")
+        for file in sorted(base.glob("*.safetensors")):
+            merged: dict[str, Tensor] = {}
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - no mapping
+                    weight = merged[name] = tensors.get_tensor(name)
+                    a, b = (pairs.pop(each, None) for each in pair_of(name))
+                    if a is not None and b is not None:
+                        merged[name] = torch.addmm(weight.float(), b, a, alpha=lora.scale).to(weight.dtype)
+            save_file(merged, into / file.name, metadata={"format": "pt"})
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ModelError(f"the adapter in {adapter} cannot be added to the model in {base}: {error}") from error
+    if pairs:
+        raise ModelError(f"the adapter in {adapter} is of another model than {base}: it has {min(pairs)}")
 
 
 def _ignored(folder: str, names: list[str]) -> set[str]:

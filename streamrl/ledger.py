@@ -72,7 +72,7 @@ class ReadyGroups:
             del self._by_oldest[oldest]
 
     def oldest(self, count: int, *, but: Iterable[int] = ()) -> list[int]:
-        """The first `count` groups in admission order without those in `but`; fewer when there are no more."""
+        """Return the first `count` groups in admission order without those in `but`; fewer when there are no more."""
         left_out = set(but)
         candidates = self._order.smallest(count + len(left_out))
         return [seq for seq in candidates if seq not in left_out][:count]
@@ -203,11 +203,11 @@ class Ledger:
         return max(0, bound - self.accepted - self.running)
 
     def next_expiry(self) -> float | None:
-        """When the next lease runs out unless it is renewed."""
+        """Return when the next lease runs out unless it is renewed."""
         return min((self._expiry(next(iter(own.values()))) for own in self._leases.values()), default=None)
 
     def holder(self, seq: int) -> str | None:
-        """The worker that holds the lease of `seq`, if one does."""
+        """Return the worker that holds the lease of `seq`, if one does."""
         group = self.out.get(seq)
         return group.worker if group is not None and group.leased else None
 
@@ -234,7 +234,7 @@ class Ledger:
         return admitted
 
     def changes(self, seq: int) -> int:
-        """How often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
+        """Return how often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
         return 2 * self._drops.get(seq, 0) + (self.state(seq) == "accepted")
 
     def take_change(self, fate: Fate) -> bool:
@@ -375,7 +375,7 @@ def select_batch(
 
 
 def next_in_order(closed: Callable[[int], bool], *, start: int, count: int) -> list[int]:
-    """The first `count` sequence numbers from `start` on that are not `closed` (trained on or given up)."""
+    """Return the first `count` sequence numbers from `start` on that are not `closed` (trained on or given up)."""
     found: list[int] = []
     seq = start
     while len(found) < count:
@@ -386,5 +386,5 @@ def next_in_order(closed: Callable[[int], bool], *, start: int, count: int) -> l
 
 
 def count_over_age(version_counts: Mapping[int, int], *, policy_version: int, max_staleness: int) -> int:
-    """How many tokens of `version_counts` are older than `max_staleness` versions."""
+    """Return how many tokens of `version_counts` are older than `max_staleness` versions."""
     return sum(n for version, n in version_counts.items() if policy_version - version > max_staleness)

@@ -143,7 +143,7 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """What a file of a checkpoint says; empty if it is not there."""
+    """Return what a file of a checkpoint says; empty if it is not there."""
     try:
         found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:

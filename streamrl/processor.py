@@ -59,7 +59,7 @@ WRONG_NUMBERS = 3
 """Exit code of a trial whose products were wrong."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Trials(msgspec.Struct, frozen=True):
     """What the trials of one processor have shown."""
 
     limits: dict[str, str]
@@ -111,7 +111,7 @@ def _cpuinfo() -> str:
     return file.read_text().partition("\n\n")[0] if file.exists() else ""
 
 
-def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], cache: Path) -> Finding:
+def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], cache: Path) -> Trials:
     """Return the finding in the cache, which is made first if need be."""
     identity = [line for line in cpuinfo.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
     made_of = (TRIAL_FORMAT, identity, platform.release(), importlib.metadata.version("torch"))
@@ -132,7 +132,7 @@ def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str],
         return _try_all(environment, trial)[0]
 
 
-def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Finding, bool]:
+def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Trials, bool]:
     """Return the finding, and whether it may be kept."""
     log.info("trying whether this processor can do what it claims (once, some seconds)")
     reasons: list[str] = []
@@ -140,13 +140,13 @@ def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Find
         try:
             reason = _try({**environment, **limits}, trial)
         except _Inconclusive as error:
-            return Finding(
+            return Trials(
                 dict(limits or LIMITS[1]), [*reasons, f"whether that works could not be tried: {error}"]
             ), False
         if not reason:
-            return Finding(dict(limits), reasons), True
+            return Trials(dict(limits), reasons), True
         reasons.append(f"{'without AMX ' if limits else ''}{reason}")
-    return Finding(dict(LIMITS[-1]), reasons), True
+    return Trials(dict(LIMITS[-1]), reasons), True
 
 
 def _try(environment: Mapping[str, str], trial: Sequence[str]) -> str:
@@ -174,14 +174,14 @@ def _try(environment: Mapping[str, str], trial: Sequence[str]) -> str:
     return ""
 
 
-def _read(file: Path) -> Finding | None:
+def _read(file: Path) -> Trials | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Finding)
+        return msgspec.json.decode(file.read_bytes(), type=Trials)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _write(file: Path, finding: Finding) -> None:
+def _write(file: Path, finding: Trials) -> None:
     """Write `file` at once or not at all."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(finding)))

@@ -3,9 +3,8 @@
 The format: https://github.com/huggingface/safetensors. A folder holds `STEM.safetensors`, or several files
 `STEM-00001-of-00004.safetensors` as Hugging Face names them. A file may also hold *parts* of tensors, boxes that
 together make up the whole: then its metadata say, under `parts`, what each entry is a part of. Reading takes any box
-out of any of these, and holds nothing but the box and a buffer.
-
-Copies of many large tensors, a few at the same time: one thread alone does not use the memory's whole speed.
+out of any of these, and holds nothing but the box and a buffer. `Copiers` copy many large tensors, a few at the same
+time, since one thread alone does not use the memory's whole speed.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor begins in the file, and the file's size.
+    """Return the header, where each tensor begins in the file, and the file's size.
 
     Vectors come behind all matrices, so that matrices that follow one another in `specs` lie one after another.
     """
@@ -71,7 +70,7 @@ def layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int
 
 
 def _header(entries: Entries, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with `entries` in this order, and where each begins in the file."""
+    """Return the header of a file with `entries` in this order, and where each begins in the file."""
     found: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     begins = {}
     end = 0
@@ -86,7 +85,7 @@ def _header(entries: Entries, metadata: Mapping[str, str]) -> tuple[bytes, dict[
 
 
 def mapped(file: Path) -> dict[str, Tensor]:
-    """The tensors of `file` by name, all views of one mapping of it: nothing is copied, and it must not change.
+    """Return the tensors of `file` by name, all views of one mapping of it: nothing is copied, and it must not change.
 
     Raises `ModelError` for a file that was not written by `layout`.
     """
@@ -122,7 +121,7 @@ class Part(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: tuple[int, ...]
     """Where the box begins in it."""
     values: Tensor
@@ -130,7 +129,7 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Part:
-        """All of `tensor`."""
+        """Return all of `tensor`."""
         return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     @property
@@ -156,7 +155,7 @@ class _PartOf(msgspec.Struct, frozen=True, array_like=True):
 
 
 def file_name(stem: str, number: int, count: int) -> str:
-    """Of file `number`, from 0, of `count`."""
+    """Return the name of file `number`, from 0, of `count`."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -233,7 +232,7 @@ class TensorFiles:
         yield from self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor `name`; raises `ModelError` if there is none of that name."""
+        """Return the shape of the whole tensor `name`; raises `ModelError` if there is none of that name."""
         if name not in self._shapes:
             raise ModelError(f"{self._folder}: {self._stem}.safetensors has no tensor {name}")
         return self._shapes[name]
@@ -340,7 +339,7 @@ SOME = 8
 
 
 def _files(folder: Path, stem: str) -> list[Path]:
-    """The files of a stem; raises `ModelError` unless all are there."""
+    """Return the files of a stem; raises `ModelError` unless all are there."""
     alone = folder / f"{stem}.safetensors"
     if alone.exists():
         return [alone]
@@ -394,7 +393,7 @@ def _read_exactly(opened: BinaryIO | RawIOBase, target: Tensor) -> None:
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, for as long as that is there.
+    """Return the memory of a contiguous tensor on the CPU, for as long as that is there.
 
     Not by `numpy()`, which would take from the tensor for good that its memory can be given back.
     """

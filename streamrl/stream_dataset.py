@@ -16,7 +16,7 @@ import msgspec
 from streamrl.seqs import SeqSet
 from streamrl.transport import codec
 from streamrl.transport.credentials import CurveKeys, Verifier
-from streamrl.transport.puller import GroupPuller, Outcome
+from streamrl.transport.puller import GroupPuller, SinkOutcome
 from streamrl.types import SampleMeta, TrajectoryGroup
 
 
@@ -54,14 +54,14 @@ class StreamDataset:
         with self._lock:
             return seq in self._known
 
-    def offer(self, group: TrajectoryGroup) -> Outcome:
+    def offer(self, group: TrajectoryGroup) -> SinkOutcome:
         """Store `group` (valid: the codec saw to that), unless its `seq` is known or there is no place."""
         with self._lock:
             if group.seq in self._known:
                 self._duplicated += 1
-                return Outcome.DUPLICATE
+                return SinkOutcome.DUPLICATE
             if len(self._groups) >= self._capacity_groups:
-                return Outcome.FULL
+                return SinkOutcome.FULL
             meta = SampleMeta.of(group, head=self.rank)
             self._known.add(group.seq)
             self._groups[group.seq] = group
@@ -69,7 +69,7 @@ class StreamDataset:
             self._bytes_held += codec.group_bytes(group)
         if self.on_stored is not None:
             self.on_stored(meta)
-        return Outcome.STORED
+        return SinkOutcome.STORED
 
     def count_refused(self) -> None:
         """A message that was to bring a group broke the wire format."""
@@ -77,7 +77,7 @@ class StreamDataset:
             self._refused += 1
 
     def find(self, seq: int) -> TrajectoryGroup | None:
-        """The held group `seq`, if it is held."""
+        """Return the held group `seq`, if it is held."""
         with self._lock:
             return self._groups.get(seq)
 

@@ -97,7 +97,7 @@ def test_help_says_what_is_written() -> None:
 
 def test_launcher_loads_no_torch() -> None:
     """The launcher stays light: a whole run is started, watched and shown without a model library."""
-    modules = "streamrl.launch.local, streamrl.launch.trainer, streamrl.report.summary"
+    modules = "streamrl.launch.local, streamrl.launch.pool, streamrl.report.summary"
     script = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -28,7 +28,7 @@ LOADERS = {
     "from streamrl.rollout.reward.protocol import DataOrigin, Setup\n"
     "load_reward(Setup('mine:score', {}, DataOrigin('', '', {}, 1, 0)))(None, None)",
     "workflow": "from streamrl.config import WorkflowConfig\n"
-    "from streamrl.rollout.workflows.base import load_workflow\n"
+    "from streamrl.rollout.workflows import load_workflow\n"
     "load_workflow(WorkflowConfig(name='mine:Talk'))",
     "graph": "from streamrl.config import from_dict\nfrom streamrl.trainer.graph import graph_of\n"
     "graph_of(from_dict({'trainer': {'graph': 'mine:graph'}}))",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from streamrl.stream_dataset import StreamDataset
-from streamrl.transport.puller import Outcome
+from streamrl.transport.puller import SinkOutcome
 from streamrl.types import SampleMeta
 from tests.groups import make_group
 
@@ -35,12 +35,12 @@ class Dataset(RuleBasedStateMachine):
     def offer(self, seq: int) -> None:
         outcome = self.dataset.offer(make_group(seq))
         if seq in self.known:
-            assert outcome is Outcome.DUPLICATE
+            assert outcome is SinkOutcome.DUPLICATE
             self.duplicated += 1
         elif len(self.held) == self.capacity:
-            assert outcome is Outcome.FULL
+            assert outcome is SinkOutcome.FULL
         else:
-            assert outcome is Outcome.STORED
+            assert outcome is SinkOutcome.STORED
             self.held.append(seq)
             self.known.add(seq)
             self.stored += 1
@@ -86,12 +86,12 @@ def test_a_resumed_head_knows_what_was_trained_on() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=9)
     dataset.restore([(0, 3), (5, 6)])
     assert [seq for seq in range(9) if dataset.knows(seq)] == [0, 1, 2, 5]
-    assert dataset.offer(make_group(5)) is Outcome.DUPLICATE
+    assert dataset.offer(make_group(5)) is SinkOutcome.DUPLICATE
 
 
 def test_many_threads_store_each_group_once() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=200)
-    outcomes: list[Outcome] = []
+    outcomes: list[SinkOutcome] = []
 
     def offer_all() -> None:
         outcomes.extend([dataset.offer(make_group(seq)) for seq in range(100)])
@@ -101,5 +101,5 @@ def test_many_threads_store_each_group_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes.count(Outcome.STORED) == 100
-    assert outcomes.count(Outcome.DUPLICATE) == 300
+    assert outcomes.count(SinkOutcome.STORED) == 100
+    assert outcomes.count(SinkOutcome.DUPLICATE) == 300

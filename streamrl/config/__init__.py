@@ -145,7 +145,7 @@ def _readable(error: msgspec.ValidationError) -> str:
 
 
 def _choices(path: str) -> tuple[Any, ...]:
-    """What may stand at `path`, if it is one of a few words."""
+    """Return what may stand at `path`, if it is one of a few words."""
     kind: Any = Config
     for key in path.split("."):
         name, of_list, _ = key.partition("[")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig
+from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig, as_evaluated
 from streamrl.config.trainer import role_config
 
 
@@ -181,7 +180,7 @@ def _layout_problems(config: Config) -> list[str]:
 
 
 def _lora_problems(config: Config) -> list[str]:
-    """What does not go together with [model.lora], if there is one."""
+    """Return what does not go together with [model.lora], if there is one."""
     lora, trainer = config.model.lora, config.trainer
     if lora is None:
         return []
@@ -219,7 +218,7 @@ def _length_problems(config: Config) -> list[str]:
 
 
 def _evaluation_problems(config: Config) -> list[str]:
-    """What is wrong with [evaluation], if it is on."""
+    """Return what is wrong with [evaluation], if it is on."""
     chosen = config.evaluation
     if not chosen.enabled:
         return []

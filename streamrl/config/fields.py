@@ -1,9 +1,7 @@
-"""What the sections of the configuration are made of.
+"""What the sections of the configuration are made of: types of values, and how often something happens.
 
-How often something happens: every so many epochs, steps and seconds, whichever comes first.
-
-Pure: positions and times are passed in. Each of the three is counted by itself, so that something due every
-ten steps and every minute happens at the steps 10, 20, ... and besides every minute.
+`Every` is every so many epochs, steps and seconds, each counted by itself: something due every ten steps and every
+minute happens at the steps 10, 20, ... and besides every minute. Pure: positions and times are passed in.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-# --- config types ---
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -34,7 +30,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A table of the configuration file."""
 
 
-# --- frequency ---
+# --- how often ---
 
 
 class Every(msgspec.Struct, frozen=True):

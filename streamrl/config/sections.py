@@ -25,13 +25,16 @@ from streamrl.config.fields import (
     SinkName,
     TopP,
 )
-from streamrl.config.sharing import changed, digest_of, shared_settings
+from streamrl.config.sharing import Settings, changed, differences, digest_of, shared_settings
 from streamrl.config.trainer import AlgorithmConfig, CriticConfig, RewardModelConfig, TrainerConfig
+from streamrl.errors import ConfigError
 from streamrl.ledger import OverAge
 
 DEFAULT_TRAIN_STEPS = 100
 DIFF_WARNING, QUANTIZED_DIFF_WARNING = 0.05, 0.2
 """Mean difference of log-probabilities that is warned of, in nats; the second where gservers quantise weights."""
+HELD_OUT_SEED_DISTANCE = 2**30
+"""From the seed of training prompts to that of an evaluation's."""
 
 
 class RunConfig(Section, frozen=True):
@@ -621,3 +624,51 @@ class Config(Section, frozen=True):
     def digest(self) -> str:
         """Return the fingerprint of `shared`."""
         return digest_of(self.shared())
+
+    def check_shared(self, settings: Settings, digest: str, *, who: str) -> None:
+        """Raise `ConfigError`, which names the settings that differ, unless `who` has those of `shared` alike.
+
+        `settings`, `digest`: his `shared_changes` and fingerprint.
+        """
+        if digest == self.digest():
+            return
+        found = differences(settings, self.shared_changes(), defaults=Config().shared())
+        raise ConfigError(
+            f"{who} has another configuration than the manager: {found or 'is it another version of streamrl?'} "
+            f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
+            "file and the same overrides; hosts, ports, paths, counts and the sections [run] and [manager] may differ"
+        )
+
+
+def as_evaluated(config: Config) -> Config:
+    """Return the configuration with which rollout code makes the groups of an evaluation.
+
+    Held-out prompts with their own seed, `evaluation.samples` siblings, sampled as the section says, and
+    scored by the reward function alone, also where a reward model scores in training.
+    """
+    chosen = config.evaluation
+    settings = {name: value for name, value in msgspec.structs.asdict(chosen.data).items() if value is not None}
+    seed = config.run.seed + HELD_OUT_SEED_DISTANCE if chosen.seed is None else chosen.seed
+    most = config.rollout.sampling.max_new_tokens if chosen.max_new_tokens is None else chosen.max_new_tokens
+    replace = msgspec.structs.replace
+    sampling = replace(
+        config.rollout.sampling,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=-1,
+        min_p=0.0,
+        max_new_tokens=most,
+    )
+    rollout = replace(
+        config.rollout,
+        group_size=chosen.samples,
+        sampling=sampling,
+        reward=replace(config.rollout.reward, overlong_tokens=0),
+    )
+    return replace(
+        config,
+        run=replace(config.run, seed=seed),
+        data=replace(config.data, **settings),
+        rollout=rollout,
+        reward_model=replace(config.reward_model, path=None),
+    )

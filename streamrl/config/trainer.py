@@ -204,7 +204,7 @@ class RoleLayout(NamedTuple):
 
 
 def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
-    """What holds for `role`: its own settings where it has some, else those of [trainer].
+    """Return what holds for `role`: its own settings where it has some, else those of [trainer].
 
     A role that names one size has 1 for the others; one that names only the torch backend is data-parallel, over
     context groups as large as those of [trainer].

@@ -13,7 +13,6 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,15 +20,11 @@ import torch
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import PACE_SIGMA, SimulationConfig
 from streamrl.gserver.server.engine import Job, Output, QueueFull, Refused, ServedWeights, Ticket
-from streamrl.gserver.server.receiver import WeightReceiver
+from streamrl.gserver.server.receiver import ReceivingEngine, WeightReceiver
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     FinishReason,
-    InitWeightsUpdateGroup,
     PauseMode,
-    ReceiveWeights,
-    StagedWeights,
-    UpdateWeightsFromDistributed,
     VersionSpan,
 )
 
@@ -76,7 +71,7 @@ class _Simulated:
         self.versions.append((version, self.produced))
 
 
-class SimulatedEngine:
+class SimulatedEngine(ReceivingEngine):
     """See the module; everything happens on the event loop."""
 
     name = "simulated"
@@ -184,24 +179,6 @@ class SimulatedEngine:
                 f"{len(self._running)} requests are running; wait for them, or pause with mode retract or abort first"
             )
 
-    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
-        await self._receiver.join_group(message)
-
-    async def leave_group(self, name: str) -> None:
-        await self._receiver.leave_group(name)
-
-    async def begin_update(self, transfer: str = "") -> None:
-        await self._receiver.begin(transfer)
-
-    def staged(self) -> StagedWeights | None:
-        return self._receiver.staged()
-
-    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
-        await self._receiver.receive(message)
-
-    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
-        await self._receiver.receive_all(message, on_progress)
-
     async def end_update(self) -> str:
         staged = await self._receiver.take()
         if staged.abort_all_requests:
@@ -231,10 +208,7 @@ class SimulatedEngine:
         return WeightsChecksum(dtype="none", total=self._version, tensors={})
 
     async def served_weights(self) -> ServedWeights:
-        raise Refused("a simulated engine has no weights to lend")
-
-    async def staged_sums(self) -> dict[str, str]:
-        return await self._receiver.staged_sums()
+        raise Refused("a simulated engine has no weights to send")
 
     def stats(self) -> dict[str, float]:
         self._count()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.config.evaluation import as_evaluated
+from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, ModelError, RewardError, StreamRLError
 from streamrl.importing import load_object
@@ -37,7 +37,7 @@ from streamrl.rollout.data import PromptSource
 from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.workflows.base import load_workflow
+from streamrl.rollout.workflows import load_workflow
 from streamrl.trainer.backends.base import Head
 from streamrl.trainer.backends.files import checked
 from streamrl.trainer.backends.optimizer import checked_state
@@ -295,7 +295,7 @@ async def _start_agents(config: Config) -> str:
 
 
 def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, name: str) -> Prompt:
-    """The first one; raises `ConfigError` if all of them would be rejected."""
+    """Return the first prompt; raises `ConfigError` if all of them would be rejected."""
     first = [prompts.prompt(seq) for seq in range(min(PROMPTS, len(prompts)))]
     tokens = [len(prompt.input_ids) for prompt in first]
     most = config.data.max_prompt_tokens

@@ -1,10 +1,7 @@
-"""What the display remembers of a run: finished steps, and rates from differences of counters.
+"""The terminal's picture of a run: what each pool does, and who waits for what.
 
-Pure: statuses, steps and times are passed in.
-
-Draws the state of a run for a terminal: what each pool does, and who waits for what.
-
-Pure: a `History` in, a rich renderable out. Fits 100 columns and 30 lines.
+`RunSoFar` remembers finished steps, and rates from differences of counters; from it a rich renderable is drawn that
+fits 100 columns and 30 lines. Pure: statuses, steps and times are passed in.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from streamrl.records.health import ENOUGH, Finding, RunFigures
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
-# --- history ---
+# --- the run so far ---
 
 WINDOW_SECONDS = 10.0
 
@@ -42,7 +39,7 @@ class PoolShares(msgspec.Struct, frozen=True):
     idle: float
 
 
-class History:
+class RunSoFar:
     """The run so far, as far as the display needs it."""
 
     def __init__(self, *, started: float, window_seconds: float = WINDOW_SECONDS, keep: int = 2000) -> None:
@@ -69,7 +66,7 @@ class History:
             self.add_steps([status.last_step])
 
     def add_steps(self, steps: Iterable[StepReport]) -> list[StepReport]:
-        """Take in steps, in order; answers those that are new."""
+        """Take in steps, in order; return those that are new."""
         new = []
         for step in steps:
             if not self.steps or step.step > self.steps[-1].step:
@@ -84,7 +81,7 @@ class History:
         return [step.metrics[metric] for step in self.steps if metric in step.metrics]
 
     def figures(self, config: Config, *, disk_free: int, disk_bytes: int) -> RunFigures:
-        """What the health of the run is judged by; bytes free, and in all, of the disk that it writes to."""
+        """Return what the health of the run is judged by; bytes free, and in all, of the disk that it writes to."""
         last = self.steps[-1] if self.steps else None
         pool = self.pool_shares()
         return RunFigures(
@@ -146,7 +143,7 @@ class History:
         return max(0.0, grown) / (end - begin)
 
 
-# --- dashboard ---
+# --- the picture ---
 
 LINES_BESIDE_PROCESSES = 24
 """Lines of the whole picture with one warning, but for the rows of the table of processes."""
@@ -180,7 +177,7 @@ SPAN_STYLE = {
 
 
 def dashboard(
-    history: History,
+    history: RunSoFar,
     *,
     now: float,
     config: Config | None = None,
@@ -188,7 +185,7 @@ def dashboard(
     findings: Sequence[Finding] = (),
     height: int = 30,
 ) -> RenderableType:
-    """The whole picture; `config` adds what the manager does not tell (steps to go, limits). `findings`: what is
+    """Return the whole picture; `config` adds what the manager does not tell (steps to go, limits). `findings`: what is
     unhealthy, the worst first."""
     status = history.status
     if status is None:
@@ -206,7 +203,7 @@ def dashboard(
 
 
 def plan_table(processes: Sequence[ProcessPlan]) -> Table:
-    """What a configuration would start, one row for each role and device."""
+    """Return what a configuration would start, one row for each role and device."""
     table = Table()
     for heading in ("role", "count", "threads each", "device", "address"):
         table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
@@ -261,7 +258,7 @@ def step_line(step: StepReport, *, steps: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def _header(history: History, status: Status, config: Config | None, now: float) -> Panel:
+def _header(history: RunSoFar, status: Status, config: Config | None, now: float) -> Panel:
     step = status.ledger.policy_version
     line = Table.grid(expand=True, padding=(0, 1))
     if config is None:
@@ -313,7 +310,7 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-def _reward(history: History) -> Panel:
+def _reward(history: RunSoFar) -> Panel:
     rewards = history.values("reward_mean")
     if not rewards:
         return Panel(Text("no step yet\n", style="dim"), title="reward")
@@ -329,7 +326,7 @@ def _reward(history: History) -> Panel:
     return Panel(Group(first, figures), title="reward")
 
 
-def _throughput(history: History) -> Panel:
+def _throughput(history: RunSoFar) -> Panel:
     grid = Table.grid(padding=(0, 1))
     for name, values, style in (
         ("generated", list(history.generated_rates)[-60:], "cyan"),
@@ -340,7 +337,7 @@ def _throughput(history: History) -> Panel:
     return Panel(grid, title="tokens per second")
 
 
-def _times(history: History) -> Panel:
+def _times(history: RunSoFar) -> Panel:
     pool = history.pool_shares()
     shares = {"busy": pool.busy, "paused": pool.paused, "idle": pool.idle} if pool else {}
     lines: list[Text] = []
@@ -370,7 +367,7 @@ def _share_legend(shares: Mapping[str, float]) -> Text:
     return text
 
 
-def _staleness(history: History, status: Status) -> Panel:
+def _staleness(history: RunSoFar, status: Status) -> Panel:
     limit = status.ledger.max_staleness
     ages = history.steps[-1].token_ages if history.steps else {}
     total = sum(ages.values())
@@ -388,7 +385,7 @@ def _staleness(history: History, status: Status) -> Panel:
     return Panel(grid, title=f"age of tokens in versions, limit {limit}", height=7)
 
 
-def _groups(history: History, status: Status) -> Panel:
+def _groups(history: RunSoFar, status: Status) -> Panel:
     ledger = status.ledger
     queued = sum(int(p.stats.get("queued", 0)) for p in status.processes if p.role == "gserver")
     figures = [
@@ -425,7 +422,7 @@ def _groups(history: History, status: Status) -> Panel:
     return Panel(Group(*lines), title="groups and weights")
 
 
-def _health(history: History) -> Text:
+def _health(history: RunSoFar) -> Text:
     """Whether the policy is about to fall apart, and the figures that tell it."""
     text = Text(overflow="ellipsis", no_wrap=True)
     if not history.steps:
@@ -444,7 +441,7 @@ def _health(history: History) -> Text:
 
 
 def _agents(status: Status) -> Text | None:
-    """What the agents of all rollout workers do and did; None where there are none."""
+    """Return what the agents of all rollout workers do and did; None where there are none."""
     found: Counter[str] = Counter()
     for process in status.processes:
         if process.role == "rollout":
@@ -468,7 +465,7 @@ def _agents(status: Status) -> Text | None:
 
 
 def _evaluation(status: EvaluationStatus) -> Text:
-    """The last evaluation, and the one under way."""
+    """Return the last evaluation, and the one under way."""
     text = Text(overflow="ellipsis", no_wrap=True)
     text.append("held-out ", style="dim")
     if status.last is None:
@@ -525,7 +522,8 @@ def _occupation(process: ProcessStatus, last: StepReport | None) -> Text:
 
 
 def _warnings(warnings: Sequence[str], findings: Sequence[Finding]) -> Panel:
-    """The worst that is unhealthy, beside the policy, which has a line of its own; and what was warned of last."""
+    """Return the worst that is unhealthy, beside the policy, which has a line of its own; and what was warned of
+    last."""
     worst = [str(finding) for finding in findings if finding.severity != "note" and finding.topic != "policy"][:1]
     said = [*worst, *list(warnings)[-2 + len(worst) :]]
     lines = [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in said]

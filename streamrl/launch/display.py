@@ -20,7 +20,7 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
-from streamrl.launch.dashboard import History, dashboard, duration, step_line
+from streamrl.launch.dashboard import RunSoFar, dashboard, duration, step_line
 from streamrl.launch.files import Warnings
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
@@ -42,7 +42,7 @@ class Display:
     def __init__(self, console: Console, *, config: Config) -> None:
         self._console = console
         self._config = config
-        self._history = History(started=time.monotonic())
+        self._history = RunSoFar(started=time.monotonic())
         self._metrics: Lines[StepReport] = Lines(config.run_dir / METRICS_FILE, StepReport)
         self._evaluations: Lines[EvaluationReport] = Lines(config.run_dir / EVALUATIONS_FILE, EvaluationReport)
         self._warnings = Warnings(config.run_dir / "logs")
@@ -102,7 +102,7 @@ class Display:
                     self.note(f"step {step.step}: {finding}")
 
     def _findings(self) -> list[Finding]:
-        """What is unhealthy by the latest figures."""
+        """Return what is unhealthy by the latest figures."""
         try:
             disk = shutil.disk_usage(self._config.run_dir)
         except OSError as error:
@@ -168,9 +168,9 @@ class LiveDisplay(Display):
 
 
 async def picture_of(manager_url: str, *, secret: Secret | None) -> RenderableType:
-    """The state of the run now, with rates from two looks at it; `secret`: the run's, if it is known here."""
+    """Return the state of the run now, with rates from two looks at it; `secret`: the run's, if it is known here."""
     client = ControlClient(manager_url, secret=secret, timeout=10.0)
-    history = History(started=time.monotonic())
+    history = RunSoFar(started=time.monotonic())
     try:
         for look in range(2):
             await asyncio.sleep(look * 1.5 * INTERVAL_SECONDS)
@@ -181,5 +181,5 @@ async def picture_of(manager_url: str, *, secret: Secret | None) -> RenderableTy
 
 
 def make_display(console: Console, *, config: Config) -> Display:
-    """The display that fits `console`."""
+    """Return the display that fits `console`."""
     return (LiveDisplay if console.is_terminal else Display)(console, config=config)

@@ -81,7 +81,7 @@ class TorchAnswer(msgspec.Struct, frozen=True):
     """Whether all devices reach each other's memory directly."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line."""
 
     name: str
@@ -94,7 +94,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing works without it."""
 
 
-def examine(*, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+def examine(*, environment: Mapping[str, str] = os.environ) -> list[DoctorLine]:
     """Look at this machine; takes as long as importing torch."""
     with subprocess.Popen(
         [sys.executable, "-c", ASK_TORCH],
@@ -122,8 +122,8 @@ def examine(*, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     return [*here[:1], *torch_findings(answer, problem, gpus=visible_gpus()), *here[1:]]
 
 
-def shown(findings: Sequence[Finding]) -> Table:
-    """The findings for people."""
+def shown(findings: Sequence[DoctorLine]) -> Table:
+    """Return the findings for people."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -135,7 +135,7 @@ def shown(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[DoctorLine]) -> str:
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
 
 
@@ -143,7 +143,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
-    """What torch says, or why it says nothing."""
+    """Return what torch says, or why it says nothing."""
     try:
         out, err = asking.communicate(timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
@@ -155,10 +155,10 @@ def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
         return None, last
 
 
-def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[Finding]:
+def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[DoctorLine]:
     """Lines on torch, its devices and its ways to talk to others. `gpus`: those that the machine has."""
     if answer is None:
-        yield Finding(
+        yield DoctorLine(
             name="torch",
             ok=False,
             found=f"cannot be imported: {problem}",
@@ -168,7 +168,7 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
         return
     built = f"for CUDA {answer.cuda}" if answer.cuda else f"for ROCm {answer.hip}" if answer.hip else "for CPUs only"
     build_is_wrong = bool(gpus) and not answer.cuda and not answer.hip
-    yield Finding(
+    yield DoctorLine(
         name="torch",
         ok=not build_is_wrong,
         found=f"{answer.version}, {built}",
@@ -178,12 +178,12 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
         do = "runs use the CPU"
         if gpus and answer.cuda:
             do = "the machine has GPUs that torch cannot use: look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
-        yield Finding(name="CUDA devices", ok=False, found="none", do=do)
+        yield DoctorLine(name="CUDA devices", ok=False, found="none", do=do)
     for index, device in enumerate(answer.devices):
         peak = peak_of(device.name)
         said = f", {peak.tflops:,.0f} TFLOPS in bfloat16, {peak.memory_tb_s:g} TB/s" if peak else ", peak unknown"
         busy = device.free < 0.9 * device.memory
-        yield Finding(
+        yield DoctorLine(
             name=f"CUDA device {index}",
             ok=not busy,
             found=f"{device.name}, {device.memory / GIB:.0f} GiB ({device.free / GIB:.0f} free), compute capability "
@@ -191,20 +191,20 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
             do="other processes hold its memory (nvidia-smi)" if busy else "",
         )
     if answer.devices:
-        yield Finding(
+        yield DoctorLine(
             name="NCCL",
             ok=bool(answer.nccl),
             found=answer.nccl or "not in this build of torch",
             do="" if answer.nccl else "install a build of torch with NCCL; else weights go over gloo",
         )
         if len(answer.devices) > 1:
-            yield Finding(
+            yield DoctorLine(
                 name="peer access",
                 ok=answer.peer_access,
                 found="between all devices" if answer.peer_access else "not between all devices",
                 do="" if answer.peer_access else "NCCL goes through host memory there: slower tensor parallelism",
             )
-    yield Finding(
+    yield DoctorLine(
         name="gloo",
         ok=answer.gloo,
         found="in torch" if answer.gloo else "not in this build of torch",
@@ -215,8 +215,8 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
 # --- the machine ---------------------------------------------------------------------------------
 
 
-def _python() -> Finding:
-    return Finding(
+def _python() -> DoctorLine:
+    return DoctorLine(
         name="Python",
         ok=sys.version_info >= (3, 11),
         found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -225,7 +225,7 @@ def _python() -> Finding:
     )
 
 
-def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) -> Iterator[Finding]:
+def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
     """How many CPUs this process may use, which, and whether they multiply bfloat16."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -236,7 +236,7 @@ def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) 
     usable = min(allowed, limit) if limit else allowed
     share = f", limited to {limit:g} by the container" if limit and limit < allowed else ""
     few = usable < 2
-    yield Finding(
+    yield DoctorLine(
         name="CPUs",
         ok=not few,
         found=f"{allowed} of {os.cpu_count()}{share}: {named[1] if named else platform.processor() or 'unknown'}",
@@ -244,7 +244,7 @@ def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) 
     )
     units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in words]
     fast = "avx512_bf16" in units or "amx_bf16" in units
-    yield Finding(
+    yield DoctorLine(
         name="bfloat16 on CPUs",
         ok=fast,
         found=", ".join(units) or "no vector units that are known here",
@@ -260,7 +260,7 @@ def _cgroup_cpus(cgroup: Path) -> float | None:
         return None
 
 
-def memory(*, cgroup: Path = CGROUP) -> Iterator[Finding]:
+def memory(*, cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
     """Memory that is free for this process."""
     seen = psutil.virtual_memory()
     total, free, by = seen.total, seen.available, ""
@@ -272,7 +272,7 @@ def memory(*, cgroup: Path = CGROUP) -> Iterator[Finding]:
     except (OSError, ValueError):  # no limit, or another system
         pass
     enough = free >= MEMORY_GIB * GIB
-    yield Finding(
+    yield DoctorLine(
         name="memory",
         ok=enough,
         found=f"{total / GIB:.1f} GiB{by}, {free / GIB:.1f} free",
@@ -280,14 +280,14 @@ def memory(*, cgroup: Path = CGROUP) -> Iterator[Finding]:
     )
 
 
-def shared_memory(*, folder: Path = SHARED_MEMORY) -> Finding:
+def shared_memory(*, folder: Path = SHARED_MEMORY) -> DoctorLine:
     """Whether weights may go to gservers of this machine through its memory, and NCCL and SGLang find room."""
     try:
         seen = shutil.disk_usage(folder)
     except OSError:
-        return Finding(name="shared memory", ok=False, found=f"no {folder}", do="weights are broadcast instead")
+        return DoctorLine(name="shared memory", ok=False, found=f"no {folder}", do="weights are broadcast instead")
     enough = seen.free >= SHARED_GIB * GIB
-    return Finding(
+    return DoctorLine(
         name="shared memory",
         ok=enough,
         found=f"{folder}: {seen.total / GIB:.1f} GiB, {seen.free / GIB:.1f} free",
@@ -297,7 +297,7 @@ def shared_memory(*, folder: Path = SHARED_MEMORY) -> Finding:
     )
 
 
-def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
+def compilers(environment: Mapping[str, str]) -> Iterator[DoctorLine]:
     """A C compiler for streamrl's own kernels on CPUs, and Triton for compiled ones on GPUs."""
     wanted = environment.get("CC", "").split() or ["cc"]
     program = shutil.which(wanted[0])
@@ -311,11 +311,12 @@ def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
         do = "STREAMRL_NATIVE=0 switches it off"
     elif failed:
         do = f"it failed once, which is remembered: remove {failed[-1]} to try again"
-    yield Finding(name="C compiler", ok=not do, found=version or program or f"no {wanted[0]}", do=do)
+    yield DoctorLine(name="C compiler", ok=not do, found=version or program or f"no {wanted[0]}", do=do)
 
 
 def _failed_libraries(cache: Path) -> list[Path]:
-    """The notes that a library could not be compiled; not those that a later one of the same sources has settled."""
+    """Return the notes that a library could not be compiled; not those that a later one of the same sources has
+    settled."""
 
     def compiled_since(note: Path) -> bool:
         source = note.stem.partition("-")[0]
@@ -332,7 +333,7 @@ def _first_line(command: Sequence[str]) -> str:
     return (done.stdout.strip().splitlines() or [""])[0]
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[DoctorLine]:
     """What may be installed besides, and what for."""
     for package, module, what in (
         ("transformers", "transformers", "pip install -e . installs it; nothing is trained without it"),
@@ -344,23 +345,23 @@ def packages() -> Iterator[Finding]:
         ("reasoning-gym", "reasoning_gym", 'pip install "streamrl[rewards]"; only for its tasks'),
     ):
         if find_spec(module) is None:
-            yield Finding(name=package, ok=False, found="not installed", do=what, needed=package == "transformers")
+            yield DoctorLine(name=package, ok=False, found="not installed", do=what, needed=package == "transformers")
             continue
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "of unknown version"
-        yield Finding(name=package, ok=True, found=version)
+        yield DoctorLine(name=package, ok=True, found=version)
 
 
-def network() -> Iterator[Finding]:
+def network() -> Iterator[DoctorLine]:
     """Whether servers can listen, and by which addresses others would reach them."""
     try:
         with socket.create_server((LOOPBACK.at, 0)) as listening:
             port = listening.getsockname()[1]
-        yield Finding(name="ports", ok=True, found=f"free ones at {LOOPBACK.at}, for example {port}")
+        yield DoctorLine(name="ports", ok=True, found=f"free ones at {LOOPBACK.at}, for example {port}")
     except OSError as error:
-        yield Finding(
+        yield DoctorLine(
             name="ports",
             ok=False,
             found=f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}",
@@ -375,7 +376,7 @@ def network() -> Iterator[Finding]:
         if state is not None and state.isup and addresses:
             speed = f", {state.speed / 1000:g} Gbit/s" if state.speed else ""
             told.append(f"{name} {' '.join(addresses)}{speed}")
-    yield Finding(
+    yield DoctorLine(
         name="interfaces",
         ok=bool(told),
         found="; ".join(told) or "only loopback",
@@ -383,14 +384,14 @@ def network() -> Iterator[Finding]:
     )
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if cards:
-        yield Finding(name="InfiniBand", ok=True, found=", ".join(cards))
+        yield DoctorLine(name="InfiniBand", ok=True, found=", ".join(cards))
 
 
-def open_files() -> Finding:
-    """How many files and sockets one process may have open."""
+def open_files() -> DoctorLine:
+    """Return the line on how many files and sockets one process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
-    return Finding(
+    return DoctorLine(
         name="open files",
         ok=enough,
         found="no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} for a process, {hard:,} at most",
@@ -398,7 +399,7 @@ def open_files() -> Finding:
     )
 
 
-def folders(*, cache: Path | None = None) -> Iterator[Finding]:
+def folders(*, cache: Path | None = None) -> Iterator[DoctorLine]:
     """Where models and compiled libraries are kept between runs."""
     folder = cache or cache_home()
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -407,7 +408,7 @@ def folders(*, cache: Path | None = None) -> Iterator[Finding]:
             pass
         free = shutil.disk_usage(there).free
     except OSError as error:
-        yield Finding(
+        yield DoctorLine(
             name="cache",
             ok=False,
             found=f"{folder} cannot be written: {error.strerror or error}",
@@ -416,7 +417,7 @@ def folders(*, cache: Path | None = None) -> Iterator[Finding]:
         )
         return
     enough = free >= CACHE_GIB * GIB
-    yield Finding(
+    yield DoctorLine(
         name="cache",
         ok=enough,
         found=f"{folder}, {free / GIB:.1f} GiB free",

@@ -1,9 +1,8 @@
-"""Follows files that other processes append to: new lines, last lines, warnings.
+"""The files of a run's folder while it goes on: new lines of them, last lines, warnings in logs; logs that grow too
+long are cut, and a full disk is reported.
 
-Keeps a run's folder in order while the run goes on: logs that grow too long are cut, a full disk is told.
-
-Whoever writes to a log need not know of it: its process, what a library prints, a process that it has started. Each has
-the file open to append, so a log is copied aside and made empty, not renamed.
+Whoever writes to a log need not know that it is cut: its process, what a library prints, a process that it has started.
+Each has the file open to append, so a log is copied aside and made empty, not renamed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Warnings:
         self._kept: deque[str] = deque(maxlen=keep)
 
     def recent(self) -> list[str]:
-        """The last warnings, oldest first: process name and message."""
+        """Return the last warnings, oldest first: process name and message."""
         for file in sorted(self._folder.glob("*.log")):
             tail = self._tails.setdefault(file, Tail(file))
             for line in tail.new_lines():
@@ -64,7 +63,7 @@ class Warnings:
 
 
 def last_lines(file: Path, count: int, *, most_bytes: int = 16384) -> list[str]:
-    """The last `count` lines of `file` that are not empty; none if there is no file."""
+    """Return the last `count` lines of `file` that are not empty; none if there is no file."""
     try:
         with file.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -104,7 +103,7 @@ async def keep_in_order(run_dir: Path, *, tell: Callable[[str], None], every_sec
 
 
 def _look_after(run_dir: Path) -> str:
-    """Cut the logs, and answer why nothing can be written; empty: it can."""
+    """Cut the logs, and return why nothing can be written; empty: it can."""
     try:
         for file in (run_dir / "logs").glob("*.log"):
             cut(file, most=MOST_LOG_BYTES)

@@ -47,7 +47,7 @@ def drawing(graph: Graph) -> tuple[list[Box], list[Arrow]]:
 
 
 def graph_text(graph: Graph) -> Tree:
-    """The MFCs in the order in which they run, each with its keys and who gives them."""
+    """Return the MFCs in the order in which they run, each with its keys and who gives them."""
     tree = Tree(Text("model function calls"))
     if given := _given(graph):
         branch = tree.add(Text.assemble((SOURCE, "bold"), f"  {SOURCE_NOTE}"))

@@ -85,7 +85,7 @@ class _Made:
         return f"http://{self._run}-manager:{self.port}"
 
     def settings(self) -> str:
-        """The configuration for all pods, with the name by which they ask the manager."""
+        """Return the configuration for all pods, with the name by which they ask the manager."""
         security = self._config.security
         known = msgspec.structs.replace(security, host_names=[*security.host_names, f"{self._run}-manager"])
         return configuration.to_toml(msgspec.structs.replace(self._config, security=known), only_changed=True)
@@ -100,7 +100,7 @@ class _Made:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def job(self, name: PoolName, processes: Sequence[ProcessPlan], options: Sequence[str], **of_job: Any) -> Manifest:
-        """A pool that ends: its pods are begun again when they fail."""
+        """Return a pool that ends: its pods are begun again when they fail."""
         pods = of_job.get("completions", 1)
         spec = {
             "backoffLimit": self._config.launch.restarts * pods,
@@ -110,7 +110,7 @@ class _Made:
         return self.object("batch/v1", "Job", name, spec=spec)
 
     def trainer(self, processes: Sequence[ProcessPlan]) -> Manifest:
-        """An indexed job, in which each pod knows its number."""
+        """Return an indexed job, in which each pod knows its number."""
         pods = self._settings.trainer_pods
         of_one = on_one_machine("trainer", processes, pods, setting="launch.kubernetes.trainer_pods")
         options = ["--manager", self.url, "--resume"]
@@ -119,7 +119,7 @@ class _Made:
         return self.job("trainer", of_one, options, completions=pods, parallelism=pods, completionMode="Indexed")
 
     def deployment(self, name: PoolName, processes: Sequence[ProcessPlan]) -> Manifest:
-        """A pool of which each pod is one process, and can leave and join while the run goes on."""
+        """Return a pool of which each pod is one process, and can leave and join while the run goes on."""
         spec = {
             "replicas": len(processes),
             "selector": {"matchLabels": self.labels(name)},

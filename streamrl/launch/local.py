@@ -28,7 +28,6 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch.children import Child, Children
 from streamrl.launch.display import Display
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped
@@ -44,7 +43,7 @@ from streamrl.launch.processes import (
     thread_environment,
     visible_gpus,
 )
-from streamrl.launch.supervise import Restarts, restarts_of, until_finished
+from streamrl.launch.supervise import Child, Children, Restarts, restarts_of, until_finished
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
@@ -83,7 +82,7 @@ def claim_run_dir(config: Config) -> Config:
 
 
 def resumed(config: Config) -> Config:
-    """The configuration of the run in `config.run_dir`, to go on from its latest checkpoint."""
+    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint."""
     found = progress.checkpoints(config.run_dir)
     if not found:
         raise ConfigError(

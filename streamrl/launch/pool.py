@@ -1,8 +1,9 @@
-"""`streamrl gserver --count N`, `streamrl rollout --count N`: several of them on this machine, for a run whose manager
-is somewhere already.
+"""A pool, or the part of one that is on this machine, for a run whose manager is somewhere already: `streamrl trainer`,
+`streamrl gserver --count N`, `streamrl rollout --count N`.
 
-Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. One that dies is
-started again, as often as `streamrl run` would; the others go on meanwhile.
+Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. A gserver or
+rollout worker that dies is started again, as often as `streamrl run` would, and the others go on meanwhile; a part of
+the trainer that dies ends all of it.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import ProcessDied, StreamRLError
-from streamrl.launch.children import Child, Children
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
 from streamrl.launch.processes import (
     COMPONENTS,
     ProcessPlan,
+    TrainerShare,
     checkpoint_command,
     command,
     plan_pool,
+    plan_trainer,
     thread_environment,
     threads_of,
     visible_gpus,
 )
-from streamrl.launch.supervise import Restarts, end_who_is_silent, restarts_of
+from streamrl.launch.supervise import Child, Children, Restarts, end_who_is_silent, restarts_of, until_finished
+from streamrl.records.sinks import check_installed
 from streamrl.transport.control import AskPlace, Drain
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import await_secret, of_run_at
@@ -37,6 +41,82 @@ from streamrl.transport.secret import await_secret, of_run_at
 log = logging.getLogger(__name__)
 
 PoolRole = Literal["gserver", "rollout"]
+
+
+async def _model_folder(
+    children: Children,
+    *,
+    config_file: Path,
+    overrides: Sequence[str],
+    manager_url: str,
+    components: Mapping[str, str],
+    threads: int,
+) -> Path:
+    """Have a child make, or fetch, the folder with the run's first weights; raises as `Children.ask` does."""
+    words = checkpoint_command(config_file, overrides=overrides, manager_url=manager_url, components=components)
+    environment = thread_environment(threads)
+    return Path(await children.ask(words, name="checkpoint", environment=environment, timeout=CHECKPOINT_SECONDS))
+
+
+# --- the trainer ---
+
+
+async def run_trainer(
+    config: Config,
+    *,
+    config_file: Path,
+    overrides: Sequence[str],
+    manager_url: str,
+    share: TrainerShare,
+    master: bool,
+    advertise: str = "",
+    model_dir: Path | None = None,
+    components: Mapping[str, str] = COMPONENTS,
+) -> None:
+    """Start the model workers of `share`, and the `master`, and watch them until the run is over.
+
+    Raises `ConfigError` where the package of a sink is missing, and `ProcessDied` when one of the processes died; then
+    none is left.
+    """
+    if master:
+        check_installed(config.metrics.sinks)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
+    await asyncio.to_thread(await_secret, manager_url, config)
+    secret = of_run_at(manager_url, config)
+    children = Children(logs=None, secret=secret)
+    try:
+        if model_dir is None:
+            model_dir = await _model_folder(
+                children,
+                config_file=config_file,
+                overrides=overrides,
+                manager_url=manager_url,
+                components=components,
+                threads=config.trainer.threads,
+            )
+        client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
+        try:
+            for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
+                words = command(
+                    process,
+                    config_file=config_file,
+                    overrides=overrides,
+                    manager_url=manager_url,
+                    model_dir=model_dir,
+                    advertise=advertise,
+                    components=components,
+                )
+                await children.start(process, words)
+            await until_finished(children, client=client)
+        finally:
+            await client.close()
+            await children.stop()
+    finally:
+        children.close()
+
+
+# --- gservers and rollout workers ---
 
 
 class Pool:
@@ -78,15 +158,14 @@ class Pool:
         self._children = children = Children(logs=None, secret=secret)
         client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
-            words = checkpoint_command(
-                self._config_file,
+            self._model_dir = await _model_folder(
+                children,
+                config_file=self._config_file,
                 overrides=self._overrides,
                 manager_url=self._manager_url,
                 components=self._components,
+                threads=threads_of(self._role, self._config),
             )
-            threads = thread_environment(threads_of(self._role, self._config))
-            folder = await children.ask(words, name="checkpoint", environment=threads, timeout=CHECKPOINT_SECONDS)
-            self._model_dir = Path(folder)
             indices = [await self._place(client) for _ in range(self._count)]
             for process in plan_pool(self._config, self._role, indices=indices, gpus=visible_gpus()):
                 await self._start(process)

@@ -1,12 +1,12 @@
-"""How a component runs as an operating-system process: event loop, signals, lifeline, exit code.
+"""How a component runs as an operating-system process: event loop, signals, exit code.
 
-Owns the process's logging, its signal handlers and its end of the lifeline. Invariants:
+Owns the process's logging and its signal handlers. Invariants:
 
 - the first SIGTERM or SIGINT cancels the component, so that it cleans up; the second ends the process at once;
   where there is something to do before, such as leaving a run without loss, the first signal starts that, and the
   second and third are what the first and second are else;
-- a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL:
-  it holds the reading end of a pipe whose only writing end is the launcher's, and stops at end-of-file.
+- a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL: its lifeline
+  (`children.py`) stops it.
 """
 
 from __future__ import annotations
@@ -25,72 +25,22 @@ from typing import Any
 
 import uvloop
 
+from streamrl.children import EXIT_ORPHANED, GRACE_SECONDS, Lifeline, end_at_once
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.essential import ends_with_its_work
 
 log = logging.getLogger(__name__)
 
-LIFELINE = "STREAMRL_LIFELINE"
-"""Environment variable: file descriptor of the lifeline's reading end."""
 LOG_LEVEL = "STREAMRL_LOG"
 """Environment variable: least level that is logged, for example `DEBUG`; `INFO` without it."""
 STDOUT, STDERR = 1, 2
 STACKS_SIGNAL = signal.SIGUSR2
 """Has a process of a run print what its threads are doing."""
 OPEN_FILES = 65536
-GRACE_SECONDS = 5.0
-"""Between asking a process to stop and ending it by force."""
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-EXIT_ORPHANED = 70
 
 Component = Callable[[], Coroutine[Any, Any, None]]
-
-
-class Lifeline:
-    """Watches whether the launcher that started this process still lives."""
-
-    def __init__(self, descriptor: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        self._descriptor = descriptor
-        self._grace = grace_seconds
-        self._cut = False
-        self._on_cut: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-        # A thread, not the event loop: a loop that hangs must not keep the process alive.
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
-
-    @classmethod
-    def from_environment(cls) -> Lifeline | None:
-        """The lifeline that a launcher handed to this process, if one did; its own children do not see it."""
-        descriptor = os.environ.pop(LIFELINE, None)
-        return cls(int(descriptor)) if descriptor is not None else None
-
-    def on_cut(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, on the lifeline's thread, when the launcher is gone."""
-        with self._lock:
-            self._on_cut = callback
-            cut = self._cut
-        if cut:
-            callback()
-
-    def _watch(self) -> None:
-        while os.read(self._descriptor, 1):
-            pass
-        with self._lock:
-            self._cut = True
-            callback = self._on_cut
-        log.error("the launcher is gone; stopping")
-        if callback is not None:
-            callback()
-        threading.Event().wait(self._grace)
-        end_at_once(EXIT_ORPHANED)
-
-
-def end_at_once(code: int) -> None:
-    """End this process, and the processes that it started in its own group, without clean-up."""
-    if os.getpgrp() == os.getpid() and os.getsid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(code)
 
 
 class _Output(io.RawIOBase):

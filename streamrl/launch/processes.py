@@ -105,7 +105,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     ]
 
 
-class Share(msgspec.Struct, frozen=True):
+class TrainerShare(msgspec.Struct, frozen=True):
     """Which part of the trainer one `streamrl trainer` is, of those that make it up together."""
 
     node: int
@@ -126,7 +126,7 @@ class Share(msgspec.Struct, frozen=True):
         return gpus[self.local * len(gpus) // self.locals : (self.local + 1) * len(gpus) // self.locals]
 
 
-def share_of(config: Config, *, node: int | None, nodes: int | None, environment: Mapping[str, str]) -> Share:
+def share_of(config: Config, *, node: int | None, nodes: int | None, environment: Mapping[str, str]) -> TrainerShare:
     """Return which part of the trainer the `node`th of `nodes` is; None: as torchrun's variables in `environment` say.
 
     torchrun numbers the processes that it starts (RANK of WORLD_SIZE, and LOCAL_RANK of LOCAL_WORLD_SIZE on this
@@ -136,7 +136,7 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if node is None and nodes is None:
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
-            return Share(node=0, nodes=1)
+            return TrainerShare(node=0, nodes=1)
         try:
             numbers = [int(environment.get(name, default)) for name, default in zip(names, "0101", strict=True)]
         except ValueError as error:
@@ -144,10 +144,10 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
             raise ConfigError(
                 f"{told}: torchrun's variables are numbers; unset them, or give --node and --nodes"
             ) from error
-        share = Share(*numbers)
+        share = TrainerShare(*numbers)
         said = f"RANK={share.node} of WORLD_SIZE={share.nodes}"
     else:
-        share = Share(node=node or 0, nodes=nodes or 1)
+        share = TrainerShare(node=node or 0, nodes=nodes or 1)
         said = f"--node {share.node} --nodes {share.nodes}"
         if nodes is None:
             raise ConfigError(f"--node {share.node}: say of how many, as --nodes N")
@@ -161,7 +161,7 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
     return share
 
 
-def plan_trainer(config: Config, *, share: Share, master: bool, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+def plan_trainer(config: Config, *, share: TrainerShare, master: bool, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     """Return the model workers of `share`, and the `master` if it is here, in the order in which they start.
 
     A trainer that is whole on this machine leaves the first `gpus` to the gservers, as in `plan`.
@@ -251,7 +251,7 @@ def _device(config: Config, gpus: Sequence[str]) -> str:
 
 
 def _ranks_of_a_gserver(config: Config) -> int:
-    """How many a gserver process has on this machine: none if it computes nothing, or somewhere else."""
+    """Return how many a gserver process has on this machine: none if it computes nothing, or somewhere else."""
     if config.gserver.engine == "simulated" or config.gserver.sglang.addresses:
         return 0
     return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
@@ -267,7 +267,7 @@ def command(
     advertise: str = "",
     components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
-    """The command line of `process`: the one to type by hand, completed by what the launcher knows already."""
+    """Return the command line of `process`: the one to type by hand, completed by what the launcher knows already."""
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
@@ -287,7 +287,7 @@ def checkpoint_command(
     manager_url: str | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
-    """The command line that makes the run's model folder and tells where it is."""
+    """Return the command line that makes the run's model folder and tells where it is."""
     words = [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
@@ -295,7 +295,7 @@ def checkpoint_command(
 
 
 def page_command(run_dir: Path) -> list[str]:
-    """The command line that shows the run in a browser and tells the address."""
+    """Return the command line that shows the run in a browser and tells the address."""
     return [sys.executable, "-m", "streamrl", "page", str(run_dir)]
 
 

@@ -31,12 +31,12 @@ from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
-from streamrl.launch.children import Child, Children
 from streamrl.launch.clusters import Needs, needs
 from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, resumed
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import COMPONENTS, PlanRole, ProcessPlan, plan
+from streamrl.launch.supervise import Child, Children
 from streamrl.records import progress
 from streamrl.retry import Retry
 from streamrl.transport.secret import Secret
@@ -55,7 +55,7 @@ CONNECT_SECONDS = 10.0
 """How long the head of a Ray cluster may take to answer."""
 
 
-class End(msgspec.Struct, frozen=True):
+class ProcessEnd(msgspec.Struct, frozen=True):
     """How a process ended."""
 
     exit_code: int
@@ -98,11 +98,11 @@ class Keeper:
         return self._child.pid, url
 
     async def ended(self) -> bytes:
-        """Wait for its end, and tell of it (`End` as JSON)."""
+        """Wait for its end, and tell of it (`ProcessEnd` as JSON)."""
         assert self._child is not None
         await self._child.ended.wait()
         assert self._child.exit_code is not None
-        end = End(self._child.exit_code, self._child.how_it_ended, self._child.obituary())
+        end = ProcessEnd(self._child.exit_code, self._child.how_it_ended, self._child.obituary())
         return msgspec.json.encode(end)
 
     async def signal(self, number: int) -> None:
@@ -215,7 +215,7 @@ class KeptChild(Child):
         self.ended = asyncio.Event()
         self.ended_because = ""
         self._actor = actor
-        self._end: End | None = None
+        self._end: ProcessEnd | None = None
 
     def signal(self, number: signal.Signals) -> None:
         if self.exit_code is None:
@@ -224,7 +224,7 @@ class KeptChild(Child):
     async def wait(self) -> int:
         """Wait for the end of the process, or of its actor, which is given back then."""
         try:
-            self._end = msgspec.json.decode(await self._actor.ended.remote(), type=End)
+            self._end = msgspec.json.decode(await self._actor.ended.remote(), type=ProcessEnd)
             self.exit_code = self._end.exit_code
         except RayError as error:
             self.ended_because = f"Ray lost its actor ({_first_line(error)})"

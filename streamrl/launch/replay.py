@@ -19,15 +19,15 @@ from rich.table import Table
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError, ProcessDied
-from streamrl.launch.children import Children
 from streamrl.launch.local import claim_run_dir
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import plan, visible_gpus
+from streamrl.launch.supervise import Children
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.metrics import StepReport
 from streamrl.records.sinks import check_installed
 from streamrl.report.reading import read_run
-from streamrl.trainer.replay.plan import OUTCOME, Outcome, Stretch, changes, stretch
+from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, changes, stretch
 from streamrl.trainer.replay.recording import read_recording
 
 ROWS = 12
@@ -110,16 +110,16 @@ async def _replay(prepared: Prepared, children: Children) -> None:
             children.close()
 
 
-def outcome_of(folder: Path) -> Outcome:
-    """What the replay in `folder` found; raises `ConfigError` if it came to no end."""
+def outcome_of(folder: Path) -> ReplayOutcome:
+    """Return what the replay in `folder` found; raises `ConfigError` if it came to no end."""
     try:
-        return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=Outcome)
+        return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=ReplayOutcome)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{folder} is no replay that came to its end: {error}") from error
 
 
-def verdict(outcome: Outcome) -> str:
-    """What a replay found, in words."""
+def verdict(outcome: ReplayOutcome) -> str:
+    """Return what a replay found, in words."""
     steps = f"steps {outcome.first_step} to {outcome.last_step} of {outcome.run}"
     if outcome.changed:
         changed = ", ".join(f"{key} = {now!r} instead of {was!r}" for key, (was, now) in outcome.changed.items())
@@ -137,7 +137,7 @@ def verdict(outcome: Outcome) -> str:
     return f"{text}; the likely cause: {others}"
 
 
-def comparison_table(outcome: Outcome, folder: Path) -> Table:
+def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
     """Some steps as recorded and as replayed; `age`: the mean of the tokens, `sample size`: the effective one."""
     recorded = {step.step: step for step in read_run(Path(outcome.run)).steps}
     replayed = {step.step: step for step in read_run(folder).steps}

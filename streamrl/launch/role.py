@@ -1,9 +1,8 @@
-"""Processes that join and leave a running run: a number on the way in, and the manager's leave on the way out.
+"""One component in this process: configuration, threads, model folder, and then its `serve`.
 
-Runs one component in this process: configuration, threads, model folder, and then its `serve`.
-
-What a launcher needs to know goes back through a pipe (`answer`); everything else is the same
-whether a person or a launcher started the process.
+What a launcher needs to know goes back through a pipe (`answer`); everything else is the same whether a person or a
+launcher started the process. One that joins a running run asks the manager for a number first, and for leave before it
+ends.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from streamrl import config as configuration
+from streamrl.children import Lifeline
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
-from streamrl.launch.model import fetched_model, is_elsewhere
-from streamrl.launch.process import Component, Lifeline, run_component, set_up_logging
+from streamrl.launch.process import Component, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
@@ -29,16 +28,20 @@ from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, ResumePoint, Role
 from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.model_files import fetched_model, is_elsewhere
 from streamrl.transport.secret import Secret, await_secret, given
 
-# --- elastic ---
+log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 """How long the manager may take to answer a process that wants to leave."""
 
 
+# --- joining and leaving a run ---
+
+
 def free_place(config: Config, *, manager_url: str, role: Role) -> int:
-    """A number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
+    """Return a number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
 
     async def ask() -> int:
         client = ControlClient.of(config, manager_url)
@@ -77,9 +80,7 @@ async def _drain(client: ControlClient, role: Role, index: int) -> None:
         await client.close()
 
 
-# --- role ---
-
-log = logging.getLogger(__name__)
+# --- the process ---
 
 
 def from_latest(config_file: Path, overrides: Sequence[str]) -> list[str]:
@@ -276,7 +277,7 @@ def _run_role(
 
 
 def _make_checkpoint(config: Config, component: str | None = None, *, manager_url: str = "") -> Path:
-    """The folder with the run's initial weights and tokenizer; made or fetched if it is not there."""
+    """Return the folder with the run's initial weights and tokenizer; made or fetched if it is not there."""
     if manager_url and is_elsewhere(config):
         return fetched_model(config, manager_url=manager_url)
     folder: Path = _load(component or COMPONENTS["checkpoint"])(config)
@@ -284,7 +285,7 @@ def _make_checkpoint(config: Config, component: str | None = None, *, manager_ur
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names; loads torch with most of them."""
+    """Return the function that `module:function` names; loads torch with most of them."""
     with without_garbage_collection():
         found: Callable[..., Any] = load_object(name, key="--component")
     return found

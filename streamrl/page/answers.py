@@ -64,7 +64,7 @@ class RunFacts(msgspec.Struct, frozen=True):
 
 
 def facts(run: Run, *, number: int) -> RunFacts:
-    """What `run` is and how it stands."""
+    """Return what `run` is and how it stands."""
     state, message = run.state()
     settings = run.settings
     begin = run.begin
@@ -170,7 +170,7 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     """gservers: the share of time in which it generated, over the run in up to 60 stretches."""
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class ProcessesView(msgspec.Struct, frozen=True):
     """Every process of a run, and the weights that are served."""
 
     processes: list[ProcessFacts]
@@ -182,12 +182,12 @@ class Fleet(msgspec.Struct, frozen=True):
     """Who waited for what: process, what for, seconds, share of its time; the longest first."""
 
 
-def fleet(run: Run) -> Fleet:
+def fleet(run: Run) -> ProcessesView:
     """How each process stands."""
     done = [update for update in run.publications if update.done]
     last_status: Mapping[str, Any] = (run.final.status if run.final else None) or {}
     standing = {f"{p.get('role')}/{p.get('index')}": str(p.get("state")) for p in last_status.get("processes", [])}
-    return Fleet(
+    return ProcessesView(
         processes=[
             _process_facts(process, run, standing=standing.get(process.name, ""))
             for process in ordered(run.processes.values())
@@ -305,14 +305,14 @@ def _largest(column: Column | None) -> float | None:
 
 
 def _last_stats(process: Process) -> dict[str, float]:
-    """The figures of its last heartbeat."""
+    """Return the figures of its last heartbeat."""
     last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
     return {name: value for name, value in last.items() if value == value}
 
 
 def _config(run: Run) -> Config | None:
-    """The run's configuration as this version knows it: keys of older and newer ones are left out; None: there is none,
-    or its values do not fit."""
+    """Return the run's configuration as this version knows it: keys of older and newer ones are left out; None: there
+    is none, or its values do not fit."""
     try:
         return msgspec.convert(_known(run.settings, Config), Config) if run.settings else None
     except msgspec.ValidationError:
@@ -337,7 +337,7 @@ def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, 
     return found
 
 
-class Response(msgspec.Struct, frozen=True):
+class ResponseView(msgspec.Struct, frozen=True):
     """One response of a group, token by token, from the end of the prompt on."""
 
     index: int
@@ -353,12 +353,12 @@ class Response(msgspec.Struct, frozen=True):
     """The text of each token."""
     ids: list[int]
     uses: list[int]
-    """Index in `Group.token_uses`."""
+    """Index in `GroupView.token_uses`."""
     figures: dict[str, list[float | None]]
     """Name → one number for each token; of tokens that the policy did not sample, None."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupView(msgspec.Struct, frozen=True):
     """A group with all its siblings."""
 
     step: int
@@ -370,15 +370,15 @@ class Group(msgspec.Struct, frozen=True):
     prompt: list[str]
     """The text of each token that all responses share."""
     token_uses: tuple[str, ...]
-    responses: list[Response]
+    responses: list[ResponseView]
 
 
-def group(run: Run, *, step: int, seq: int) -> Group:
+def group(run: Run, *, step: int, seq: int) -> GroupView:
     """Group `seq` of `step`; raises `DataError` if it is not there."""
     kept = run.rollouts.group(step, seq)
     branches = kept.branches()
     shared = min([kept.prompt_length, *kept.seqlens.tolist()])
-    return Group(
+    return GroupView(
         step=kept.step,
         seq=kept.seq,
         seconds=kept.time - run.begin,
@@ -390,7 +390,7 @@ def group(run: Run, *, step: int, seq: int) -> Group:
     )
 
 
-def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Response:
+def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> ResponseView:
     first, end = kept.bounds(index)
     own = slice(first + shared, end)
     sampled = kept.policy_versions[own] != NO_VERSION
@@ -405,7 +405,7 @@ def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Respo
         "value": kept.values,
         "entropy": kept.entropy,
     }
-    return Response(
+    return ResponseView(
         index=index,
         episode=int(kept.episodes[index]),
         reward=float(kept.rewards[index]),
@@ -437,7 +437,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 def settings(run: Run) -> Configuration:
-    """The configuration that the run had."""
+    """Return the configuration that the run had."""
     try:
         tree = run.config()
     except ConfigError as error:
@@ -462,7 +462,8 @@ class GraphPicture(msgspec.Struct, frozen=True):
 
 
 def graph(run: Run) -> GraphPicture:
-    """The graph of model function calls; one of the user's own is named only, since drawing it would run code."""
+    """Return the graph of model function calls; one of the user's own is named only, since drawing it would run
+    code."""
     config = _config(run)
     if config is None:
         return GraphPicture([], [], f"this version of streamrl cannot read the configuration in {run.folder}")

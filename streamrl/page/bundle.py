@@ -96,7 +96,7 @@ def _as_function(name: str, source: str) -> str:
 
 
 def _bound(match: re.Match[str]) -> str:
-    """What an import names, as the left side of an assignment."""
+    """Return what an import names, as the left side of an assignment."""
     what = match[1]
     return what.removeprefix("* as ") if what.startswith("*") else what.replace(" as ", ": ")
 

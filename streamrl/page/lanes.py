@@ -23,7 +23,7 @@ SILENT_BEATS = 8.0
 """A process whose next heartbeat comes after so many usual ones was away in between."""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class LanePiece(msgspec.Struct, frozen=True, array_like=True):
     """Something that a process did for a while."""
 
     begin: float
@@ -41,11 +41,12 @@ class Lane(msgspec.Struct, frozen=True):
     """One process, or the trainer as a whole."""
 
     name: str
-    pieces: list[Piece]
+    pieces: list[LanePiece]
 
 
 def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
-    """What each process did from `begin` to `end`, in seconds since the run's begin, in a window of so many columns."""
+    """Return what each process did from `begin` to `end`, in seconds since the run's begin, in a window of so many
+    columns."""
     edges, origin = np.linspace(begin, end, columns + 1), run.begin
     trainer = [
         _of_spans(name, [(b - origin, e - origin) for b, e in run.spans[name]], edges)
@@ -66,19 +67,19 @@ def ordered(processes: Iterable[Process]) -> list[Process]:
     return sorted(processes, key=lambda p: (places.get(p.role, len(places)), p.index))
 
 
-def _of_spans(name: str, spans: Sequence[tuple[float, float]], edges: Column) -> list[Piece]:
+def _of_spans(name: str, spans: Sequence[tuple[float, float]], edges: Column) -> list[LanePiece]:
     begins, ends = (np.array(side, dtype=float) for side in zip(*spans, strict=True))
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], ends[order]
     inside = (ends > edges[0]) & (begins < edges[-1])
     begins, ends = begins[inside], ends[inside]
     if len(begins) <= MOST_PIECES:
-        return [Piece(float(b), float(e), name, 1.0, "") for b, e in zip(begins, ends, strict=True)]
+        return [LanePiece(float(b), float(e), name, 1.0, "") for b, e in zip(begins, ends, strict=True)]
     return _shares(name, _covered(begins, ends, edges), edges)
 
 
 def _covered(begins: Column, ends: Column, edges: Column) -> Column:
-    """How many seconds of each column the pieces cover."""
+    """Return how many seconds of each column the pieces cover."""
     until = np.zeros(len(edges))
     for side, sign in ((begins, 1.0), (ends, -1.0)):
         side = np.sort(side)
@@ -88,16 +89,16 @@ def _covered(begins: Column, ends: Column, edges: Column) -> Column:
     return np.diff(until)
 
 
-def _shares(kind: str, seconds: Column, edges: Column, *, text: str = "") -> list[Piece]:
+def _shares(kind: str, seconds: Column, edges: Column, *, text: str = "") -> list[LanePiece]:
     width = np.diff(edges)
     share = np.clip(seconds / width, 0.0, 1.0)
     rows = np.flatnonzero(share > 0.004)
-    return [Piece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), text) for i in rows]
+    return [LanePiece(float(edges[i]), float(edges[i + 1]), kind, round(float(share[i]), 3), text) for i in rows]
 
 
-def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, origin: float) -> list[Piece]:
+def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, origin: float) -> list[LanePiece]:
     made = [
-        Piece(
+        LanePiece(
             update.begin - origin,
             update.end - origin,
             "publish" if update.done else "failed",
@@ -114,7 +115,7 @@ def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, orig
     return _of_spans("publish", spans, edges) + failed[:MOST_PIECES]
 
 
-def _of_process(process: Process, edges: Column, *, origin: float) -> list[Piece]:
+def _of_process(process: Process, edges: Column, *, origin: float) -> list[LanePiece]:
     times = process.times - origin
     pieces = _away(process, times, edges)
     if process.role == "gserver":
@@ -129,7 +130,7 @@ def _of_process(process: Process, edges: Column, *, origin: float) -> list[Piece
                 upto += 1
             text = process.waits[at]
             stop = times[upto] if upto < len(times) else times[-1]
-            pieces.append(Piece(float(times[at]), float(stop), "wait" if text else "work", 1.0, text))
+            pieces.append(LanePiece(float(times[at]), float(stop), "wait" if text else "work", 1.0, text))
             at = upto
         return pieces
     waited = np.concatenate([[0.0], np.cumsum(np.diff(times) * waiting[:-1])])
@@ -138,7 +139,7 @@ def _of_process(process: Process, edges: Column, *, origin: float) -> list[Piece
     return [*_shares("wait", seconds, edges), *_shares("work", present - seconds, edges), *pieces]
 
 
-def _of_gserver(process: Process, times: Column, edges: Column) -> list[Piece]:
+def _of_gserver(process: Process, times: Column, edges: Column) -> list[LanePiece]:
     first, last = _window(times, edges)
     pieces = []
     for kind, counter in (("generate", "busy_seconds_total"), ("pause", "pause_seconds_total")):
@@ -150,11 +151,13 @@ def _of_gserver(process: Process, times: Column, edges: Column) -> list[Piece]:
             seconds = times[at + 1] - times[at]
             share = (grown[at + 1] - grown[at]) / seconds if seconds > 0 else 0.0
             if share > 0.004:
-                pieces.append(Piece(float(times[at]), float(times[at + 1]), kind, round(min(1.0, float(share)), 3), ""))
+                pieces.append(
+                    LanePiece(float(times[at]), float(times[at + 1]), kind, round(min(1.0, float(share)), 3), "")
+                )
     return pieces
 
 
-def _away(process: Process, times: Column, edges: Column) -> list[Piece]:
+def _away(process: Process, times: Column, edges: Column) -> list[LanePiece]:
     """Times without a heartbeat, and begins after the first."""
     gaps = np.diff(times)
     if not len(gaps):
@@ -162,10 +165,10 @@ def _away(process: Process, times: Column, edges: Column) -> list[Piece]:
     usual = max(1.0, float(np.median(gaps)))
     seconds = process.stats.column("processor_seconds_total")
     began = np.flatnonzero(np.diff(seconds) < 0)
-    pieces = [Piece(float(times[at]), float(times[at + 1]), "restart", 1.0, "started again") for at in began]
+    pieces = [LanePiece(float(times[at]), float(times[at + 1]), "restart", 1.0, "started again") for at in began]
     for at in np.flatnonzero(gaps > SILENT_BEATS * usual):
         if at not in began:
-            pieces.append(Piece(float(times[at]), float(times[at + 1]), "away", 1.0, "not heard of"))
+            pieces.append(LanePiece(float(times[at]), float(times[at + 1]), "away", 1.0, "not heard of"))
     return [piece for piece in pieces if piece.end > edges[0] and piece.begin < edges[-1]][:MOST_PIECES]
 
 

@@ -37,7 +37,7 @@ def processes_with_logs(folder: Path) -> list[str]:
 def tail(
     folder: Path, *, processes: Collection[str] = (), level: str = "DEBUG", text: str = "", most: int = 500
 ) -> list[LogLine]:
-    """The last `most` entries of the logs in `folder`, oldest first.
+    """Return the last `most` entries of the logs in `folder`, oldest first.
 
     Only those of `processes` (empty: all), of `level` or above (what has none counts as INFO), that contain `text`,
     whatever its case.

@@ -21,8 +21,7 @@ from streamrl.errors import UNDECODABLE, ConfigError
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import Lines
-from streamrl.records.final import FINAL_FILE, Final
-from streamrl.records.metrics import METRICS_FILE
+from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, Final
 from streamrl.records.rollouts import Rollouts
 from streamrl.records.table import Column, Table, growth, restarts
 from streamrl.records.timeline import (
@@ -45,7 +44,7 @@ LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained"
 RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty", "gone"]
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepLine(msgspec.Struct, frozen=True):
     """What the page needs of a `StepReport`; the rest of the line is not decoded."""
 
     step: int
@@ -79,7 +78,7 @@ class Process:
         return self.stats.column("time")
 
     def grown(self, counter: str) -> Column:
-        """How much `counter` has grown until each heartbeat."""
+        """Return how much `counter` has grown until each heartbeat."""
         return growth(self.stats.column(counter))
 
     @property
@@ -94,7 +93,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name
-        self._step_lines: Lines[Step] = Lines(folder / METRICS_FILE, Step)
+        self._step_lines: Lines[StepLine] = Lines(folder / METRICS_FILE, StepLine)
         self._evaluation_lines: Lines[EvaluationReport] = Lines(folder / EVALUATIONS_FILE, EvaluationReport)
         self._timeline_lines: Lines[TimelineEntry] = Lines(folder / TIMELINE_FILE, TimelineEntry)
         self._clear_steps()
@@ -259,7 +258,7 @@ class Run:
         return sum(lines.unreadable for lines in (self._step_lines, self._evaluation_lines, self._timeline_lines))
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration as plain dictionaries. Raises `ConfigError` if there is none to read."""
+        """Return the resolved configuration as plain dictionaries. Raises `ConfigError` if there is none to read."""
         file = self.folder / CONFIG_FILE
         try:
             return tomllib.loads(file.read_text())
@@ -291,7 +290,7 @@ class Run:
         return self._settings
 
     def columns(self) -> dict[str, Column]:
-        """All figures of the steps by name, in the order of the steps, and those that only the timeline has.
+        """Return all figures of the steps by name, in the order of the steps, and those that only the timeline has.
 
         Times are in seconds since `begin`. Added are, of each step: `generated_per_second`, tokens of all gservers;
         `generation_busy`, `generation_paused` and `generation_idle`, shares of their time; `trainer_wait`, share of the
@@ -320,7 +319,7 @@ class Run:
         return found
 
     def _ledger(self, times: Column) -> dict[str, Column]:
-        """What the manager's last heartbeat before each of `times` said."""
+        """Return what the manager's last heartbeat before each of `times` said."""
         manager = self.processes.get("manager/0")
         if manager is None or not len(manager.times):
             return {}
@@ -356,12 +355,12 @@ class Run:
 
 
 def _number(column: Column | None, row: int) -> float:
-    """The value in `row`; 0 where there is none."""
+    """Return the value in `row`; 0 where there is none."""
     return float(column[row]) if column is not None and np.isfinite(column[row]) else 0.0
 
 
 def found_in(folders: Sequence[Path]) -> list[Path]:
-    """The folders of runs that `folders` name: each is one, or has some in it.
+    """Return the folders of runs that `folders` name: each is one, or has some in it.
 
     Raises `ConfigError` for one that is neither.
     """

@@ -89,7 +89,7 @@ class Page:
         """How many there are."""
 
     def application(self) -> web.Application:
-        """What answers the calls."""
+        """Return the application with all calls."""
         app = web.Application(middlewares=[self._guard])
         for path, handler in {
             "/": self._index,
@@ -244,7 +244,7 @@ class Page:
         return await _send_json(request, await self._of(_number(request), made))
 
     async def _of(self, number: int, made: Callable[[Run, int], Answer]) -> Answer:
-        """What `made` makes of a run that was refreshed, in a thread: others are answered meanwhile."""
+        """Return what `made` makes of a run that was refreshed, in a thread: others are answered meanwhile."""
         if number >= len(self._runs):
             raise web.HTTPNotFound(text=f"there is no run {number}: this page shows {len(self._runs)}")
         run = self._runs[number]

@@ -28,16 +28,16 @@ GIB = 2**30
 RESERVED = 0.08
 """Share of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation."""
 TRAINED_SHARE = 0.4
-"""Of the peak that training reaches."""
+"""Share of a GPU's peak that training reaches."""
 BANDWIDTH_SHARE = 0.6
-"""Of the memory's bandwidth that decoding reaches."""
+"""Share of the memory's bandwidth that decoding reaches."""
 LINK_SHARE = 0.8
-"""Of a host's network that a broadcast reaches."""
+"""Share of a host's network bandwidth that a broadcast reaches."""
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits are alive at once in training (`trainer/backends/torch.py`)."""
 LOGIT_BYTES = 24
-"""Of one number of these, forward and backward: in bfloat16, in float32, scaled, as a probability, its products, and
-their gradients."""
+"""Bytes for one of these logits, forward and backward: in bfloat16, in float32, scaled, as a probability, its products,
+and their gradients."""
 PREFILL_TOKENS = 8192
 """That a server computes at once."""
 MOST_RUNNING = 256
@@ -55,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_gib: float = 80.0
     gpus_per_host: int = 8
     peak_tflops: float = 989.0
-    """Of bfloat16 matrix products, without sparsity."""
+    """Peak of bfloat16 matrix products, without sparsity."""
     memory_tb_s: float = 3.35
     """Bandwidth of a GPU's memory."""
     host_gbit_s: float = 3200.0
@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     mean_context: int = 4096
     """What it is on average."""
     microbatch_tokens: int = 8192
-    """Of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
+    """Tokens of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
     senders: int = 8
     """Model workers that broadcast a part of the weights each, at most (`weights.senders`)."""
     roles: Roles = ONLY_POLICY
@@ -173,7 +173,7 @@ class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
     working: float
     """Activations of a prompt, logits, and a bucket of new weights."""
     kv_token: float
-    """Of one token in the KV cache."""
+    """Bytes of one token in the KV cache."""
     kv_room: float
     """What is left for the KV cache; negative: so much is missing."""
 

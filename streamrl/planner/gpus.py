@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Of one GPU."""
+    """What one GPU can do at best."""
 
     tflops: float
-    """Of dense bfloat16 matrix products with float32 sums."""
+    """Dense bfloat16 matrix products with float32 sums."""
     memory_tb_s: float
     """Bandwidth of its memory."""
 

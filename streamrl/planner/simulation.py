@@ -25,8 +25,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.gserver.embedded.scheduler import prefill_budget
 from streamrl.gserver.manager.admission import Admissions
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent
-from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Work
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.trainer.graph import Graph

@@ -114,13 +114,13 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Steps since the last sign that the policy is far from its data."""
 
     def grad_norm_ratio(self, grad_norm: float) -> float:
-        """A step's gradient norm over the median of the steps before; 1 while they are too few to tell."""
+        """Return a step's gradient norm over the median of the steps before; 1 while they are too few to tell."""
         norms = self.recent.get("grad_norm", [])
         usual = median(norms) if len(norms) >= ENOUGH else 0.0
         return grad_norm / usual if usual > 0 else 1.0
 
     def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
-        """The watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
+        """Return the watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
 
         `turn`: what to tell to change; `slow`: slow the run down while the policy is far from its data.
         """
@@ -132,12 +132,12 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return seen._with_best()._judged(step=step, turn=turn)._paced(slow=slow)
 
     def evaluated(self, reward: float) -> CollapseWatch:
-        """The watch after an evaluation on held-out prompts."""
+        """Return the watch after an evaluation on held-out prompts."""
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
     def resumed(self, *, slow: bool) -> CollapseWatch:
-        """The watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again, and one
-        that is not to be slowed any more (`slow`) goes at its whole pace."""
+        """Return the watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again,
+        and one that is not to be slowed any more (`slow`) goes at its whole pace."""
         found = self if slow else msgspec.structs.replace(self, lr_scale=1.0, staleness_share=1.0, bearable_share=1.0)
         if self.health.state != "collapsing":
             return found
@@ -253,7 +253,7 @@ def _is_known(figures: Mapping[str, float], name: str) -> bool:
 
 
 def advice(config: Config) -> list[str]:
-    """What to change in a run that is about to fall apart, the first to try first, as `key=value`."""
+    """Return what to change in a run that is about to fall apart, the first to try first, as `key=value`."""
     eta, lr, pull = config.staleness.max_staleness, config.trainer.lr, config.algorithm.behavior_kl_coef
     found = []
     if eta > 0:

@@ -1,16 +1,17 @@
-"""What a training step reports: one line of `metrics.jsonl`."""
+"""What the master writes of a run: a line of `metrics.jsonl` for each training step, `final.json` at the end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from streamrl.records.collapse import HEALTHY, Health
 
 METRICS_FILE = "metrics.jsonl"
+FINAL_FILE = "final.json"
 LENGTHS_KEPT = 256
 """Responses in a step whose lengths are written down."""
 
@@ -43,6 +44,31 @@ class StepReport(msgspec.Struct, frozen=True):
     def finite(self) -> StepReport:
         """Without the scalars that JSON cannot carry: infinities, and what is not a number."""
         return msgspec.structs.replace(self, metrics=finite(self.metrics))
+
+
+class Final(msgspec.Struct, frozen=True, kw_only=True):
+    """`final.json`: the manager's last status and the master's own counts, in groups unless said otherwise."""
+
+    status: dict[str, Any] | None
+    """The manager's last `Status` (`transport/control.py`) after the master reported everything; None if it did not
+    reply."""
+    policy_version: int = 0
+    train_seconds: float = 0.0
+    """Since the first step, without times in which the run was down."""
+    groups_trained: int
+    """Groups that entered a training step."""
+    groups_held: int
+    """Groups stored with the trainer that no step used."""
+    groups_duplicated: int = 0
+    """Groups that arrived again after they had been stored; refused."""
+    groups_refused: int = 0
+    """Groups that could not belong to this run, or that broke a limit."""
+    max_staleness: int = 0
+    """η, in policy versions."""
+    over_age: str = ""
+    """What happened to tokens older than that: `mask`, `wait` or `drop`."""
+    tokens_dropped: int = 0
+    """Sampled tokens of the groups that were discarded as too old."""
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -27,8 +27,7 @@ from streamrl.errors import ConfigError
 from streamrl.records.collapse import CollapseWatch
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_lines, read_records
-from streamrl.records.final import FINAL_FILE
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def write(folder: Path, progress: Progress) -> None:
 
 
 def read(folder: Path) -> Progress:
-    """The progress in the checkpoint `folder`; raises `ConfigError` if it has none."""
+    """Return the progress in the checkpoint `folder`; raises `ConfigError` if it has none."""
     file = folder / STATE / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Progress)
@@ -126,7 +125,7 @@ def read(folder: Path) -> Progress:
 
 
 def of_run(config: Config) -> Progress | None:
-    """Where the run begins: None for a new one. Raises `ConfigError` if its prompts would be others."""
+    """Return where the run begins: None for a new one. Raises `ConfigError` if its prompts would be others."""
     if config.run.resume_from is None:
         return None
     progress = read(Path(config.run.resume_from))
@@ -140,7 +139,8 @@ def of_run(config: Config) -> Progress | None:
 
 
 def identity(config: Config) -> str:
-    """What tells the checkpoint that the run goes on from, and its copies, from all others; empty: it begins anew.
+    """Return what tells the checkpoint that the run goes on from, and its copies, from all others; empty: it begins
+    anew.
 
     Raises as `of_run` does.
     """
@@ -152,7 +152,7 @@ def identity(config: Config) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that it can go on from, the one that was written last at the end."""
+    """Return the checkpoints of a run that it can go on from, the one that was written last at the end."""
     found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
     whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
     return sorted(whole, key=_written)
@@ -177,12 +177,12 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
 
 
 def last_healthy(run_dir: Path) -> Path | None:
-    """The last checkpoint of the run that was written while it was healthy, if there is one."""
+    """Return the last checkpoint of the run that was written while it was healthy, if there is one."""
     return _last_healthy(checkpoints(run_dir))
 
 
 def _last_healthy(folders: Sequence[Path]) -> Path | None:
-    """The last of `folders` in which a run was healthy; what cannot be read is none."""
+    """Return the last of `folders` in which a run was healthy; what cannot be read is none."""
     for folder in reversed(folders):
         try:
             if read(folder).watch.health.state == "healthy":
@@ -193,7 +193,7 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
 
 
 def _written(folder: Path) -> tuple[int, str]:
-    """When a checkpoint was written; of two within a tick of the clock, their names decide."""
+    """Return when a checkpoint was written; of two within a tick of the clock, their names decide."""
     return folder.stat().st_mtime_ns, folder.name
 
 

@@ -111,8 +111,8 @@ DTYPES = OF_RESPONSES | OF_TOKENS | MAY_LACK
 # --- a group ---
 
 
-class KeptGroup(msgspec.Struct, kw_only=True):
-    """One group as it was trained on. Arrays are of all responses one after another, as in `TrajectoryGroup`."""
+class GroupFacts(msgspec.Struct, kw_only=True):
+    """What is told of a group in words and single numbers."""
 
     step: int
     """The policy version that the step made."""
@@ -135,6 +135,11 @@ class KeptGroup(msgspec.Struct, kw_only=True):
     """What the reward of each episode is made of, by name; empty: it is one thing."""
     scores: list[float] = []
     """What each episode earned, where its answers are rewarded one by one; empty: its reward."""
+
+
+class KeptGroup(GroupFacts, kw_only=True):
+    """One group as it was trained on. Arrays are of all responses one after another, as in `TrajectoryGroup`."""
+
     seqlens: NDArray[np.int32]
     """`[n]` tokens of each."""
     rewards: NDArray[np.float32]
@@ -229,20 +234,9 @@ def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
 # --- encoding ---
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class Head(GroupFacts, kw_only=True):
     """The first frame of a group."""
 
-    step: int
-    seq: int
-    time: float
-    worker: str
-    gserver: str = ""
-    prompt_length: int
-    prompt_chars: int
-    finish_reasons: list[str]
-    texts: list[str]
-    reward_parts: list[dict[str, float]] = []
-    scores: list[float] = []
     arrays: list[tuple[str, str, int]]
     """What the second frame holds, in order: name, dtype, length. Of numbers of several bytes first come all first
     bytes, then all second ones, and so on, which compresses better."""
@@ -296,7 +290,7 @@ def cut_name(name: str, column: str) -> bytes:
 
 
 def first_line(dtype: np.dtype[Any]) -> bytes:
-    """The first line of a file of rows."""
+    """Return the first line of a file of rows."""
     return json.dumps({"streamrl_rollouts": FORMAT, "row": dtype.descr}).encode() + b"\n"
 
 
@@ -397,7 +391,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of what follows it."""
 
 
-class Table(msgspec.Struct, frozen=True):
+class RowsFound(msgspec.Struct, frozen=True):
     """A part of all rows that a filter lets through."""
 
     total: int
@@ -489,7 +483,7 @@ class Rollouts:
         offset: int = 0,
         limit: int = 50,
         texts: bool = True,
-    ) -> Table:
+    ) -> RowsFound:
         """Return up to `limit` rows, from number `offset` on, of those that `filter` lets through, sorted by a column.
 
         Rows that are equal in it are in the order of steps. `filter`: conditions such as `reward>=0.5 finish=length
@@ -497,7 +491,7 @@ class Rollouts:
         response. Raises `DataError` for a column or a condition that does not exist.
         """
         order = self._order(sort, descending, filter)
-        return Table(len(order), self._described(order[offset : offset + limit], texts=texts))
+        return RowsFound(len(order), self._described(order[offset : offset + limit], texts=texts))
 
     def group(self, step: int, seq: int) -> KeptGroup:
         """Return group `seq` of `step` with all responses and their arrays; raises `DataError` if it is not there."""
@@ -554,8 +548,8 @@ class Rollouts:
             return []
 
     def _load(self, folder: Path, name: SegmentName, before: _Loaded | None) -> _Loaded | None:
-        """The segment with all of its rows, of which those that `before` has are not read again; None: it is gone, or
-        not to be read."""
+        """Return the segment with all of its rows, of which those that `before` has are not read again; None: it is
+        gone, or not to be read."""
         file = name.file(folder, ROWS)
         try:
             size = file.stat().st_size

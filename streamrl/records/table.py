@@ -46,7 +46,7 @@ class Table:
         self._rows = end
 
     def column(self, name: str) -> Column:
-        """The values of `name`, one for each row."""
+        """Return the values of `name`, one for each row."""
         found = self._columns.get(name)
         if found is None:
             return np.full(self._rows, np.nan)
@@ -64,7 +64,7 @@ def _columns(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> Itera
 
 
 def growth(counts: Column) -> Column:
-    """How much a counter has grown in all at each row: one that begins at 0 again goes on from where it was.
+    """Return how much a counter has grown in all at each row: one that begins at 0 again goes on from where it was.
 
     NaN counts as unchanged. The first value counts as grown from 0.
     """

@@ -19,9 +19,8 @@ from streamrl.errors import ConfigError
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_records
-from streamrl.records.final import FINAL_FILE, Final
 from streamrl.records.health import ENOUGH, WINDOW, RunFigures
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, Final, StepReport
 from streamrl.records.table import Column, growth, restarts
 from streamrl.records.timeline import (
     PROCESSOR_SECONDS,

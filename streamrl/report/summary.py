@@ -15,9 +15,8 @@ from rich.table import Table
 
 from streamrl.records.collapse import HEALTHY, HealthState
 from streamrl.records.evaluation import EvaluationReport, pass_figures
-from streamrl.records.final import Final
 from streamrl.records.health import Finding, findings
-from streamrl.records.metrics import StepReport
+from streamrl.records.metrics import Final, StepReport
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.report.reading import Records, figures, generation_busy, read_run, time_range, total, total_ages, values
 from streamrl.transport.control import Status
@@ -103,7 +102,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
     processor_seconds: float = 0.0
-    """Of all processes of the run and the children that they had, up to their last heartbeats."""
+    """Processor time of all processes of the run and the children that they had, up to their last heartbeats."""
     episodes: int = 0
     """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
     calls_per_episode: float | None = None
@@ -353,7 +352,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def _counted(records: Records, role: str, name: str) -> float:
-    """How much the counter `name` has grown in all processes of `role`."""
+    """Return how much the counter `name` has grown in all processes of `role`."""
     found = records.heartbeats.items()
     return sum(total(entries, name) for process, entries in found if process.startswith(f"{role}/"))
 

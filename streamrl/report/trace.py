@@ -234,7 +234,7 @@ def _share(name: str, busy: float, seconds: float) -> dict[str, Any]:
 
 
 def _grown(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """How much a counter has grown; a process that was started again began at 0."""
+    """Return how much a counter has grown; a process that was started again began at 0."""
     first, last = before.stats.get(counter, 0.0), after.stats.get(counter, 0.0)
     return last - first if last >= first else last
 
@@ -251,7 +251,7 @@ def _without_figures(text: str) -> str:
 
 
 def _finite(figures: Any, names: Sequence[str]) -> dict[str, float]:
-    """Those of `figures` that JSON can carry."""
+    """Return those of `figures` that JSON can carry."""
     return {name: figures[name] for name in names if abs(figures.get(name, float("inf"))) < float("inf")}
 
 

@@ -1,4 +1,4 @@
 """The rollout pool: prompts become groups of scored trajectories, which are streamed to the trainer.
 
-A workflow of your own: `workflows/base.py`. A reward function: `reward/functions.py`. A data source: `data.py`.
+A workflow of your own: `workflows.py`. A reward function: `reward/functions.py`. A data source: `data.py`.
 """

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.children import module_command
 from streamrl.config import Config, DataConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.importing import load_object
 from streamrl.records.files import decode_line
-from streamrl.rollout.agents import interpreter
 from streamrl.rollout.agents.runner import environment_of
 from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
@@ -296,7 +296,7 @@ class VerifiersRows:
         asked = {"taskset": agent.verifiers, "args": data.args, "environment": environment, "size": data.size}
         try:
             listed = subprocess.run(
-                interpreter.command(agent.python, "streamrl.rollout.agents.verifiers"),
+                module_command("streamrl.rollout.agents.verifiers", python=agent.python),
                 input=msgspec.json.encode(asked),
                 capture_output=True,
                 timeout=LISTING_SECONDS,

@@ -19,7 +19,7 @@ from statistics import fmean
 import numpy as np
 
 from streamrl.config import Config
-from streamrl.config.evaluation import as_evaluated
+from streamrl.config.sections import as_evaluated
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.records.evaluation import EvaluationReport, in_words, mean_pass_at
 from streamrl.rollout.activity import Activity

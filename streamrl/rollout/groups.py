@@ -18,7 +18,7 @@ from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows.base import BeforeScoring, Session, Workflow
+from streamrl.rollout.workflows import BeforeScoring, Session, Workflow
 from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, TrajectoryGroup
 
 

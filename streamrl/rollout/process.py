@@ -27,12 +27,12 @@ from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows.base import Workflow, load_workflow
-from streamrl.transport.addresses import LOCAL, Reach, reach_towards
+from streamrl.rollout.workflows import Workflow, load_workflow
+from streamrl.transport.addresses import LOCAL, Reach, is_loopback, reach_towards
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts
-from streamrl.transport.keys import is_loopback, read_key
+from streamrl.transport.keys import read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.secret import of_run_at

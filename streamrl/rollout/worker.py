@@ -21,7 +21,7 @@ from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCoun
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
-from streamrl.transport.control import Admission, Admit, FailRun, Reject, Route
+from streamrl.transport.control import Admission, Admit, AskRoute, FailRun, Reject
 from streamrl.transport.push_pull import GroupPusher
 
 log = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class RolloutWorker:
         return False
 
     async def _find_another_gserver(self, seq: int, failed: str) -> str:
-        message = Route(worker=self._membership.index, seq=seq, failed=failed)
+        message = AskRoute(worker=self._membership.index, seq=seq, failed=failed)
         return (await self._control.route(message)).gserver
 
     async def _drop_uniform(self, seq: int, reward: float) -> None:

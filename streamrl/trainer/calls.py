@@ -1,19 +1,18 @@
-"""What is done before or after a model function call.
-
-Workers' hooks are carried out inside the call's request. Because a request reaches all its workers in
-the order that they share, hooks may communicate. The master's follow the step that the call belongs to.
-
-What the master asks of a model worker, what it answers, and what it tells unasked.
+"""What the master asks of a model worker, what it replies, and what it tells unasked.
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `Spec`, `DescribeModel`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after what came before it | worker 0 |
 | `Publish` | beside the others | all, together |
 
 Groups reach the workers through the stream and are told by `Stored`, so nothing has to be fetched.
+
+Hooks are what is done before or after a model function call. Workers' hooks are carried out inside the call's request;
+since a request reaches all its workers in the order that they share, hooks may communicate. The master's follow the
+step that the call belongs to.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     """Say what you are and what you have counted."""
 
 
-class ModelConfig(msgspec.Struct, frozen=True, tag=True):
+class DescribeModel(msgspec.Struct, frozen=True, tag=True):
     """Say what model a role has."""
 
     role: str
@@ -196,7 +195,7 @@ class FinishSave(msgspec.Struct, frozen=True, tag=True):
 
 Call = (
     Spec
-    | ModelConfig
+    | DescribeModel
     | OpenStore
     | Initialize
     | Inference
@@ -234,7 +233,7 @@ class StoreOpened(msgspec.Struct, frozen=True):
     port: int
 
 
-class Done(msgspec.Struct, frozen=True):
+class CallDone(msgspec.Struct, frozen=True):
     compute_seconds: float
     rewards: dict[int, list[float]] = {}
     """Rewards of each group that `rew_inf` scored, by sequence number (DP heads only)."""

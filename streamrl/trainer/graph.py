@@ -64,7 +64,7 @@ class Graph(msgspec.Struct, frozen=True):
     """What groups bring when they arrive."""
 
     def reading(self, source: Literal["arrivals", "batch"]) -> list[MFC]:
-        """The MFCs of model workers that read `source`, in order."""
+        """Return the MFCs of model workers that read `source`, in order."""
         return [mfc for mfc in self.mfcs if mfc.reads == source and mfc.role != ROLLOUT]
 
     @property
@@ -120,7 +120,7 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
 
 
 def graph_of(config: Config) -> Graph:
-    """The graph that `trainer.graph` and the algorithm's settings ask for."""
+    """Return the graph that `trainer.graph` and the algorithm's settings ask for."""
     neural = config.reward_model.path is not None
     stream_keys = GENERATED_KEYS if neural else STREAM_KEYS
     match config.trainer.graph:
@@ -135,7 +135,7 @@ def graph_of(config: Config) -> Graph:
 
 
 def upstream(config: Config) -> list[MFC]:
-    """What rollout workers do, as MFCs of the master: generation, and rewards by verifiers."""
+    """Return what rollout workers do, as MFCs of the master: generation, and rewards by verifiers."""
     mfcs = [MFC("actor_gen", ROLLOUT, "generate", frozenset(), GENERATED_KEYS, "arrivals")]
     if config.reward_model.path is None:
         mfcs.append(MFC("rew_inf", ROLLOUT, "inference", SEQUENCE_KEYS, frozenset({"rewards"}), "arrivals"))
@@ -143,7 +143,7 @@ def upstream(config: Config) -> list[MFC]:
 
 
 def downstream(config: Config) -> list[MFC]:
-    """What follows generation: rewards by a model, log-probabilities, values, and training."""
+    """Return what follows generation: rewards by a model, log-probabilities, values, and training."""
     algorithm = config.algorithm
     mfcs: list[MFC] = []
     needs = set(STREAM_KEYS)
@@ -210,7 +210,7 @@ def _in_order(mfcs: Sequence[MFC], known: set[str]) -> list[MFC]:
 
 
 def _users(name: str, config: Config) -> list[MFC]:
-    """The list that the user's function answers."""
+    """Return the list that the user's function returns."""
     if ":" not in name:
         raise ConfigError(f'trainer.graph = "{name}" is neither "asynchronous" nor "synchronous" nor module:function')
     found = load_object(name, key="trainer.graph")(config)

@@ -38,7 +38,7 @@ class Layout(msgspec.Struct, frozen=True):
         return self.data * self.context * self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands."""
+        """Return where `rank` stands."""
         return Coordinates(
             data=rank // (self.tensor * self.context) % self.data,
             context=rank // self.tensor % self.context,
@@ -51,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True):
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def head(self, data: int) -> int:
-        """The DP head of data-parallel rank `data`: it holds the data and gives the output."""
+        """Return the DP head of data-parallel rank `data`: it holds the data and gives the output."""
         return self.rank(data=data, context=0, tensor=0, pipeline=self.pipeline - 1)
 
     @property
@@ -60,7 +60,7 @@ class Layout(msgspec.Struct, frozen=True):
         return [self.head(data) for data in range(self.data)]
 
     def members(self, data: int) -> list[int]:
-        """All ranks of data-parallel rank `data`: they get identical input."""
+        """Return all ranks of data-parallel rank `data`: they get identical input."""
         return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
 
     def __str__(self) -> str:

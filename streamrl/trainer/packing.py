@@ -154,7 +154,7 @@ def _sorted(paths: Sequence[_Path]) -> list[_Path]:
 
 
 def _in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     length = min(len(one), len(other))
     differs = np.append(one[:length] != other[:length], True)
     return int(differs.argmax())
@@ -187,7 +187,7 @@ def _cheapest_rows(paths: Sequence[_Path], max_tokens: int, hidden_size: int) ->
 
 
 def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: Positions) -> Row:
-    """The trie of sorted `paths`, which is of each the tokens that it does not share with the one before it."""
+    """Return the trie of sorted `paths`, which is of each the tokens that it does not share with the one before it."""
     length = sum(len(path.ids) - path.shared for path in paths)
     visible_until = np.full(length, length)
     source: list[NDArray[np.int64]] = []

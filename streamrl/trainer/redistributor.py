@@ -97,7 +97,7 @@ class Transfer(NamedTuple):
 
 @lru_cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of that name; raises `TransferError` for one that does not travel."""
+    """Return the dtype of that name; raises `TransferError` for one that does not travel."""
     try:
         found = np.dtype(name)
     except TypeError:
@@ -108,7 +108,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def transfers(step: Step) -> list[Transfer]:
-    """The transfers of `step`, in its order."""
+    """Return the transfers of `step`, in its order."""
     match step:
         case Broadcast(source, destinations, pieces):
             return [Transfer(source, destinations, pieces)]
@@ -119,7 +119,7 @@ def transfers(step: Step) -> list[Transfer]:
 
 
 def concerning(plan: Iterable[Step], rank: int) -> Plan:
-    """The steps that `rank` takes part in, in order: all of the plan that it needs to see."""
+    """Return the steps that `rank` takes part in, in order: all of the plan that it needs to see."""
     return [
         step
         for step in plan
@@ -133,7 +133,7 @@ def redistribute(
     holders: Mapping[Name, Collection[int]],
     wanted: Mapping[Name, Collection[int]],
 ) -> Plan:
-    """What has to be sent so that every rank in `wanted` has its arrays.
+    """Return what has to be sent so that every rank in `wanted` has its arrays.
 
     Where several ranks hold an array, the one that sends the fewest bytes so far sends it (list
     scheduling, Graham 1966, so loads differ by at most one array where all hold all). Arrays with

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import psutil
 
 from streamrl.errors import ConfigError, PeerLost
-from streamrl.transport.keys import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +158,14 @@ def meeting_interface(backend: str) -> str:
     if entries is None:
         return f"{name}, an interface that this machine does not have"
     return f"{name} ({', '.join(e.address for e in entries if e.family == socket.AF_INET) or 'without an address'})"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_wildcard(host: str) -> bool:

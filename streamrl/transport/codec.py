@@ -208,7 +208,7 @@ def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDA
 
 
 def _readable(frame: Frame) -> Frame:
-    """The same bytes, aligned and not to be written to."""
+    """Return the same bytes, aligned and not to be written to."""
     return bytes(frame) if len(frame) < UNALIGNED_BELOW else memoryview(frame).toreadonly()
 
 
@@ -226,7 +226,7 @@ def group_bytes(group: TrajectoryGroup) -> int:
 
 
 def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
-    """The header of `group`; `permit`: of its admission."""
+    """Return the header of `group`; `permit`: of its admission."""
     return GroupHeader(
         seq=int(group.seq),
         worker=group.worker,

@@ -172,15 +172,15 @@ def broadcasts(
     tensors: Iterable[tuple[str, Tensor]],
     group: Any,
     *,
-    unsettled: list[Any] | None = None,
+    pending: list[Any] | None = None,
     watched_seconds: float | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Broadcast `tensors` (by name) from rank 0 in place; yield each when it is through, in their order.
 
     Up to `AT_ONCE` are on the way together, so that neither side waits for the other between two of them. Raises
-    `PublicationError` on failure; others may be on the way then, which are added to `unsettled`: nobody may write to
-    their memory before `settle` has returned. `watched_seconds`: how long each may take where the group itself has no
-    deadline, as with NCCL (`watch`).
+    `PublicationError` on failure; others may be on the way then, which are added to `pending`: nobody may write to
+    their memory before `wait_for_pending` has returned. `watched_seconds`: how long each may take where the group
+    itself has no deadline, as with NCCL (`watch`).
     """
     on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
@@ -202,8 +202,8 @@ def broadcasts(
         while on_the_way:
             yield first()
     finally:
-        if unsettled is not None:
-            unsettled += [(tensor, work) for _, tensor, work in on_the_way]
+        if pending is not None:
+            pending += [(tensor, work) for _, tensor, work in on_the_way]
 
 
 def watch(work: Any, group: Any, *, seconds: float) -> None:
@@ -220,14 +220,14 @@ def watch(work: Any, group: Any, *, seconds: float) -> None:
     work.wait()
 
 
-def settle(unsettled: list[Any]) -> None:
+def wait_for_pending(pending: list[Any]) -> None:
     """Wait until gloo has no more to do with the memory of broadcasts that were on the way when one failed: they come
-    through, fail, or time out. Empties `unsettled`."""
-    while unsettled:
-        _, work = unsettled[-1]
+    through, fail, or time out. Empties `pending`."""
+    while pending:
+        _, work = pending[-1]
         with suppress(RuntimeError):
             work.wait()
-        unsettled.pop()
+        pending.pop()
 
 
 @contextmanager

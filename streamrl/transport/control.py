@@ -1,16 +1,4 @@
-"""Who takes part in a run: registration, heartbeats, addresses, the end.
-
-Groups between the rollout workers, the manager and the master: admitted, routed, given up, taken by the trainer.
-
-Evaluations on held-out prompts: asked for by the master, made by the evaluator, told back.
-
-The publisher's two ends of a weight update.
-
-What the gservers say of one response under the weights that they serve, for the trainer to compare with its own.
-
-The run as the manager tells it to people.
-
-The manager's HTTP API: one module for the messages of each theme, and the client of every other process.
+"""The manager's HTTP API: the messages of its calls. `manager_client.py` has the client.
 
 One address, the manager's URL, is enough to join a run. The owner is who knows the run's secret: he may make every
 call, and joins with it; each role has a token for its own.
@@ -62,7 +50,10 @@ from streamrl.ledger import Fate
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
 
-# --- members ---
+LONG_POLL_SECONDS = 20.0
+"""How long the manager holds a waiting call before it replies that there is nothing."""
+
+# --- members: registration, heartbeats, addresses, the end of the run ---
 
 Role = Literal["gserver", "rollout", "evaluator", "master", "model_worker"]
 
@@ -229,7 +220,7 @@ class Done(msgspec.Struct, frozen=True):
     """The call was carried out."""
 
 
-# --- model ---
+# --- the model's files ---
 
 
 class ModelFile(msgspec.Struct, frozen=True):
@@ -255,7 +246,7 @@ class ModelPart(msgspec.Struct, frozen=True):
     """From where it was asked for; empty: the file ends there."""
 
 
-# --- groups ---
+# --- groups: admitted, routed, given up, taken by the trainer ---
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -285,7 +276,7 @@ class AdmitReply(msgspec.Struct, frozen=True):
     stop: bool
 
 
-class Route(msgspec.Struct, frozen=True):
+class AskRoute(msgspec.Struct, frozen=True):
     worker: int
     seq: int
     failed: str
@@ -343,7 +334,7 @@ class DataFacts(msgspec.Struct, frozen=True):
     """0: no worker has told yet; ask again."""
 
 
-# --- evaluations ---
+# --- evaluations: asked for by the master, made by the evaluator, reported back ---
 
 
 class Evaluate(msgspec.Struct, frozen=True):
@@ -418,7 +409,7 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
     last: EvaluationReport | None
 
 
-# --- publication ---
+# --- publication: the two ends of a weight update ---
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -530,7 +521,7 @@ class PublishReply(msgspec.Struct, frozen=True):
     """gservers that were lost in this update."""
 
 
-# --- comparison ---
+# --- comparison: what gservers say of a response under the weights that they serve ---
 
 
 class Compare(msgspec.Struct, frozen=True):
@@ -562,7 +553,7 @@ class Compared(msgspec.Struct, frozen=True):
     """By index of the gserver."""
 
 
-# --- status ---
+# --- status: the run as people are told of it ---
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -611,9 +602,3 @@ class Status(msgspec.Struct, frozen=True):
     """Rows of the training data; 0: not known yet."""
     evaluation: EvaluationStatus | None = None
     """None: the configuration asks for none."""
-
-
-# --- control ---
-
-LONG_POLL_SECONDS = 20.0
-"""How long the manager holds a waiting call before it answers empty-handed."""

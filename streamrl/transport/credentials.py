@@ -156,7 +156,7 @@ class Doorkeeper:
         return known
 
 
-class Sender:
+class Identity:
     """A process that has shown its credential."""
 
     __slots__ = ("curve_key", "index", "name", "number", "role", "superseded")
@@ -184,10 +184,10 @@ class Verifier:
         self.key = key
         self._heard_roles = HEARS[receiver]
         self._encrypted = encrypted
-        self._known: dict[bytes, Sender] = {}
-        self._latest: dict[str, Sender] = {}
+        self._known: dict[bytes, Identity] = {}
+        self._latest: dict[str, Identity] = {}
 
-    def sender(self, routing_id: bytes, *, user: str = "") -> Sender:
+    def sender(self, routing_id: bytes, *, user: str = "") -> Identity:
         """Return who sends by `routing_id`, over a connection whose CURVE key is `user`; raises `Stranger`."""
         found = self._known.get(routing_id)
         if found is None:
@@ -210,11 +210,11 @@ class Verifier:
             raise Stranger(f"somebody with the credential of {found.name}, but not with its key")
         return found
 
-    def permits(self, sender: Sender, seq: int, shown: str) -> bool:
+    def permits(self, sender: Identity, seq: int, shown: str) -> bool:
         """Whether `seq` was leased to `sender`, as `shown` is to prove."""
         return permits(self.key, shown, seq=seq, name=sender.name)
 
-    def _read(self, routing_id: bytes) -> Sender:
+    def _read(self, routing_id: bytes) -> Identity:
         claim, _, rest = routing_id.rpartition(b" ")  # the rest tells one socket of a process from another
         claim, _, mac = claim.rpartition(b" ")
         who = printable(routing_id)
@@ -226,7 +226,7 @@ class Verifier:
         role, _, index = name.partition("/")
         for known in get_args(Role):
             if role == known and known in self._heard_roles:
-                return Sender(known, int(index), number=int(number), curve_key="" if curve_key == "-" else curve_key)
+                return Identity(known, int(index), number=int(number), curve_key="" if curve_key == "-" else curve_key)
         raise Stranger(f"{name}, who has nothing to say here")
 
 

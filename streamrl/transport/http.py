@@ -1,12 +1,10 @@
-"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline.
+"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline; and a small server for such calls.
 
-A small HTTP/1.1 server for short calls with JSON bodies, for a process that answers thousands of them each second.
-
-It knows what such calls need and nothing else: keep-alive connections, one call at a time on each, bodies with a
-`Content-Length`. httptools (llhttp, the parser of Node.js) parses; a general web server around it spends several times
-as much on a call (`benchmarks/bench_http.py`). Owns its connections. Invariants: a
-caller that hangs up cancels its call; nothing is read into memory beyond the limits, and no body of a caller who is
-refused by the head of his call; after `close` no call runs.
+The server is for a process that replies to thousands of short calls each second. It knows what they need and nothing
+else: keep-alive connections, one call at a time on each, bodies with a `Content-Length`. httptools (llhttp, the parser
+of Node.js) parses; a general web server around it spends several times as much on a call (`benchmarks/bench_http.py`).
+It owns its connections. Invariants: a caller that hangs up cancels its call; nothing is read into memory beyond the
+limits, and no body of a caller who is refused by the head of his call; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import msgspec
 
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, NotOfRun, PeerError, PeerLost, WireError
 
-# --- http ---
+# --- calls ---
 
 Reply = TypeVar("Reply")
 
@@ -186,7 +184,7 @@ def _error_told(content: bytes) -> ErrorDetail:
         return ErrorDetail(content[:500].decode(errors="replace"))
 
 
-# --- http server ---
+# --- the server ---
 
 log = logging.getLogger(__name__)
 

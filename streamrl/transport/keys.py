@@ -13,7 +13,6 @@ from typing import NamedTuple
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.transport.secret import Secret
-from streamrl.transport.secret import is_loopback as is_loopback
 
 HEADER = "Authorization"
 LEAST_CHARACTERS = 16

@@ -45,7 +45,7 @@ class LastHeard:
         return now >= self.silent_at
 
     def seconds(self, *, now: float) -> float:
-        """How long ago it was heard."""
+        """Return how long ago it was heard."""
         return now - self.at
 
     def excuse(self, seconds: float) -> None:
@@ -54,5 +54,5 @@ class LastHeard:
 
 
 def next_silence(peers: Iterable[LastHeard]) -> float | None:
-    """When the first of `peers` falls silent unless it is heard before; None: there are none."""
+    """Return when the first of `peers` falls silent unless it is heard before; None: there are none."""
     return min((peer.silent_at for peer in peers), default=None)

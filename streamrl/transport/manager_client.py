@@ -22,12 +22,14 @@ from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.retry import Retry
 from streamrl.transport import http
+from streamrl.transport.addresses import is_loopback
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
     AdmitReply,
     AskMember,
     AskPlace,
+    AskRoute,
     Compare,
     Compared,
     DataFacts,
@@ -63,14 +65,13 @@ from streamrl.transport.control import (
     ResumePoint,
     ResyncNeeded,
     Role,
-    Route,
     RouteReply,
     Silence,
     Status,
     Topology,
 )
 from streamrl.transport.keys import bearer
-from streamrl.transport.secret import Secret, is_loopback, of_run_at
+from streamrl.transport.secret import Secret, of_run_at
 from streamrl.transport.tls import client_context
 
 Reply = TypeVar("Reply")
@@ -177,7 +178,7 @@ class ControlClient:
         return reply
 
     async def place(self, message: AskPlace, *, patience: float) -> int:
-        """A number beyond the configured ones that nobody has; it is kept until the caller registers.
+        """Return a number beyond the configured ones that nobody has; it is kept until the caller registers.
 
         Keeps trying for `patience` seconds while the manager is not there yet.
         """
@@ -236,7 +237,7 @@ class ControlClient:
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
         return await self._post_patiently("/admit", ticketed, AdmitReply)
 
-    async def route(self, message: Route) -> RouteReply:
+    async def route(self, message: AskRoute) -> RouteReply:
         return await self._post_patiently("/route", message, RouteReply)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
@@ -292,7 +293,7 @@ class ControlClient:
         await self._post("/compare", message, Done)
 
     async def compared(self, version: int) -> Compared:
-        """What they have answered about `version`."""
+        """Return what they have answered about `version`."""
         return await self._get(f"/compared?version={version}", Compared)
 
     async def report(self, message: StepReport) -> None:

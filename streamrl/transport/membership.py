@@ -79,11 +79,11 @@ class Membership:
         self._beating: asyncio.Task[None] | None = None
 
     def shows(self, receiver: Role) -> Shown:
-        """What this process shows on sockets to receivers of that role, once it has joined."""
+        """Return what this process shows on sockets to receivers of that role, once it has joined."""
         return Shown(self.granted.credentials.get(receiver, ""), self.keys)
 
     def verifier(self) -> Verifier:
-        """What this process, a receiver, knows senders by, once it has joined."""
+        """Return what this process, a receiver, knows senders by, once it has joined."""
         key = bytes.fromhex(self.granted.verification_key)
         return Verifier(self.role, key=key, encrypted=self._encrypted)
 

@@ -38,7 +38,7 @@ from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
 from streamrl.transport.addresses import url_of
-from streamrl.transport.credentials import CurveKeys, Sender, Stranger, Verifier, encrypt_server, user_of
+from streamrl.transport.credentials import CurveKeys, Identity, Stranger, Verifier, encrypt_server, user_of
 from streamrl.transport.liveness import LastHeard, next_silence
 from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
 from streamrl.transport.seldom import Seldom
@@ -55,7 +55,7 @@ LONGEST_REASON = 1000
 """Characters in the reason for refusing a message."""
 
 
-class Outcome(Enum):
+class SinkOutcome(Enum):
     """What became of a group that was given to a sink."""
 
     STORED = "stored"
@@ -74,7 +74,7 @@ class GroupSink(Protocol):
     def knows(self, seq: int) -> bool:
         """Whether `seq` was stored, however long ago."""
 
-    def offer(self, group: TrajectoryGroup) -> Outcome:
+    def offer(self, group: TrajectoryGroup) -> SinkOutcome:
         """Store `group` unless its `seq` is known or there is no place."""
 
     def count_refused(self) -> None:
@@ -212,9 +212,9 @@ class GroupPuller:
         reply.refused += [Refusal(seq, f"this head does not take messages of {why}") for seq in seqs]
 
     def _receive_frames(self) -> tuple[list[memoryview], str, str]:
-        """The frames of one message after its sender's, and what is too much in it: then the first frame alone, for
-        ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read. Last, the CURVE key
-        of the connection; empty: it is not encrypted."""
+        """Return the frames of one message after its sender's, and what is too much in it: then the first frame alone,
+        for ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read. Last, the CURVE
+        key of the connection; empty: it is not encrypted."""
         frames: list[memoryview] = []
         count = size = 0
         largest = codec.MAX_HEADER_BYTES + self.limits.max_group_bytes
@@ -233,7 +233,7 @@ class GroupPuller:
         excess = f"a message of {count} frames with {size} bytes, more than {codec.MOST_FRAMES} or {largest}"
         return frames, excess, user
 
-    def _handle(self, sender: bytes, known: Sender, frames: list[memoryview], excess: str, now: float) -> None:
+    def _handle(self, sender: bytes, known: Identity, frames: list[memoryview], excess: str, now: float) -> None:
         if not frames or len(frames[0]) > codec.MAX_HEADER_BYTES:
             self._refuse(sender, UNREADABLE, f"a first frame of more than {codec.MAX_HEADER_BYTES} bytes, or none")
             return
@@ -253,7 +253,7 @@ class GroupPuller:
         else:
             self._handle_group(sender, known, message, frames[1:])
 
-    def _handle_ask(self, sender: bytes, known: Sender, ask: Ask) -> None:
+    def _handle_ask(self, sender: bytes, known: Identity, ask: Ask) -> None:
         reply = self._reply(sender)
         for seq in ask.withdrawn:
             self._book.withdraw(sender, seq)
@@ -270,7 +270,9 @@ class GroupPuller:
             elif self._book.offer(sender, seq):
                 reply.send.append(seq)  # the grant, or the group, was lost on the way
 
-    def _handle_group(self, sender: bytes, known: Sender, header: codec.GroupHeader, frames: list[memoryview]) -> None:
+    def _handle_group(
+        self, sender: bytes, known: Identity, header: codec.GroupHeader, frames: list[memoryview]
+    ) -> None:
         if not self.verifier.permits(known, header.seq, header.permit):
             self._refuse(sender, header.seq, _not_leased(header.seq, known))
             return
@@ -285,7 +287,7 @@ class GroupPuller:
             self._refuse(sender, header.seq, str(error) or type(error).__name__)
             return
         full = not self._book.admits(group.seq, stored=len(self._sink)) and not self._sink.knows(group.seq)
-        if full or self._sink.offer(group) is Outcome.FULL:
+        if full or self._sink.offer(group) is SinkOutcome.FULL:
             self._book.offer(sender, group.seq)  # came unasked, or its reservation had lapsed
             self._reply(sender)
             return
@@ -342,7 +344,7 @@ def _name(sender: bytes) -> str:
     return sender.split(b" ", 1)[0].decode("ascii", "backslashreplace")
 
 
-def _not_leased(seq: int, sender: Sender) -> str:
+def _not_leased(seq: int, sender: Identity) -> str:
     return f"group {seq} was not leased to {sender.name}"
 
 
@@ -369,8 +371,8 @@ class CreditBook:
         return sum(1 for seq in self._waiting if seq not in self._reserved)
 
     def eager(self, *, stored: int) -> int:
-        """How many groups each sender may have under way unasked: its share of half the free places. `stored`: groups
-        at the head now."""
+        """Return how many groups each sender may have under way unasked: its share of half the free places. `stored`:
+        groups at the head now."""
         if self._waiting:
             return 0
         return (self.capacity - stored - len(self._reserved)) // (2 * max(1, len(self._heard)))
@@ -442,7 +444,8 @@ class CreditBook:
         return taken
 
     def next_silence(self) -> float | None:
-        """When the next sender will have been silent for too long, unless it is heard before; None: nobody is known."""
+        """Return when the next sender will have been silent for too long, unless it is heard before; None: nobody is
+        known."""
         return next_silence(self._heard.values())
 
     def _release(self, seq: int) -> None:

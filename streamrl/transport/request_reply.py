@@ -40,7 +40,7 @@ from streamrl.transport.addresses import url_of
 from streamrl.transport.control import Peer
 from streamrl.transport.credentials import (
     CurveKeys,
-    Sender,
+    Identity,
     Shown,
     Stranger,
     Verifier,
@@ -120,7 +120,7 @@ class RequestChannel(Generic[Notice]):
         name_of: Callable[[int], str] = "model_worker/{}".format,
         announced: str = "",
         keys: CurveKeys | None = None,
-        number_of: Callable[[Sender], int] = lambda sender: sender.index,
+        number_of: Callable[[Identity], int] = lambda sender: sender.index,
     ) -> None:
         """Listen at `host`, at any free port, and tell others that it is at `announced`, if that is another address.
         `keys`: the process's own, if connections are to be encrypted. `on_notice` is called with the worker's number
@@ -270,7 +270,7 @@ class RequestChannel(Generic[Notice]):
             await self._handle(worker, kind, number, body, notice)
 
     async def _received(self) -> tuple[bytes, list[bytes], str]:
-        """The next message: routing id, frames, and the CURVE key of its connection, if that is encrypted."""
+        """Return the next message: routing id, frames, and the CURVE key of its connection, if that is encrypted."""
         if not self._encrypted:
             identity, *frames = await self._socket.recv_multipart()
             return identity, frames, ""

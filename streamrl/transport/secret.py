@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ from urllib.parse import urlsplit
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.local_cache import cache_home
+from streamrl.transport.addresses import is_loopback
 
 VARIABLE = "STREAMRL_SECRET"
 """Environment variable: the secret itself."""
@@ -222,14 +222,6 @@ def encrypts(config: Config, host: str) -> bool:
     """Whether a server of the run that listens at `host` takes encrypted connections alone."""
     wanted = config.security.encryption
     return wanted == "on" or (wanted == "auto" and not is_loopback(host))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens at `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _file_of(url: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.transport.credentials import Sender
+from streamrl.transport.credentials import Identity
 
 FIRST_ROLLOUT_WORKER = 1_000_000
 """On the channel, rollout worker i has this number plus i."""
@@ -45,8 +45,8 @@ class GroupsScored(msgspec.Struct, frozen=True):
     """Those of the groups that are stored with the trainer, by this call or before."""
 
 
-def number_on_channel(sender: Sender) -> int:
-    """The inverse of `name_on_channel`."""
+def number_on_channel(sender: Identity) -> int:
+    """Return the number of `sender` on the channel; `name_on_channel` takes it back to a name."""
     return sender.index + (FIRST_ROLLOUT_WORKER if sender.role == "rollout" else 0)
 
 

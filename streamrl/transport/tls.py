@@ -91,7 +91,8 @@ def server_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
 
 
 def _authority(secret: Secret) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """The run's authority: its key, and its certificate, which is another each time, by the same name and key."""
+    """Return the run's authority: its key, and its certificate, which is another each time, by the same name and
+    key."""
     number = int.from_bytes(secret.key("certificate authority"), "big") % (_ORDER - 1) + 1
     key = ec.derive_private_key(number, ec.SECP256R1())
     return key, _certificate(key.public_key(), issuer=_NAME, signed_by=key, is_authority=True)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
-from streamrl.config.evaluation import as_evaluated
 from streamrl.config.fields import Section
+from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import role_config
 from streamrl.errors import ConfigError
 

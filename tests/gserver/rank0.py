@@ -24,7 +24,7 @@ class Rank0:
         self._formed = 0
 
     async def form(self) -> int:
-        """Begin to form a new group; answers the port of its store."""
+        """Begin to form a new group; return the port of its store."""
         self._formed += 1
         self.group = f"weights-{self._formed}"
         port: int = await self.ask("port")

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from streamrl.launch import local, pool, trainer
+from streamrl.launch import local, pool
 from tests.launch.standins import COMPONENTS
 
 
 def use_standins() -> None:
     local.run_locally = partial(local.run_locally, components=COMPONENTS)
-    trainer.run_trainer = partial(trainer.run_trainer, components=COMPONENTS)
+    pool.run_trainer = partial(pool.run_trainer, components=COMPONENTS)
     pool.Pool = partial(pool.Pool, components=COMPONENTS)  # type: ignore[assignment, misc]

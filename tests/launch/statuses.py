@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from streamrl.launch.dashboard import History
+from streamrl.launch.dashboard import RunSoFar
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Status
 
@@ -90,9 +90,9 @@ def status(
     )
 
 
-def history(*, seconds: int = 12, steps: int = 37, **options: object) -> History:
+def history(*, seconds: int = 12, steps: int = 37, **options: object) -> RunSoFar:
     """A run that was looked at once a second."""
-    made = History(started=0.0)
+    made = RunSoFar(started=0.0)
     made.add_steps(step_report(step) for step in range(1, steps + 1))
     for second in range(seconds):
         made.add_status(status(second, step=steps, **options), now=float(second))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from streamrl.config import from_dict
-from streamrl.launch.dashboard import History, dashboard, duration, plan_table, sparkline, step_line
+from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.display import Display
 from streamrl.launch.processes import plan
 from streamrl.records.collapse import Health, HealthState
@@ -126,8 +126,8 @@ def test_troubled_processes_come_first() -> None:
 
 
 def test_without_anything_yet() -> None:
-    assert "waiting for the manager" in drawn(dashboard(History(started=0.0), now=0.0, config=CONFIG))[1]
-    early = History(started=0.0)
+    assert "waiting for the manager" in drawn(dashboard(RunSoFar(started=0.0), now=0.0, config=CONFIG))[1]
+    early = RunSoFar(started=0.0)
     early.add_status(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
     text = "\n".join(drawn(dashboard(early, now=0.0, config=CONFIG)))
     assert "joining: 1 gserver is missing" in text
@@ -147,7 +147,7 @@ def test_restarted_gserver_does_not_count_backwards() -> None:
 
 
 def test_steps_are_taken_once() -> None:
-    made = History(started=0.0)
+    made = RunSoFar(started=0.0)
     assert len(made.add_steps([step_report(1), step_report(2)])) == 2
     assert made.add_steps([step_report(2), step_report(3)]) == [step_report(3)]
 

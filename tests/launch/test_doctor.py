@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from streamrl.launch import doctor
-from streamrl.launch.doctor import Device, Finding, TorchAnswer, torch_findings
+from streamrl.launch.doctor import Device, DoctorLine, TorchAnswer, torch_findings
 from streamrl.planner.gpus import peak_of
 
 GIB = 2**30
@@ -34,7 +34,7 @@ def answer(**changes: object) -> TorchAnswer:
     return TorchAnswer(**{**settings, **changes})
 
 
-def named(findings: object) -> dict[str, Finding]:
+def named(findings: object) -> dict[str, DoctorLine]:
     return {one.name: one for one in findings}
 
 
@@ -59,7 +59,7 @@ def test_people_see_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     Console(width=120).print(
-        doctor.shown([Finding(name="a", ok=True, found="b"), Finding(name="c", ok=False, found="d", do="buy e")])
+        doctor.shown([DoctorLine(name="a", ok=True, found="b"), DoctorLine(name="c", ok=False, found="d", do="buy e")])
     )
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["a", "ok", "b"] for line in lines)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import asyncio, sys
 from streamrl.errors import ConfigError, ModelError, StreamRLError
-from streamrl.launch.process import Lifeline, run_component, set_up_logging
+from streamrl.children import Lifeline
+from streamrl.launch.process import run_component, set_up_logging
 set_up_logging("trial/0")
 def go(component):
     sys.exit(run_component(lambda: component, lifeline=Lifeline.from_environment()))

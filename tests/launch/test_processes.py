@@ -16,7 +16,7 @@ from streamrl.launch.local import claim_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
-    Share,
+    TrainerShare,
     command,
     fitted,
     plan,
@@ -166,7 +166,7 @@ def test_the_environment_is_set_before_torch_is_loaded() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_nodes_share_all_ranks_evenly(workers: int, nodes: int) -> None:
-    shares = [list(Share(node, nodes).ranks(workers)) for node in range(nodes)]
+    shares = [list(TrainerShare(node, nodes).ranks(workers)) for node in range(nodes)]
     assert [rank for share in shares for rank in share] == list(range(workers))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -174,7 +174,7 @@ def test_nodes_share_all_ranks_evenly(workers: int, nodes: int) -> None:
 @given(st.integers(1, 8), st.integers(0, 8))
 def test_processes_of_one_machine_share_its_gpus(local: int, gpus: int) -> None:
     names = [str(i) for i in range(gpus)]
-    used = [list(Share(i, local, i, local).of(names)) for i in range(local)]
+    used = [list(TrainerShare(i, local, i, local).of(names)) for i in range(local)]
     if gpus >= local:
         assert [gpu for own in used for gpu in own] == names
     else:
@@ -184,22 +184,22 @@ def test_processes_of_one_machine_share_its_gpus(local: int, gpus: int) -> None:
 def test_each_node_starts_its_ranks_and_the_first_one_the_master() -> None:
     chosen = config(model_workers=4)
     gpus = ["0", "1"]
-    first = plan_trainer(chosen, share=Share(0, 2), master=True, gpus=gpus)
-    second = plan_trainer(chosen, share=Share(1, 2), master=False, gpus=gpus)
+    first = plan_trainer(chosen, share=TrainerShare(0, 2), master=True, gpus=gpus)
+    second = plan_trainer(chosen, share=TrainerShare(1, 2), master=False, gpus=gpus)
     assert [p.name for p in first] == ["model_worker/0", "model_worker/1", "master/0"]
     assert [(p.name, list(p.gpus)) for p in second] == [("model_worker/2", ["0"]), ("model_worker/3", ["1"])]
-    alone = plan_trainer(chosen, share=Share(0, 1), master=False)
+    alone = plan_trainer(chosen, share=TrainerShare(0, 1), master=False)
     assert [p.name for p in alone] == [f"model_worker/{i}" for i in range(4)]
 
 
 def test_torchrun_says_which_part_of_the_trainer_it_is() -> None:
     chosen = config(model_workers=4)
     said = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
-    assert share_of(chosen, node=None, nodes=None, environment=said) == Share(3, 4, 1, 2)
-    (only,) = plan_trainer(chosen, share=Share(3, 4, 1, 2), master=False, gpus=["0", "1"])
+    assert share_of(chosen, node=None, nodes=None, environment=said) == TrainerShare(3, 4, 1, 2)
+    (only,) = plan_trainer(chosen, share=TrainerShare(3, 4, 1, 2), master=False, gpus=["0", "1"])
     assert only.name == "model_worker/3"
-    assert share_of(chosen, node=1, nodes=2, environment=said) == Share(1, 2), "options come first"
-    assert share_of(chosen, node=None, nodes=None, environment={}) == Share(0, 1)
+    assert share_of(chosen, node=1, nodes=2, environment=said) == TrainerShare(1, 2), "options come first"
+    assert share_of(chosen, node=None, nodes=None, environment={}) == TrainerShare(0, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from streamrl.transport.control import (
     Admission,
     Admit,
     AdmitReply,
+    AskRoute,
     Done,
     FailRun,
     Heartbeat,
@@ -23,7 +24,6 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Reject,
-    Route,
     RouteReply,
     Topology,
 )
@@ -43,7 +43,7 @@ class Manager:
         self.failed: list[FailRun] = []
         self.registered: list[Register] = []
         self.in_flight_told: list[tuple[int, int, int]] = []
-        self.reroute: Callable[[Route], str] = lambda message: self.gserver
+        self.reroute: Callable[[AskRoute], str] = lambda message: self.gserver
         self.failures = 0
         """How many of the next calls of /admit and /reject are answered 500."""
         self._seqs: list[int] = []
@@ -94,7 +94,7 @@ class Manager:
         admissions = [Admission(seq, self.gserver, permit_for(seq, f"rollout/{message.worker}")) for seq in given]
         return AdmitReply(admissions=admissions, policy_version=0, stop=self.stop)
 
-    async def route(self, message: Route) -> msgspec.Struct:
+    async def route(self, message: AskRoute) -> msgspec.Struct:
         return RouteReply(gserver=self.reroute(message))
 
     async def in_flight(self, message: InFlight) -> msgspec.Struct:
@@ -138,7 +138,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
     add("/register", Register, manager.register)
     add("/heartbeat", Heartbeat, manager.heartbeat)
     add("/admit", Admit, manager.admit)
-    add("/route", Route, manager.route)
+    add("/route", AskRoute, manager.route)
     add("/in_flight", InFlight, manager.in_flight)
     add("/reject", Reject, manager.reject)
     add("/fail_run", FailRun, manager.fail_run)

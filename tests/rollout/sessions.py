@@ -10,7 +10,7 @@ from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute
-from streamrl.rollout.workflows.base import Session
+from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import GenerationClient
 from streamrl.types import Prompt, Trajectory
 from tests.rollout.characters import make_chat

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.config.evaluation import as_evaluated
+from streamrl.config.sections import as_evaluated
 from streamrl.errors import ConfigError, DataError
 from streamrl.records.evaluation import pass_at_k
 from streamrl.rollout.data import PromptSource

@@ -9,7 +9,7 @@ import pytest
 from streamrl.errors import WireError
 from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory, shared_prefix
-from streamrl.rollout.workflows.base import TrajectoryBuilder
+from streamrl.rollout.workflows import TrajectoryBuilder
 from streamrl.types import NO_VERSION, Trajectory
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from streamrl.errors import WireError
 from streamrl.rollout.agents.messages import Message
-from streamrl.rollout.agents.tree import Call, EpisodeTree
+from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall
 from streamrl.rollout.generation import Generation, GroupRoute, first_known
-from streamrl.rollout.workflows.base import TrajectoryBuilder
+from streamrl.rollout.workflows import TrajectoryBuilder
 from streamrl.transport.generation import FinishReason, GenerationClient, MetaInfo, decoded_routes, encoded_routes
 from streamrl.types import NO_EXPERT
 from tests.gserver.serving import serving
@@ -94,8 +94,8 @@ def test_a_conversation_has_the_experts_of_all_its_turns() -> None:
     np.testing.assert_array_equal(builder.build(reward=0, finish_reason="stop").routed_experts, wanted)
 
     tree = EpisodeTree()
-    opening = Call(None, (1, 2), first)
-    for call in (opening, Call(opening, (1, 2, 3, 4, 5), second)):
+    opening = PolicyCall(None, (1, 2), first)
+    for call in (opening, PolicyCall(opening, (1, 2, 3, 4, 5), second)):
         tree.add(call, messages=None, reply=Message(role="assistant", content=""), tools=[])
     [trajectory] = tree.trajectories([0.0, 0.0])
     np.testing.assert_array_equal(trajectory.routed_experts, wanted)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.workflows.base import Session, TrajectoryBuilder
+from streamrl.rollout.workflows import Session, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
 

@@ -27,15 +27,15 @@ from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     BeingScored,
+    CallDone,
     ClearDataCache,
     DataTransfer,
-    Done,
+    DescribeModel,
     FinishSave,
     Function,
     HaveScored,
     Inference,
     Initialize,
-    ModelConfig,
     ModelFacts,
     OpenStore,
     Publish,
@@ -201,7 +201,7 @@ class Workers:
         match next(iter(calls.values())):
             case Spec():
                 return {worker: WorkerSpec(worker, "cpu", 1, {"actor": "pretended"}, 0, 0, 0, 0) for worker in calls}
-            case ModelConfig():
+            case DescribeModel():
                 return dict.fromkeys(calls, ModelFacts(1, 1, 1))
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))
@@ -219,7 +219,7 @@ class Workers:
             await self._script.happen(name)
             match next(iter(calls.values())):
                 case Initialize():
-                    return dict.fromkeys(calls, Done(0.0))
+                    return dict.fromkeys(calls, CallDone(0.0))
                 case Inference() | Function():
                     return self._infer(name, calls)
                 case TrainStep():
@@ -256,7 +256,7 @@ class Workers:
             self._manager.serve(version)
         return Published(seconds=1.0, pause_seconds=0.5, bytes=1, attempts=1)
 
-    def _infer(self, name: str, calls: Mapping[int, Any]) -> dict[int, Done]:
+    def _infer(self, name: str, calls: Mapping[int, Any]) -> dict[int, CallDone]:
         self._prepare(name, calls)
         rewards = {}
         for worker, call in calls.items():
@@ -267,7 +267,7 @@ class Workers:
                     self.compute(call)
                 if self._mfcs[name].outputs == {"rewards"}:
                     rewards |= {worker: {seq: self._script.scores(seq) for seq in call.seqs}}
-        return {worker: Done(1.0, rewards.get(worker, {})) for worker in calls}
+        return {worker: CallDone(1.0, rewards.get(worker, {})) for worker in calls}
 
     async def _train(self, name: str, calls: Mapping[int, TrainStep]) -> dict[int, Trained]:
         self._prepare(name, calls)
@@ -334,14 +334,14 @@ class Workers:
     def _group(self, seq: int) -> TrajectoryGroup:
         return next(group for dataset in self.datasets.values() if (group := dataset.find(seq)) is not None)
 
-    def _clear(self, worker: int, call: ClearDataCache) -> Done:
+    def _clear(self, worker: int, call: ClearDataCache) -> CallDone:
         if self.compute is not None:
             self.compute(call)
         self._has[worker] = {name for name in self._has[worker] if name[0] not in call.seqs}
         if worker in self.datasets and self.compute is None:
             held = [seq for seq in call.seqs if self.datasets[worker].find(seq) is not None]
             self.datasets[worker].discard(held, forget=call.come_again)
-        return Done(0.0)
+        return CallDone(0.0)
 
     def _save(self, save: Save) -> Saved:
         assert save.progress.policy_version == self.weights
@@ -590,7 +590,7 @@ async def pretended(config: Config, script: Script | None = None) -> Any:
 
 
 def whole_run(config: Config, script: Script | None = None) -> tuple[str, Run]:
-    """Train to the end; answers why it ended."""
+    """Train to the end; return why it ended."""
 
     async def work() -> tuple[str, Run]:
         async with pretended(config, script) as run:

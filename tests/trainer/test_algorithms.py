@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages, moments, whiten
-from streamrl.trainer.algorithms.kl import KLCoefficient, kl_estimate
-from streamrl.trainer.algorithms.losses import behavior_kl, behavior_weight, cispo, gspo, ppo
+from streamrl.trainer.algorithms.losses import (
+    KLCoefficient,
+    behavior_kl,
+    behavior_weight,
+    cispo,
+    gspo,
+    kl_estimate,
+    ppo,
+)
 
 reward = st.floats(-3, 3, width=32)
 rewards_of_group = st.lists(reward, min_size=2, max_size=16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.config import Config, from_dict
-from streamrl.trainer.calls import Done, Offload, ParamRealloc, Trained
+from streamrl.trainer.calls import CallDone, Offload, ParamRealloc, Trained
 from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import FunctionExecutor
@@ -42,8 +42,8 @@ class Workers:
 
     async def request(self, calls, reply_type, *, timeout):
         self.calls.append(calls[0])
-        if reply_type is Done:
-            return dict.fromkeys(calls, Done(compute_seconds=0.0))
+        if reply_type is CallDone:
+            return dict.fromkeys(calls, CallDone(compute_seconds=0.0))
         return dict.fromkeys(calls, Trained(0.0, 0.0, {}, {}, {}))
 
 

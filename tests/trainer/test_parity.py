@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import from_dict
-from streamrl.trainer.calls import ClearDataCache, Done
+from streamrl.trainer.calls import CallDone, ClearDataCache
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.worker.assembly import Assembly
 from streamrl.trainer.worker.computation import Computation
@@ -204,7 +204,7 @@ def test_a_stale_run_gives_the_weights_of_a_plain_loop_on_the_same_groups(tmp_pa
             def compute(call):
                 if isinstance(call, ClearDataCache):
                     data.discard(call.seqs, come_again=call.come_again)
-                    return Done(0.0)
+                    return CallDone(0.0)
                 return computation.carry_out(call)
 
             run.workers.compute = compute

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from streamrl.trainer.redistributor import Name, Piece
-from streamrl.trainer.worker.transfers import Array
+from streamrl.trainer.worker.data import Array
 
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 KEYS = ("packed_input_ids", "packed_loss_mask", "rewards", "values")

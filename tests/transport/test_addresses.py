@@ -19,6 +19,7 @@ from streamrl.transport.addresses import (
     Reach,
     host_of,
     interface_of,
+    is_loopback,
     is_wildcard,
     meeting_interface,
     reach_of_manager,
@@ -114,3 +115,8 @@ def test_addresses_of_both_families() -> None:
 def test_torch_is_not_loaded_for_it() -> None:
     loaded = "import sys, streamrl.transport.addresses; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], timeout=60, check=False).returncode == 0
+
+
+def test_loopback_addresses() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org")))

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     b: Tensor
     """`[outputs, rank]`"""
     columns: slice
-    """Of the fused matrix's outputs."""
+    """Which of the fused matrix's outputs they are."""
 
 
 class MatrixAdapter:

@@ -34,15 +34,18 @@ from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, Ticket
-from streamrl.gserver.server.receiver import CLOSING_SECONDS, Expected, Staged, WeightReceiver, in_thread
+from streamrl.gserver.server.receiver import (
+    CLOSING_SECONDS,
+    Expected,
+    ReceivingEngine,
+    Staged,
+    WeightReceiver,
+    in_thread,
+)
 from streamrl.models import eos_token_ids
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
-    InitWeightsUpdateGroup,
     PauseMode,
-    ReceiveWeights,
-    StagedWeights,
-    UpdateWeightsFromDistributed,
 )
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ BURST_GAP = 0.1
 """Requests that an idle engine gets within this share of a decode step of each other are computed together."""
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(ReceivingEngine):
     """Serves one model; `gserver.server.engine.Engine` says what each method does."""
 
     name = "embedded"
@@ -219,24 +222,6 @@ class EmbeddedEngine:
     async def flush(self) -> None:
         await self._do(self._scheduler.flush)
 
-    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
-        await self._receiver.join_group(message)
-
-    async def leave_group(self, name: str) -> None:
-        await self._receiver.leave_group(name)
-
-    async def begin_update(self, transfer: str = "") -> None:
-        await self._receiver.begin(transfer)
-
-    def staged(self) -> StagedWeights | None:
-        return self._receiver.staged()
-
-    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
-        await self._receiver.receive(message)
-
-    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
-        await self._receiver.receive_all(message, on_progress)
-
     async def end_update(self) -> str:
         staged = await self._receiver.take()
         return await self._receiver.apart(lambda: self._swap(staged))
@@ -272,9 +257,6 @@ class EmbeddedEngine:
                 device=self._device,
             )
         )
-
-    async def staged_sums(self) -> dict[str, str]:
-        return await self._receiver.staged_sums()
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler

@@ -1,15 +1,12 @@
-"""Admission with routes: the ledger's room, a gserver for each group, and what became of the prompts.
+"""Which groups start, with which gserver, and what became of those that did.
 
-Pure: times are passed in. Invariants: a group is in flight on a gserver exactly while its lease
-lasts; asking again under the same ticket gives the same groups.
+`Admissions` decides: pure, with times passed in, so that the planner simulates a run with it. `GroupCalls` are the
+manager's calls about groups; those for which there is no room or no capacity now wait in line. `Rerouting` finds
+another gserver in place of one that failed.
 
-Finds a gserver for a request, also when the one that had it has failed.
-
-Invariant: nobody is sent back to a failed gserver before it was asked how it is, unless there is another.
-
-The manager's calls about groups: admitted with a gserver, routed anew, given up, taken by the trainer.
-
-Invariant: a group is admitted only into the ledger's room and only together with a gserver that serves.
+Invariants: a group starts only if the ledger has room for it, and only together with a gserver that serves; it counts
+as in flight there exactly while its lease lasts; asking again under the same ticket gives the same groups; nobody is
+sent back to a gserver that failed before that was asked how it is, unless there is no other.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config import Config
 from streamrl.gserver.manager.checks import GserverChecks
-from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.gserver import Gserver, Work
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
@@ -35,17 +31,15 @@ from streamrl.transport.control import (
     Admission,
     Admit,
     AdmitReply,
+    AskRoute,
     DataFacts,
     Done,
     GroupChanges,
     InFlight,
     InFlightReply,
     Reject,
-    Route,
     RouteReply,
 )
-
-# --- admissions ---
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +52,9 @@ REPORTS_PER_SECOND = 1000.0
 """That all workers together may make of that."""
 REMEMBERED_TICKETS = 16
 """Tickets of each worker that are remembered."""
+
+
+# --- the decision ---
 
 
 class Admissions:
@@ -84,11 +81,11 @@ class Admissions:
         return self._fleet.has_capacity and self._ledger.room > 0
 
     def given(self, worker: str, ticket: str) -> list[Admission] | None:
-        """What `worker` was given under `ticket`, if it asked before."""
+        """Return what `worker` was given under `ticket`, if it asked before."""
         return self._tickets.get(worker, OrderedDict()).get(ticket)
 
     def take(self, worker: str, count: int, *, workers: int, ticket: str, now: float) -> list[Admission]:
-        """Up to `count` groups for `worker`, leaving room for the others of `workers` live ones."""
+        """Admit up to `count` groups for `worker`, leaving room for the others of `workers` live ones."""
         given = self.given(worker, ticket)
         if given is not None:
             return given
@@ -113,25 +110,25 @@ class Admissions:
         return admissions
 
     def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
-        """Another gserver for `seq`; its load moves along only while `worker` holds the lease."""
+        """Return another gserver for `seq`; its load moves along only while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
             return self._fleet.reassign(self._ledger.out[seq].route, now=now, avoid=avoid)
         return next((g for g in self._fleet.serving() if g.address != avoid), None)
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
-        """`worker` tells what of `seq` is in flight, which counts while it holds the lease."""
+        """Note what `worker` says is in flight of `seq`; it counts while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
             self._fleet.change(self._ledger.out[seq].route, work, now=now)
 
     def take_changes(self, groups: Sequence[Fate]) -> None:
-        """The trainer has taken groups, or let go of them."""
+        """Note which groups the trainer has taken, or let go of."""
         for fate in groups:
             group = self._ledger.out.get(fate.seq)
             if self._ledger.take_change(fate):
                 self._unroute(group)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
-        """`worker` gives `seq` up, which counts unless another holds it by now."""
+        """Give `seq` up for `worker`, unless another holds it by now."""
         group, holder = self._ledger.out.get(seq), self._ledger.holder(seq)
         if holder not in (worker, None) or not self._ledger.reject(seq):
             log.info("%s gave seq %d up too late (%s); it is with %s", worker, seq, reason, holder or "nobody")
@@ -140,7 +137,8 @@ class Admissions:
         log.info("%s gave seq %d up: %s", worker, seq, reason)
 
     def worker_replaced(self, worker: str) -> None:
-        """The process behind `worker` is another one now: the old one's prompts go back, and may be why it ended."""
+        """Take back the prompts of the process that was `worker` before: another one has its place. They may be why it
+        ended."""
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
         if had := [group for group in self._ledger.out.values() if group.worker == worker]:
@@ -151,7 +149,7 @@ class Admissions:
             self._consider(group)
 
     def expire(self, *, now: float) -> bool:
-        """Prompts whose lease ran out go back; return whether there are any. Silence alone is no prompt's fault."""
+        """Take back prompts whose lease ran out; return whether there are any. Silence alone is no prompt's fault."""
         lost = self._ledger.expire(now=now)
         self._came_back(lost, "their leases ran out")
         return bool(lost)
@@ -180,11 +178,11 @@ class Admissions:
             group.route = None
 
 
-# --- rerouting ---
+# --- the calls ---
 
 
 class Rerouting:
-    """Those for whom there is no capacity now wait in `queue`."""
+    """Finds a gserver for requests that lost theirs; those for whom there is no capacity now wait in `queue`."""
 
     def __init__(
         self,
@@ -200,7 +198,7 @@ class Rerouting:
         self._long_poll = long_poll_seconds
 
     async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
-        """URL of what `choose(avoid)` finds, with the URL to avoid, now or within a long poll; empty: nothing.
+        """Return the URL of what `choose(avoid)` finds, now or within a long poll, given the URL to avoid; empty: none.
 
         `failed`: URL of the gserver that failed, which is checked; empty: none did.
         """
@@ -214,11 +212,11 @@ class Rerouting:
         return choice.address if choice is not None else ""
 
 
-# --- manager groups ---
+class GroupCalls:
+    """The calls about groups: admit, route, reject, what is in flight, what the trainer has taken.
 
-
-class Groups:
-    """`live_workers` tells how many rollout workers share the room. Nothing is admitted before `start`."""
+    `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
+    """
 
     def __init__(
         self,
@@ -279,6 +277,7 @@ class Groups:
             self._signals.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
+        """Start groups, as soon as there is room in the ledger and a gserver with capacity; none after a long poll."""
         member = self._members.caller("rollout", message.worker)
         if message.data_rows:
             self._compare_data_rows(member, message.data_rows)
@@ -303,7 +302,8 @@ class Groups:
             admissions=admissions or [], policy_version=self._ledger.policy_version, stop=self._state.over
         )
 
-    async def route(self, message: Route) -> RouteReply:
+    async def route(self, message: AskRoute) -> RouteReply:
+        """Name a gserver in place of the one that failed; none after a long poll, or once the run is over."""
         member = self._members.caller("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
@@ -314,6 +314,7 @@ class Groups:
         return RouteReply(gserver="" if self._state.over else found)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
+        """Note what a worker's groups have in flight; the reply says when to report again."""
         now = time.monotonic()
         worker = self._members.caller("rollout", message.worker).name
         for group in message.groups:
@@ -322,22 +323,26 @@ class Groups:
         return InFlightReply(pause_seconds=pause)
 
     async def reject(self, message: Reject) -> Done:
+        """Give a prompt up."""
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
         self._signals.rejected.notify()
         self._signals.admissions.wake()
         return Done()
 
     async def take_changes(self, message: GroupChanges) -> Done:
+        """Note which groups the trainer has taken, or let go of."""
         self._admissions.take_changes(message.groups)
         self._signals.admissions.wake()
         return Done()
 
     async def given_up(self, after: int) -> GroupChanges:
+        """Return the prompts given up after the first `after` of them; none after a long poll."""
         rejected = self._ledger.rejections
         await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return GroupChanges(rejected[after:])
 
     async def data(self) -> DataFacts:
+        """Return the size of the training data, once a worker has told it; 0 after a long poll."""
         await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
         return DataFacts(rows=self.data_rows)
 

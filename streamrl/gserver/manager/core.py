@@ -14,14 +14,13 @@ import time
 
 from streamrl.config import Config
 from streamrl.gserver.manager.access import Access
-from streamrl.gserver.manager.admission import Admissions, Groups, Rerouting
+from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons
 from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver, GserverState
 from streamrl.gserver.manager.members import Members
-from streamrl.gserver.manager.model_files import ModelFiles
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals
@@ -35,6 +34,7 @@ from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import LONG_POLL_SECONDS, Done, FailRun, FinishRun, Status
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import control_key, generation_key
+from streamrl.transport.model_files import ModelFiles
 from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Manager:
             queue=signals.routes,
             long_poll_seconds=long_poll_seconds,
         )
-        self.groups = Groups(
+        self.groups = GroupCalls(
             config=config,
             ledger=self._ledger,
             admissions=self._admissions,
@@ -258,7 +258,7 @@ class Manager:
             log.info("all processes have joined")
 
     def _stats(self) -> dict[str, float]:
-        """How much may start, what is out, and how many calls wait for either."""
+        """Return how much may start, what is out, and how many calls wait for either."""
         ledger = self._ledger
         return {
             "ledger_room": ledger.room,

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import PeerError, StreamRLError
-from streamrl.gserver.manager.configuration import SharedConfiguration
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
@@ -44,7 +43,6 @@ class ElasticPools:
         on_left: Callable[[Member], None],
     ) -> None:
         self._config = config
-        self._configuration = SharedConfiguration(config)
         self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
         self._registry = registry
         self._fleet = fleet
@@ -62,7 +60,7 @@ class ElasticPools:
         Raises `PeerError` for a role whose number is fixed, `ConfigError` for another configuration.
         """
         first = self._configured_count(message.role, "join a running run under a new number")
-        self._configuration.check(message, who=f"a new {message.role}")
+        self._config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
         now = time.monotonic()
         index = first
         while self._taken(message.role, index, now=now):
@@ -104,7 +102,7 @@ class ElasticPools:
         await asyncio.gather(*self._draining.values(), return_exceptions=True)
 
     def _configured_count(self, role: Role, what: str) -> int:
-        """How many of `role` are configured; raises `PeerError` for roles whose number is fixed."""
+        """Return how many of `role` are configured; raises `PeerError` for roles whose number is fixed."""
         if role not in self._configured:
             raise PeerError(f"a {role} cannot {what}; only gservers and rollout workers can")
         return self._configured[role]

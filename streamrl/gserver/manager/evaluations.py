@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from streamrl.gserver.manager.admission import Rerouting
-from streamrl.gserver.manager.gserver import Gserver, Route
-from streamrl.gserver.manager.load import Work
+from streamrl.gserver.manager.gserver import Gserver, Route, Work
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup

@@ -32,6 +32,7 @@ from streamrl.transport.control import (
     Admit,
     AskMember,
     AskPlace,
+    AskRoute,
     Compare,
     Drain,
     Evaluate,
@@ -49,7 +50,6 @@ from streamrl.transport.control import (
     Register,
     Reject,
     Role,
-    Route,
 )
 from streamrl.transport.http import Answer, Call, ErrorDetail, ErrorReply, Handler, Hosts, HttpServer
 from streamrl.transport.seldom import Seldom
@@ -73,7 +73,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/heartbeat": Heartbeat,
     "/member": AskMember,
     "/admit": Admit,
-    "/route": Route,
+    "/route": AskRoute,
     "/in_flight": InFlight,
     "/reject": Reject,
     "/groups": GroupChanges,

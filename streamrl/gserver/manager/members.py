@@ -20,14 +20,13 @@ from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.manager.access import Access
-from streamrl.gserver.manager.configuration import SharedConfiguration
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.machine import machine_identity
 from streamrl.records import progress
 from streamrl.records.timeline import HeartbeatEntry, Timeline
-from streamrl.transport.addresses import host_of
+from streamrl.transport.addresses import host_of, is_loopback
 from streamrl.transport.control import (
     AskMember,
     Heartbeat,
@@ -43,7 +42,6 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.credentials import HEARS
-from streamrl.transport.keys import is_loopback
 from streamrl.transport.manager_client import PLACE_TAKEN
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
@@ -80,7 +78,7 @@ class Members:
         open_to_others: bool = False,
     ) -> None:
         """`own_stats`: the manager's own figures, for the timeline."""
-        self._configuration = SharedConfiguration(config)
+        self._config = config
         self._open = open_to_others
         self._resume_point = ResumePoint(
             checkpoint=Path(config.run.resume_from).name if config.run.resume_from else "",
@@ -113,7 +111,8 @@ class Members:
         from here, ended.
         """
         who = f"{message.role}/{message.index}"
-        self._configuration.check(message, who=f"{who} (process {message.pid} on {message.host})")
+        sender = f"{who} (process {message.pid} on {message.host})"
+        self._config.check_shared(message.settings, message.config_digest, who=sender)
         self._check_model(message, who=who)
         self._check_beginning(message, who=who)
         if self._open and is_loopback(host_of(message.address)):
@@ -143,7 +142,7 @@ class Members:
         )
 
     def _recorded(self, member: Member) -> dict[str, float]:
-        """What the timeline keeps of its figures: of a gserver that serves, also which policy version."""
+        """Return what the timeline keeps of its figures: of a gserver that serves, also which policy version."""
         serves = isinstance(member, Gserver) and member.serving
         return {**member.stats, "policy_version": float(self._policy_version())} if serves else member.stats
 

@@ -18,10 +18,10 @@ from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
 from streamrl.local_cache import cache_home
 from streamrl.records.timeline import Timeline
-from streamrl.transport.addresses import Reach, is_wildcard, reach_of_manager, url_of
+from streamrl.transport.addresses import Reach, is_loopback, is_wildcard, reach_of_manager, url_of
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts, HttpServer
-from streamrl.transport.keys import generation_key, is_loopback
+from streamrl.transport.keys import generation_key
 from streamrl.transport.secret import encrypts, left_for, of_new_run
 from streamrl.transport.tls import client_context, server_context
 

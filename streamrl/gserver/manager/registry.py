@@ -107,7 +107,7 @@ class Registry:
         """How often a member fell silent, or was heard of again."""
 
     def registered(self, message: Register) -> Member | None:
-        """The record of the very process that sends `message`, if it has registered before."""
+        """Return the record of the very process that sends `message`, if it has registered before."""
         member = self.get(message.role, message.index)
         if member is None:
             return None
@@ -166,11 +166,11 @@ class Registry:
         return [member for role in sorted(self._members) for member in self.of(role)]
 
     def count(self, role: Role) -> int:
-        """How many have registered as `role`, silent ones included."""
+        """Return how many have registered as `role`, silent ones included."""
         return len(self._members[role])
 
     def live(self, role: Role) -> int:
-        """How many of `role` are not silent."""
+        """Return how many of `role` are not silent."""
         return self._live[role]
 
     def silent(self) -> list[Member]:
@@ -214,7 +214,7 @@ class Registry:
         return gone
 
     def next_silence(self) -> float | None:
-        """When the next member falls silent unless it is heard."""
+        """Return when the next member falls silent unless it is heard."""
         return next_silence(member.last_heard for member in self._all() if not member.silent)
 
     def excuse(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Which gserver a group goes to.
 
 All requests of a group, siblings and turns alike, go to one gserver, so that they share its prompt cache; a new group
-goes to the gserver that has the least to do for its speed (`load.py`), among those with capacity. Pure, no I/O.
+goes to the gserver that has the least to do for its speed (`gserver.py`), among those with capacity. Pure, no I/O.
 
 Invariants: only a gserver that serves the current weights, does not drain and is not full is given a group; no call
 looks at all gservers or all groups, except those that say so.
@@ -13,8 +13,7 @@ import heapq
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, Route
-from streamrl.gserver.manager.load import NO_WORK, Work
+from streamrl.gserver.manager.gserver import NO_WORK, Gserver, GserverEvent, GserverState, Route, Work
 
 Item = TypeVar("Item")
 

@@ -1,10 +1,8 @@
-"""Text to tokens and back, with the checkpoint's `tokenizer.json` alone.
+"""What the HTTP server asks of an engine: the protocol, the messages between them, and the tokenizer.
 
-What the HTTP server asks of an engine, and the messages between them.
-
-An engine takes `Job`s and answers through `Ticket`s; it changes its weights in a transaction
-(`begin_update`, `receive`…, `end_update`). The embedded and the simulated engine keep this
-contract; `server.py` knows nothing else of them.
+An engine takes `Job`s and replies through `Ticket`s; it changes its weights in a transaction (`begin_update`,
+`receive`…, `end_update`). The embedded and the simulated engine keep this contract; `http.py` knows nothing else of
+them. `Text` turns text to tokens and back with the checkpoint's `tokenizer.json` alone.
 """
 
 from __future__ import annotations
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- text ---
-
-
 class Text:
     """The tokenizer of the served model."""
 
@@ -61,9 +56,6 @@ class Text:
         """Text of `tokens`; those without text are skipped."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
-
-
-# --- engine ---
 
 
 class QueueFull(StreamRLError):
@@ -145,7 +137,7 @@ class Ticket:
         self._changed.set()
 
     async def result(self) -> Output:
-        """The finished response; raises `GenerationFailed`."""
+        """Return the finished response; raises `GenerationFailed`."""
         async for output in self.updates():
             if output.finish_reason is not None:
                 return output
@@ -190,7 +182,7 @@ class WeightsAside(Protocol):
         """Keep a copy of `tensor`; return `checksum.tensor_sums` of it as it is kept. Several at a time."""
 
     def place(self, name: str) -> Tensor | None:
-        """The memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
+        """Return the memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
 
     def served_weight(self, name: str) -> Tensor:
         """`name` as it is served now, which stays as it is while an update is staged."""
@@ -270,7 +262,7 @@ class Engine(Served, Protocol):
         """Start an empty set of staged weights; an unfinished one is discarded, unless it is of this `transfer`."""
 
     def staged(self) -> StagedWeights | None:
-        """What is staged of weights that may come in several attempts."""
+        """Return what is staged of weights that may come in several attempts."""
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
         """Receive tensors into the staged set while generation goes on."""
@@ -285,7 +277,7 @@ class Engine(Served, Protocol):
     async def load(self, folder: Path, version: str | None) -> str:
         """Take the weights in `folder`: aside in an update that has begun, else they are swapped in at once.
 
-        Answers what was done.
+        Returns what was done.
         """
 
     async def set_version(self, version: str) -> None: ...
@@ -294,7 +286,7 @@ class Engine(Served, Protocol):
         """Equal weights give equal answers."""
 
     async def served_weights(self) -> ServedWeights:
-        """What is served now; raises `Refused` where there are no weights."""
+        """Return what is served now; raises `Refused` where there are no weights."""
 
     async def staged_sums(self) -> dict[str, str]:
         """`checksum.tensor_sums` of each tensor that waits aside, by name."""

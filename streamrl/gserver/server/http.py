@@ -1,9 +1,4 @@
-"""From the body of /generate to jobs, and from outputs to its answer.
-
-Every mistake that a request can contain is found here, before the engine sees it, and named
-together with what to do.
-
-The HTTP server of a gserver: SGLang's native API in front of an `Engine`.
+"""The HTTP server of a gserver: SGLang's native API in front of an `Engine`.
 
 | status | when |
 |---|---|
@@ -13,7 +8,8 @@ The HTTP server of a gserver: SGLang's native API in front of an `Engine`.
 | 500 | the engine failed on this request, or a weight update failed; the server lives on |
 | 503 | the queue is full |
 
-A client that goes away aborts its request.
+A client that goes away aborts its request. Every mistake that the body of /generate can contain is found here, before
+the engine sees it, and named together with what to do.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
 from streamrl.transport.keys import GENERATION_CALLS, HEADER, GserverKeys, admits
 from streamrl.transport.seldom import Seldom
 
-# --- api ---
+# --- /generate: from its body to jobs, and from outputs to its reply ---
 
 MAX_RESPONSES = 4096
 """Most responses of one request: prompts times `n`."""
@@ -91,14 +87,14 @@ class TextCodec(Protocol):
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
-class Limits(msgspec.Struct, frozen=True):
+class EngineLimits(msgspec.Struct, frozen=True):
     """What the engine can take."""
 
     vocab_size: int
     max_context: int
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GenerationRequest(msgspec.Struct, frozen=True):
     """A checked request."""
 
     rids: dict[str, list[str]]
@@ -110,7 +106,7 @@ class Generation(msgspec.Struct, frozen=True):
     stream: bool
 
 
-def parse(body: bytes, *, limits: Limits, text: TextCodec) -> Generation:
+def parse(body: bytes, *, limits: EngineLimits, text: TextCodec) -> GenerationRequest:
     """Check the body of /generate; raises `Refused`."""
     try:
         tree = msgspec.json.decode(body)
@@ -136,7 +132,7 @@ def parse(body: bytes, *, limits: Limits, text: TextCodec) -> Generation:
             rids[known_as].append(name)
             jobs.append(_job(request, name, prompt, _sibling_params(sampling, sibling)))
     _check_logprobs(request)
-    return Generation(
+    return GenerationRequest(
         rids=rids,
         jobs=jobs,
         single=single and responses == 1,
@@ -146,7 +142,7 @@ def parse(body: bytes, *, limits: Limits, text: TextCodec) -> Generation:
 
 
 def _names(request: GenerateRequest, prompts: int) -> list[str]:
-    """What each prompt is known by: names of their own, or one for all."""
+    """Return what each prompt is known by: names of their own, or one for all."""
     if not isinstance(request.rid, list):
         return [request.rid or uuid.uuid4().hex] * prompts
     if len(request.rid) != prompts or len(set(request.rid)) != prompts:
@@ -155,7 +151,7 @@ def _names(request: GenerateRequest, prompts: int) -> list[str]:
 
 
 def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, began: float) -> GenerateReply:
-    """The answer for one response, finished or not; `began` is its arrival on the monotonic clock."""
+    """Return the answer for one response, finished or not; `began` is its arrival on the monotonic clock."""
     wants_prompt = return_logprob and job.logprob_start_len >= 0
     wants_top = return_logprob and job.top_logprobs_num > 0
     return GenerateReply(
@@ -185,7 +181,7 @@ def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, be
 
 
 def visible_text(output: Output, job: Job, text: TextCodec) -> str:
-    """The response without what stopped it; while it grows, also without what may still change."""
+    """Return the response without what stopped it; while it grows, also without what may still change."""
     reason = output.finish_reason
     tokens = output.output_ids
     if reason is not None and isinstance(reason.matched, int):
@@ -200,7 +196,7 @@ def visible_text(output: Output, job: Job, text: TextCodec) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
+    """Return how many characters at the end of `text` may be the beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -276,7 +272,7 @@ def _job(request: GenerateRequest, rid: str, prompt: list[int], params: Sampling
     )
 
 
-def _check_prompt(prompt: list[int], limits: Limits) -> None:
+def _check_prompt(prompt: list[int], limits: EngineLimits) -> None:
     if not prompt:
         raise Refused("the prompt is empty; give at least one token")
     for token in (min(prompt), max(prompt)):
@@ -284,7 +280,7 @@ def _check_prompt(prompt: list[int], limits: Limits) -> None:
             raise Refused(f"token id {token} is outside the vocabulary of {limits.vocab_size} tokens")
 
 
-def _check_params(params: SamplingParams, limits: Limits) -> None:
+def _check_params(params: SamplingParams, limits: EngineLimits) -> None:
     problems = []
     if params.temperature < 0:
         problems.append(f"temperature must be at least 0, not {params.temperature}")
@@ -311,7 +307,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         raise Refused("sampling_params: " + "; ".join(problems))
 
 
-def _check_length(prompt: list[int], params: SamplingParams, limits: Limits) -> None:
+def _check_length(prompt: list[int], params: SamplingParams, limits: EngineLimits) -> None:
     if len(prompt) + params.max_new_tokens > limits.max_context:
         raise Refused(
             f"a prompt of {len(prompt)} tokens and max_new_tokens = {params.max_new_tokens} exceed the context of "
@@ -334,7 +330,7 @@ def _pairs(pairs: list[tuple[float, int]] | None) -> list[TokenLogprob] | None:
     return None if pairs is None else [(logprob, token, None) for logprob, token in pairs]
 
 
-# --- server ---
+# --- the server ---
 
 log = logging.getLogger(__name__)
 
@@ -356,7 +352,7 @@ class Server:
         self._engine = engine
         self._sender = sender
         self._text = text
-        self._limits = Limits(vocab_size=engine.vocab_size, max_context=engine.max_context)
+        self._limits = EngineLimits(vocab_size=engine.vocab_size, max_context=engine.max_context)
         self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -416,7 +412,7 @@ class Server:
             self._abandon(tickets)
 
     async def _stream(
-        self, request: web.Request, generation: Generation, tickets: list[Ticket], began: float
+        self, request: web.Request, generation: GenerationRequest, tickets: list[Ticket], began: float
     ) -> web.StreamResponse:
         """Server-sent events with all content so far, then `[DONE]`."""
         response = web.StreamResponse(headers=EVENTS)
@@ -430,14 +426,16 @@ class Server:
         await response.write(DONE)
         return response
 
-    def _part(self, generation: Generation, index: int, job: Job, output: Output, began: float) -> msgspec.Struct:
-        """The event that tells of `output`."""
+    def _part(
+        self, generation: GenerationRequest, index: int, job: Job, output: Output, began: float
+    ) -> msgspec.Struct:
+        """Return the event that tells of `output`."""
         answer = self._reply(generation, job, output, began)
         if generation.single:
             return answer
         return StreamPart(text=answer.text, output_ids=answer.output_ids, meta_info=answer.meta_info, index=index)
 
-    def _reply(self, generation: Generation, job: Job, output: Output, began: float) -> GenerateReply:
+    def _reply(self, generation: GenerationRequest, job: Job, output: Output, began: float) -> GenerateReply:
         return reply(output, job, text=self._text, return_logprob=generation.return_logprob, began=began)
 
     def _abandon(self, tickets: list[Ticket]) -> None:
@@ -627,7 +625,7 @@ async def _merged(tickets: list[Ticket]) -> AsyncIterator[list[tuple[int, Output
 
 
 def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -> web.RouteDef:
-    """A call that takes a `body` and answers with a Struct."""
+    """Return a route whose call takes a `body` and returns a Struct."""
 
     async def handle(request: web.Request) -> web.Response:
         return _json(await call(await _read(request, body)))

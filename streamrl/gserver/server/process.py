@@ -16,11 +16,10 @@ from streamrl.checksum import dtype_name
 from streamrl.config import Config
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.errors import ConfigError
-from streamrl.export import hugging_face_folder
+from streamrl.export import hugging_face_folder, merge_adapter
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
 from streamrl.gserver.server.http import Server
-from streamrl.gserver.server.merged import merge
 from streamrl.gserver.server.sender import WeightSender
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
@@ -115,7 +114,7 @@ async def first_weights(config: Config, *, index: int, model_dir: Path) -> Async
     config.run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"merged-{index}-", dir=config.run_dir) as folder:
         merged = Path(folder) / "model"
-        await asyncio.to_thread(merge, model_dir, Path(begun_from), lora, into=merged)
+        await asyncio.to_thread(merge_adapter, model_dir, Path(begun_from), lora, into=merged)
         yield merged
 
 
@@ -208,7 +207,7 @@ async def _embedded(
 
 
 def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> Engine:
-    """The engine in this process that the configuration asks for, not started."""
+    """Return the engine in this process that the configuration asks for, not started."""
     settings = config.gserver
     seed = _seed(config, index)
     version = _initial_version(config)
@@ -252,6 +251,6 @@ def _seed(config: Config, index: int) -> int:
 
 
 def _initial_version(config: Config) -> str:
-    """What the weights are called that a gserver of the run starts with."""
+    """Return what the weights are called that a gserver of the run starts with."""
     begun = progress.of_run(config)
     return INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)

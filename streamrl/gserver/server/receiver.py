@@ -31,7 +31,7 @@ from streamrl.device import SideStream, compute_with
 from streamrl.errors import ModelError, PublicationError, StreamRLError
 from streamrl.gserver.server.engine import Refused, WeightsAside
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
-from streamrl.transport.collective import broadcasts, destroy_group, form_group, settle
+from streamrl.transport.collective import broadcasts, destroy_group, form_group, wait_for_pending
 from streamrl.transport.control import TensorSpec, group_of_sender
 from streamrl.transport.generation import (
     InitWeightsUpdateGroup,
@@ -102,7 +102,7 @@ class WeightReceiver:
         self._staged: Staged | None = None
         self._buffers: dict[int, Tensor] = {}
         """For what cannot be received where it is kept, by sender."""
-        self._unsettled: list[Any] = []
+        self._pending: list[Any] = []
         """Broadcasts that were on the way when one failed, and may still write."""
         self._beside = SideStream(device)
         self._busy = asyncio.Lock()
@@ -135,7 +135,7 @@ class WeightReceiver:
             self._staged = Staged(transfer=transfer)
 
     def staged(self) -> StagedWeights | None:
-        """What is here of weights that may come in several attempts."""
+        """Return what is here of weights that may come in several attempts."""
         staged = self._staged
         if staged is None or not staged.transfer or not staged.buckets:
             return None
@@ -183,8 +183,8 @@ class WeightReceiver:
 
         async def receive() -> None:
             self._check_current(staged)
-            if self._unsettled:
-                await in_thread(partial(settle, self._unsettled))
+            if self._pending:
+                await in_thread(partial(wait_for_pending, self._pending))
             staged.buckets = list(message.first_buckets)
             every = [receive_from(sender) for sender in range(len(groups))]
             for fault in await asyncio.gather(*every, return_exceptions=True):
@@ -348,7 +348,7 @@ class WeightReceiver:
 
     def _load(self, folder: Path, staged: Staged) -> None:
         self._check_current(staged)
-        settle(self._unsettled)
+        wait_for_pending(self._pending)
         try:
             if not self._adopt(folder, staged):
                 self._keep(self._read(folder), staged)
@@ -412,7 +412,7 @@ class WeightReceiver:
     def _receive_one(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
         """Receive what one call of SGLang's API announces."""
         self._check_current(staged)
-        settle(self._unsettled)
+        wait_for_pending(self._pending)
         self._receive(
             message.group_name,
             message.names,
@@ -448,7 +448,7 @@ class WeightReceiver:
         except PublicationError:
             if device.type != "cpu":  # who knows who still writes there
                 self._buffers.clear()
-                self._unsettled.clear()
+                self._pending.clear()
                 self._drop(staged)
                 if self._aside is not None:
                     self._aside.forget()
@@ -515,10 +515,10 @@ class WeightReceiver:
 
     def _broadcasts(self, tensors: Iterable[tuple[str, Tensor]], group: Any) -> Iterator[tuple[str, Tensor]]:
         watched = self._timeout if dist.get_backend(group) == "nccl" else None
-        return broadcasts(tensors, group, unsettled=self._unsettled, watched_seconds=watched)
+        return broadcasts(tensors, group, pending=self._pending, watched_seconds=watched)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-        """Where those tensors are kept that can be received there."""
+        """Return where those tensors are kept that can be received there."""
         if self._aside is None or self._expected is None:
             return {}
         kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
@@ -532,12 +532,39 @@ class WeightReceiver:
         return buffer[:size]
 
 
+class ReceivingEngine:
+    """The calls of an `Engine` that its receiver carries out alone."""
+
+    _receiver: WeightReceiver
+
+    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
+        await self._receiver.join_group(message)
+
+    async def leave_group(self, name: str) -> None:
+        await self._receiver.leave_group(name)
+
+    async def begin_update(self, transfer: str = "") -> None:
+        await self._receiver.begin(transfer)
+
+    def staged(self) -> StagedWeights | None:
+        return self._receiver.staged()
+
+    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
+        await self._receiver.receive(message)
+
+    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
+        await self._receiver.receive_all(message, on_progress)
+
+    async def staged_sums(self) -> dict[str, str]:
+        return await self._receiver.staged_sums()
+
+
 async def in_thread(call: Callable[[], Result]) -> Result:
     """Run `call` in a daemon thread: one that hangs in a collective does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def resolve(result: Any, error: BaseException | None) -> None:
         if not future.done():
             if error is None:
                 future.set_result(result)
@@ -552,7 +579,7 @@ async def in_thread(call: Callable[[], Result]) -> Result:
         except BaseException as error:
             failure = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(resolve, result, failure)
 
     threading.Thread(target=run, name="weight receiver", daemon=True).start()
     return await future

@@ -1,8 +1,8 @@
-"""The sending end of a catch-up: a gserver that serves the current weights sends them to one that came late.
+"""The sending end of a resync: a gserver that serves the current weights sends them to one that lacks them.
 
 It is rank 0 of a process group of two, as the publisher is of the weight group; the other end receives as it does
 from the publisher (`receiver.py`). Sending blocks a thread of its own, and generation and weight updates go on: what
-is sent was lent by the engine, and does not change.
+is sent belongs to the engine, and does not change.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class WeightSender:
         self._sending: dict[str, asyncio.Task[None]] = {}
 
     async def offer(self, message: OfferWeights) -> Broadcast:
-        """What is served, and where to meet for it; raises `Refused` if that is another version."""
-        lent = await self._engine.served_weights()
-        if lent.version != str(message.version):
-            raise Refused(f"weights {message.version} were asked for, and {lent.version!r} are served here")
+        """Return what is served, and where to meet for it; raises `Refused` if that is another version."""
+        served = await self._engine.served_weights()
+        if served.version != str(message.version):
+            raise Refused(f"weights {message.version} were asked for, and {served.version!r} are served here")
         if message.group_name in self._offers:
             raise Refused(f"weight group {message.group_name} exists already; give every offer its own")
         for name in [name for name in self._offers if not self._is_sending(name)]:
             await self.leave(name)  # whoever asked for it did not come back
-        backend = backend_for(self._config, lent.device)
+        backend = backend_for(self._config, served.device)
         carrier = Broadcaster(
-            self._config, listening=self._listening, backend=backend, dtype=lent.dtype, device=lent.device
+            self._config, listening=self._listening, backend=backend, dtype=served.dtype, device=served.device
         )
-        carrier.prepare(message.version, lent)
+        carrier.prepare(message.version, served)
         announced = await in_thread(carrier.announce)
         self._offers[message.group_name] = carrier
-        log.info("weights v%d (%s) are offered in %s", message.version, dtype_name(lent.dtype), message.group_name)
+        log.info("weights v%d (%s) are offered in %s", message.version, dtype_name(served.dtype), message.group_name)
         return announced
 
     async def send(self, message: SendWeights) -> None:
@@ -74,7 +74,7 @@ class WeightSender:
         return name in self._offers
 
     async def leave(self, name: str) -> None:
-        """Leave the group, once nothing is sent in it any more, and give back what was lent."""
+        """Leave the group, once nothing is sent in it any more, and let go of the weights."""
         if task := self._sending.get(name):
             await asyncio.wait({task})
         carrier = self._offers.pop(name, None)  # None: another call to leave it was faster

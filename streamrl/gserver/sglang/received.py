@@ -30,11 +30,11 @@ def install() -> None:
 
     A process that SGLang forks has them then; one that it starts afresh has not.
     """
-    received = Received()
+    received = ReceivedTensors()
     sys.meta_path[:0] = [_AfterImport(UPDATER, received.note_updates), _AfterImport(CHECKER, received.reply_with_sums)]
 
 
-class Received:
+class ReceivedTensors:
     """What one process of SGLang has loaded since it began to serve."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from streamrl.children import describe_exit, end_group, kill_group, reading
+from streamrl.children import HeldLifeline, describe_exit, end_group, reading, wait_for_group
 from streamrl.config import GserverConfig, SecurityConfig
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
@@ -195,7 +195,7 @@ class SglangServer:
 class SglangProcess:
     """One SGLang server with everything that it starts."""
 
-    def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: int, output: int) -> None:
+    def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: HeldLifeline, output: int) -> None:
         self.pid = handle.pid
         self._handle = handle
         self._lifeline = lifeline
@@ -209,7 +209,7 @@ class SglangProcess:
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> SglangProcess:
         """Start `command`; `environment` is added to this process's. Raises `ModelError` if it cannot be run."""
-        lifeline, our_end = os.pipe()
+        lifeline = HeldLifeline()
         output, its_end = os.pipe()
         try:
             handle = await asyncio.create_subprocess_exec(
@@ -218,20 +218,19 @@ class SglangProcess:
                 # Not asyncio's own pipe: with that one the server's end is not told before all who hold it have ended.
                 stdout=its_end,
                 stderr=its_end,
-                env={**os.environ, **environment, LIFELINE: str(lifeline)},
-                pass_fds=[lifeline],
+                env={**os.environ, **environment, LIFELINE: str(lifeline.descriptor)},
+                pass_fds=[lifeline.descriptor],
             )
         except OSError as error:
-            os.close(our_end)
+            lifeline.close()
             os.close(output)
             raise ModelError(
                 f"SGLang's interpreter {command[0]} cannot be started ({error.strerror}); "
                 "set gserver.sglang.python to one that has sglang"
             ) from error
         finally:
-            os.close(lifeline)
             os.close(its_end)
-        return cls(handle, lifeline=our_end, output=output)
+        return cls(handle, lifeline=lifeline, output=output)
 
     @property
     def last_line(self) -> str:
@@ -262,12 +261,11 @@ class SglangProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._handle.terminate()
             await end_group(self._handle, grace=STOP_SECONDS)
-        os.close(self._lifeline)
+        self._lifeline.close()
         await self._ending
 
     async def _see_end(self) -> None:
-        await self._handle.wait()
-        kill_group(self.pid)  # the server's own processes, which would keep its memory and its pipe
+        await wait_for_group(self._handle)  # the server's own processes would keep its memory and its pipe
         await self._reading
 
     async def _read(self) -> None:

@@ -101,7 +101,7 @@ class WeightUpdate:
         base: int | None = None,
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
-        """Of a broadcast, `first_buckets` are those with which each sender begins (empty: the first), and `base` is the
+        """In a broadcast, `first_buckets` are those with which each sender begins (empty: the first), and `base` is the
         version from which deltas are sent (None: weights are sent whole). `current` tells the version that gservers
         have to serve to be given groups; it may grow beyond `version` before this update ends. `on_swapped` is told
         `version` as soon as the first gserver serves it."""

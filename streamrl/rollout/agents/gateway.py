@@ -33,10 +33,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
 from streamrl.rollout.agents.pipe import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
-from streamrl.rollout.agents.protocols.common import Api, Call
+from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of
 from streamrl.transport.http import Hosts
 from streamrl.transport.keys import HEADER, admits
@@ -66,7 +66,7 @@ PROTOCOLS: dict[str, Api] = {
 }
 
 
-OnPiece = Callable[[Piece], None]
+OnPiece = Callable[[MessagePiece], None]
 
 
 class EpisodeCalls(Protocol):
@@ -119,11 +119,11 @@ class _Pieces:
     """What a generation has said so far, for clients that are told as it comes; ends with the generation."""
 
     def __init__(self) -> None:
-        self._said: list[Piece] = []
+        self._said: list[MessagePiece] = []
         self._ended = False
         self._more = asyncio.Event()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: MessagePiece) -> None:
         self._said.append(piece)
         self._wake()
 
@@ -132,7 +132,7 @@ class _Pieces:
         self._ended = True
         self._wake()
 
-    async def follow(self) -> AsyncIterator[list[Piece]]:
+    async def follow(self) -> AsyncIterator[list[MessagePiece]]:
         """Yield all pieces from the first one on, several together where they are there, until the end."""
         told = 0
         while True:
@@ -153,7 +153,9 @@ class _Pieces:
 class _Generation:
     """One generation, and whether anybody has seen its answer."""
 
-    def __init__(self, digest: bytes, call: Call, task: asyncio.Task[Sequence[Completion]], pieces: _Pieces) -> None:
+    def __init__(
+        self, digest: bytes, call: CheckedRequest, task: asyncio.Task[Sequence[Completion]], pieces: _Pieces
+    ) -> None:
         self.digest = digest
         """Fingerprint of path and body."""
         self.call = call
@@ -339,7 +341,7 @@ class Gateway:
                 delivered(generation.task.result())
         return answer
 
-    def _begin(self, asked: _Asked, call: Call, digest: bytes, episode: EpisodeCalls) -> _Generation:
+    def _begin(self, asked: _Asked, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
         """Begin the generation that answers `call`, and keep it."""
         if asked.generating >= self._concurrent_requests:
             message = f"{asked.generating} requests of this episode are being answered; that is the limit"
@@ -363,7 +365,7 @@ class Gateway:
         asked.kept.append(generation)
         return generation
 
-    def _warn(self, call: Call) -> None:
+    def _warn(self, call: CheckedRequest) -> None:
         for name, wanted in call.sampling.items():
             if wanted != (own := getattr(self._sampling, name)):
                 self._warn_once(name, "agents ask for a %s of %s; the run's %s is used", name, wanted, own)
@@ -412,7 +414,7 @@ async def _said(request: web.Request) -> Score:
     return score
 
 
-def _continued(call: Call, asked: _Asked) -> Call:
+def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
     """Return `call` with the conversation that it continues put after its instructions."""
     for earlier in asked.kept:
         if earlier.call.id == call.previous and earlier.call.remembered and earlier.succeeded:

@@ -76,7 +76,7 @@ class Completion(msgspec.Struct, frozen=True):
     """The stop string that ended it, if one did."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class MessagePiece(msgspec.Struct, frozen=True):
     """More of an answer that is being generated; all pieces of one follow each other in its `Message`."""
 
     index: int
@@ -93,7 +93,7 @@ class Told:
         self.content = ""
         self.reasoning = ""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: MessagePiece) -> None:
         self.content += piece.content
         self.reasoning += piece.reasoning
 

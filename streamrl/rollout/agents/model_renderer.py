@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.agents.rendering import (
     Renderer,
-    Sampled,
+    SampledTokens,
     TemplateRenderer,
     before_stop,
     settled,
@@ -84,7 +84,7 @@ class ModelRenderer:
             roles = ", ".join(message.role for message in messages)
             raise RequestRefused(f"the model has no form for a conversation of {roles}: {error}") from error
 
-    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
+    def extend(self, sampled: SampledTokens, messages: Sequence[Message]) -> list[int] | None:
         prompt_ids, output_ids, tools = map(list, sampled)
         further = to_template(messages)
         extended = self._renderer.bridge_to_next_turn(prompt_ids, output_ids, further, tools=tools or None)
@@ -93,7 +93,7 @@ class ModelRenderer:
             return None
         return list(extended.token_ids[len(said) :])
 
-    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+    def parse(self, sampled: SampledTokens, *, matched_stop: str) -> Message:
         said = self._read(sampled)
         names = {tool["function"]["name"] for tool in sampled.tools}
         calls: list[ToolCall] = []
@@ -113,7 +113,7 @@ class ModelRenderer:
             tool_calls=tuple(calls),
         )
 
-    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+    def certain(self, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
         if self.kind in WHOLE_ANSWERS:
             return Message("assistant")
         said = self._read(sampled)
@@ -125,7 +125,7 @@ class ModelRenderer:
             content = ""  # the model may yet say how its turn begins once more, and then reason
         return Message("assistant", content, up_to_stop(reasoning, stops).strip())
 
-    def _read(self, sampled: Sampled) -> Any:
+    def _read(self, sampled: SampledTokens) -> Any:
         """Return what the package makes of an answer: its `ParsedResponse`."""
         prompt_ids, output_ids, tools = map(list, sampled)
         return self._renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)

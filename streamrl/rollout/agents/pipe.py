@@ -25,7 +25,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """Keyword arguments of the function, besides `task` and `policy`."""
 
 
-class Access(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True):
     """How an episode's agent reaches the policy."""
 
     root: str
@@ -57,7 +57,7 @@ class Lease(msgspec.Struct, frozen=True):
     """An episode for whoever asked for one."""
 
     task: dict[str, Any]
-    access: Access
+    access: Endpoint
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -65,7 +65,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
     episode: int
     task: dict[str, Any]
-    access: Access
+    access: Endpoint
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from streamrl.rollout.agents.pipe import Access
+from streamrl.rollout.agents.pipe import Endpoint
 
 SCORE_SECONDS = 30.0
 
@@ -15,7 +15,7 @@ SCORE_SECONDS = 30.0
 class Policy:
     """A model server of the episode's own; any client of OpenAI's or Anthropic's APIs talks to it."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Endpoint) -> None:
         self.base_url = access.base_url
         """For OpenAI's client."""
         self.anthropic_base_url = access.anthropic_base_url

@@ -29,7 +29,7 @@ _REASONING = re.compile(r"\A\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 """Reasoning that was not ended is reasoning."""
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """An answer in tokens, or the beginning of one."""
 
     prompt_ids: Sequence[int]
@@ -46,17 +46,17 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation up to where the model answers; raises `RequestRefused`."""
 
-    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
+    def extend(self, sampled: SampledTokens, messages: Sequence[Message]) -> list[int] | None:
         """Return the tokens to append after prompt and answer so that the model answers `messages`. None: the model's
         template writes what was before them in another way now.
 
         Raises `RequestRefused`.
         """
 
-    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+    def parse(self, sampled: SampledTokens, *, matched_stop: str) -> Message:
         """Return what the model said, without the stop string that ended it."""
 
-    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+    def certain(self, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
         """Return the beginning of what `parse` will return, whatever tokens are still to come; it may be empty.
 
         `stops`: the strings of which one may end the answer.
@@ -120,7 +120,7 @@ class TemplateRenderer:
         except DataError as error:
             raise RequestRefused(str(error)) from error
 
-    def extend(self, sampled: Sampled, messages: Sequence[Message]) -> list[int] | None:
+    def extend(self, sampled: SampledTokens, messages: Sequence[Message]) -> list[int] | None:
         if self._anew:
             thought = THINK_END in self._chat.decode(sampled.output_ids)
             if any((thought, message.role) in self._anew for message in messages):
@@ -130,11 +130,11 @@ class TemplateRenderer:
         except (ConfigError, DataError) as error:
             raise RequestRefused(str(error)) from error
 
-    def parse(self, sampled: Sampled, *, matched_stop: str) -> Message:
+    def parse(self, sampled: SampledTokens, *, matched_stop: str) -> Message:
         text = before_stop(self._chat.decode(sampled.output_ids), matched_stop)
         return parse_text(self._opening(sampled.prompt_ids) + text, tools=sampled.tools)
 
-    def certain(self, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+    def certain(self, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
         text = self._chat.decode(sampled.output_ids)
         return certain_text(self._opening(sampled.prompt_ids), text, stops=stops, tools=sampled.tools)
 

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import re
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +24,21 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.children import describe_exit, end_group, kill_group, read_frame, without_secrets
+from streamrl.children import (
+    FramedChild,
+    describe_exit,
+    kill_group,
+    module_command,
+    module_environment,
+    without_secrets,
+)
 from streamrl.config import Config
 from streamrl.errors import AgentError, WireError
-from streamrl.rollout.agents import interpreter
 from streamrl.rollout.agents.pipe import (
-    Access,
     Begin,
     Cancel,
     Ended,
+    Endpoint,
     Failed,
     FromAgents,
     Lease,
@@ -64,7 +69,7 @@ class Agents(Protocol):
     async def close(self) -> None:
         """End every episode and every process."""
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
+    async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         """Run one episode, and return what the agent says of it; raises `AgentError` when it fails.
 
         `begun` is called when the agent begins, from when on its time counts.
@@ -78,9 +83,8 @@ def environment_of(config: Config) -> dict[str, str]:
     """Return the environment variables of agents."""
     agent = config.rollout.agent
     withheld = (secret.VARIABLE, config.gserver.api_key_env)
-    return interpreter.environment(
-        agent.python, without_secrets(os.environ, passed=agent.environment, withheld=withheld)
-    )
+    variables = without_secrets(os.environ, passed=agent.environment, withheld=withheld)
+    return module_environment(variables, python=agent.python)
 
 
 def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = "default") -> Agents:
@@ -121,7 +125,7 @@ class FunctionAgents:
     async def close(self) -> None:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
+    async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         process = min(self._processes, key=lambda process: process.running)
         return await process.run(task, access, begun)
 
@@ -135,7 +139,7 @@ class _AgentProcess:
         self._environment = environment
         self._episodes = itertools.count()
         self._waiting: dict[int, asyncio.Future[Score]] = {}
-        self._process: Process | None = None
+        self._process: FramedChild | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
@@ -150,7 +154,7 @@ class _AgentProcess:
             if self._reading is None or self._reading.done():
                 await self._start()
 
-    async def run(self, task: dict[str, Any], access: Access, begun: Callable[[], None]) -> Score:
+    async def run(self, task: dict[str, Any], access: Endpoint, begun: Callable[[], None]) -> Score:
         episode = next(self._episodes)
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
@@ -173,7 +177,7 @@ class _AgentProcess:
     async def stop(self) -> None:
         """End the process for good."""
         if self._process is not None:
-            await end_group(self._process)
+            await self._process.end()
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -189,22 +193,17 @@ class _AgentProcess:
     async def _start(self) -> None:
         what = f"rollout.agent.function {self._setup.function}"
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *interpreter.command(self._python, "streamrl.rollout.agents.child"),
-                stdin=PIPE,
-                stdout=PIPE,
-                env=self._environment,
-                start_new_session=True,
+            self._process = await FramedChild.start(
+                module_command("streamrl.rollout.agents.child", python=self._python), environment=self._environment
             )
         except OSError as error:
             raise AgentError(f"rollout.agent.python = {self._python!r} cannot be started: {error.strerror}") from error
         self._send(self._setup)
-        assert self._process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
-                reply = _decoder.decode(await read_frame(self._process.stdout))
+                reply = _decoder.decode(await self._process.receive())
         except (TimeoutError, asyncio.IncompleteReadError, WireError, msgspec.DecodeError) as error:
-            ended = describe_exit(await end_group(self._process))
+            ended = describe_exit(await self._process.end())
             needs = f" ({self._python} needs the package msgspec)" if self._python else ""
             raise AgentError(
                 f"{what} could not be imported: its process {ended}{needs}; its own words are above"
@@ -214,13 +213,12 @@ class _AgentProcess:
             raise AgentError(reply.message)
         self._reading = asyncio.create_task(self._read(self._process), name="replies of an agent's process")
 
-    async def _read(self, process: Process) -> None:
+    async def _read(self, process: FramedChild) -> None:
         """Hand replies over until the process ends; whoever waits then hears of it."""
-        assert process.stdout is not None
         why = "broke the protocol"
         try:
             while True:
-                self._take(_decoder.decode(await read_frame(process.stdout)))
+                self._take(_decoder.decode(await process.receive()))
         except (asyncio.IncompleteReadError, ConnectionError):
             why = describe_exit(await process.wait())
         except (WireError, msgspec.DecodeError):
@@ -243,9 +241,9 @@ class _AgentProcess:
             future.set_exception(AgentError(f"the agent failed: {reply.message}"))
 
     def _send(self, message: Setup | Begin | Cancel) -> None:
-        if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
+        if self._process is None:
             raise ConnectionError("the agent's process is gone")
-        self._process.stdin.write(frame(message))
+        self._process.send(frame(message))
 
 
 _decoder: msgspec.msgpack.Decoder[FromAgents] = msgspec.msgpack.Decoder(FromAgents)
@@ -270,9 +268,9 @@ class CommandAgents:
         for leader in self._leaders:
             kill_group(leader)
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
+    async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "streamrl.rollout.agents.command", str(self._memory_mb)),
+            *(*module_command("streamrl.children"), str(self._memory_mb)),
             *(_filled(word, task) for word in self._command),
             stdin=DEVNULL,
             stdout=PIPE,
@@ -315,7 +313,7 @@ def _filled(word: str, task: Mapping[str, Any]) -> str:
     return _NAME.sub(lambda found: str(task[found.group(1)]) if found.group(1) in task else found.group(0), word)
 
 
-def _variables(task: Mapping[str, Any], access: Access) -> dict[str, str]:
+def _variables(task: Mapping[str, Any], access: Endpoint) -> dict[str, str]:
     return {
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
@@ -357,7 +355,7 @@ class RemoteAgents:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def run(self, task: dict[str, Any], access: Access, *, begun: Callable[[], None]) -> Score:
+    async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._offers.put_nowait((Lease(task, access), taken))
         await asyncio.wait((taken,), timeout=UNTAKEN_SECONDS)

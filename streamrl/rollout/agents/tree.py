@@ -27,10 +27,10 @@ from streamrl.rollout.generation import Generation, first_known, of_all_tokens
 from streamrl.types import NO_VERSION, Trajectory
 
 
-class Call(msgspec.Struct, eq=False):
+class PolicyCall(msgspec.Struct, eq=False):
     """One call of the policy in an episode."""
 
-    parent: Call | None
+    parent: PolicyCall | None
     """The call whose conversation this one continues; None: a conversation of its own."""
     prompt_ids: tuple[int, ...]
     """`[prompt]` token ids that the policy continued; they begin with the parent's `token_ids`."""
@@ -49,11 +49,11 @@ class EpisodeTree:
     """The calls of one episode that were answered."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[PolicyCall] = []
         """In the order of their answers."""
-        self._by_conversation: dict[bytes, Call] = {}
+        self._by_conversation: dict[bytes, PolicyCall] = {}
 
-    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Call | None, int]:
+    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall | None, int]:
         """Return the latest call that `messages` continue, and how many of them it accounts for.
 
         Its conversation, with the policy's answer, is word for word the beginning of `messages`; the tools are the
@@ -64,14 +64,14 @@ class EpisodeTree:
                 return call, index + 1
         return None, 0
 
-    def find_tokens(self, prompt_ids: Sequence[int]) -> Call | None:
+    def find_tokens(self, prompt_ids: Sequence[int]) -> PolicyCall | None:
         """Return the call with the most tokens that `prompt_ids` begin with, if there is one."""
         asked = tuple(prompt_ids)
         found = [call for call in self.calls if asked[: len(call.token_ids)] == call.token_ids]
         return max(found, key=lambda call: len(call.token_ids), default=None)
 
     def add(
-        self, call: Call, *, messages: Sequence[Message] | None, reply: Message, tools: Sequence[dict[str, Any]]
+        self, call: PolicyCall, *, messages: Sequence[Message] | None, reply: Message, tools: Sequence[dict[str, Any]]
     ) -> None:
         """Record a call that asked `messages` (None: plain tokens) and was answered `reply`.
 
@@ -86,7 +86,7 @@ class EpisodeTree:
         *_, (_, digest) = _digests([*messages, reply], tools)
         self._by_conversation[digest] = call
 
-    def drop_leaf(self, call: Call) -> None:
+    def drop_leaf(self, call: PolicyCall) -> None:
         """Take back a call whose answer nobody has received, unless another continues it."""
         if all(other.parent is not call for other in self.calls):
             self.calls = [other for other in self.calls if other is not call]
@@ -130,7 +130,7 @@ def discounted(rewards: Sequence[float], *, discount: float) -> list[float]:
     return returns[::-1]
 
 
-def _trajectory(leaf: Call, *, trained: set[int], reward: float, score: float | None) -> Trajectory:
+def _trajectory(leaf: PolicyCall, *, trained: set[int], reward: float, score: float | None) -> Trajectory:
     """Return the path to `leaf`; calls on it that are not in `trained` are under the loss, and are in it afterwards."""
     tokens = len(leaf.token_ids)
     loss_mask = np.zeros(tokens, dtype=np.bool_)
@@ -161,9 +161,9 @@ def _trajectory(leaf: Call, *, trained: set[int], reward: float, score: float | 
     )
 
 
-def _path(leaf: Call) -> Iterator[Call]:
+def _path(leaf: PolicyCall) -> Iterator[PolicyCall]:
     """Yield `leaf` and its ancestors."""
-    call: Call | None = leaf
+    call: PolicyCall | None = leaf
     while call is not None:
         yield call
         call = call.parent

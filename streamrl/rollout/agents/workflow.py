@@ -20,14 +20,14 @@ import msgspec
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
 from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told
-from streamrl.rollout.agents.pipe import Access, Score
-from streamrl.rollout.agents.rendering import Renderer, Sampled, before_stop, settled
+from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, MessagePiece, RequestRefused, Told
+from streamrl.rollout.agents.pipe import Endpoint, Score
+from streamrl.rollout.agents.rendering import Renderer, SampledTokens, before_stop, settled
 from streamrl.rollout.agents.runner import Agents
-from streamrl.rollout.agents.tree import Call, EpisodeTree, discounted
+from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted
 from streamrl.rollout.generation import OnTokens
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.workflows.base import Session
+from streamrl.rollout.workflows import Session
 from streamrl.types import Prompt, Trajectory
 
 LOOKS = 32
@@ -41,7 +41,7 @@ class Earned(NamedTuple):
     """What an agent says of its episode, with the answers that it names found."""
 
     said: Score
-    rewards: list[tuple[Call, float]]
+    rewards: list[tuple[PolicyCall, float]]
 
 
 class Episode:
@@ -72,7 +72,7 @@ class Episode:
         self._renderer = renderer
         self._max_calls = max_calls
         self._tree = EpisodeTree()
-        self._undelivered: list[tuple[Completion, Call]] = []
+        self._undelivered: list[tuple[Completion, PolicyCall]] = []
         self._ended = False
         self._score: asyncio.Future[Earned] = asyncio.get_running_loop().create_future()
 
@@ -151,7 +151,7 @@ class Episode:
         """Find the answers that `said` names; raises `AgentError`, with its name, for one that there is not."""
         return Earned(said, [(self._named(name), reward) for name, reward in said.rewards.items()])
 
-    def _named(self, name: str) -> Call:
+    def _named(self, name: str) -> PolicyCall:
         bare = found.group(1) if (found := _ID.fullmatch(name)) else name
         for call in self._tree.calls:
             if bare == call.name:
@@ -203,7 +203,7 @@ class Episode:
         if self._ended:
             raise RequestRefused(ENDED, status=GONE)
 
-    def _tokens_of(self, request: ChatRequest) -> tuple[Call | None, list[int]]:
+    def _tokens_of(self, request: ChatRequest) -> tuple[PolicyCall | None, list[int]]:
         """Return the call that is continued, if one is, and all tokens that the policy is to continue."""
         if request.prompt is not None:
             chat = self._session.chat
@@ -220,7 +220,7 @@ class Episode:
             self.rewritten += any(message.role == "assistant" for message in request.messages)
             return None, self._renderer.render(request.messages, request.tools)
         before = parent.token_ids
-        sampled = Sampled(parent.prompt_ids, parent.generation.output_ids, request.tools)
+        sampled = SampledTokens(parent.prompt_ids, parent.generation.output_ids, request.tools)
         further = self._renderer.extend(sampled, new)
         if further is not None:
             return parent, [*before, *further]
@@ -247,21 +247,21 @@ class Episode:
             if len(so_far) < next_look:
                 return
             next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
-            said = self._certain(request, Sampled(prompt_ids, so_far, request.tools), stops=stops)
-            piece = Piece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
+            said = self._certain(request, SampledTokens(prompt_ids, so_far, request.tools), stops=stops)
+            piece = MessagePiece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
             if piece.content or piece.reasoning:
                 told.add(piece)
                 on_piece(piece)
 
         return take
 
-    def _message(self, request: ChatRequest, sampled: Sampled, *, matched_stop: str) -> Message:
+    def _message(self, request: ChatRequest, sampled: SampledTokens, *, matched_stop: str) -> Message:
         """Return what the policy said; of text that it continued, the text, whatever it looks like."""
         if request.prompt is None:
             return self._renderer.parse(sampled, matched_stop=matched_stop)
         return Message("assistant", before_stop(self._session.chat.decode(sampled.output_ids), matched_stop))
 
-    def _certain(self, request: ChatRequest, sampled: Sampled, *, stops: Sequence[str]) -> Message:
+    def _certain(self, request: ChatRequest, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
         """Return the beginning of what `_message` will return."""
         if request.prompt is None:
             return self._renderer.certain(sampled, stops=stops)
@@ -270,7 +270,7 @@ class Episode:
     async def _answer(
         self,
         request: ChatRequest,
-        parent: Call | None,
+        parent: PolicyCall | None,
         prompt_ids: list[int],
         name: str,
         on_tokens: OnTokens | None,
@@ -286,10 +286,10 @@ class Episode:
         self.tokens += len(generation.output_ids)
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""
-        sampled = Sampled(prompt_ids, generation.output_ids, request.tools)
+        sampled = SampledTokens(prompt_ids, generation.output_ids, request.tools)
         message = self._message(request, sampled, matched_stop=matched)
         self.drifted += self._session.chat.retokenized(generation.output_ids) != generation.output_ids
-        call = Call(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation, name=name)
+        call = PolicyCall(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation, name=name)
         messages = request.messages if request.prompt is None else None
         self._tree.add(call, messages=messages, reply=message, tools=request.tools)
         chat = self._session.chat
@@ -435,8 +435,8 @@ class AgentWorkflow:
             await session.generated()
             return Earned(Score(0.0), [])
 
-    def _access(self, episode: Episode) -> Access:
-        return Access(root=self._url, id=episode.name, api_key=episode.key, model=self._model)
+    def _access(self, episode: Episode) -> Endpoint:
+        return Endpoint(root=self._url, id=episode.name, api_key=episode.key, model=self._model)
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from typing import cast
 
 import msgspec
 
-from streamrl.children import describe_exit, end_group, read_frame, without_secrets
+from streamrl.children import FramedChild, describe_exit, module_command, without_secrets
 from streamrl.config import Config
 from streamrl.errors import RewardError, RewardTimeout, WireError
 from streamrl.rollout.reward.protocol import (
@@ -167,7 +165,7 @@ class _Child:
         self._setup = setup
         self._environment = environment
         self._start_timeout = start_timeout
-        self._process: Process | None = None
+        self._process: FramedChild | None = None
         self._launching: asyncio.Task[None] | None = None
 
     def launch(self) -> None:
@@ -183,11 +181,9 @@ class _Child:
     async def exchange(self, call: RewardCall) -> RewardReply:
         """Send `call` and return the reply; raises `IncompleteReadError` when the process ends."""
         process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(frame(call))
-        await process.stdin.drain()
-        return _decoder.decode(await read_frame(process.stdout))
+        process.send(frame(call))
+        await process.drain()
+        return _decoder.decode(await process.receive())
 
     async def replace(self, *, grace: float = 0.0) -> int | None:
         """Kill the process and begin to start another; return the exit status of the first."""
@@ -208,14 +204,8 @@ class _Child:
 
     async def _launch(self) -> None:
         function = self._setup.function
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "streamrl.rollout.reward.child",
-            stdin=PIPE,
-            stdout=PIPE,
-            env=self._environment,
-            start_new_session=True,  # a process group of its own, so that `_kill` reaches what the function started
+        self._process = await FramedChild.start(
+            module_command("streamrl.rollout.reward.child"), environment=self._environment
         )
         try:
             async with asyncio.timeout(self._start_timeout):
@@ -244,11 +234,11 @@ class _Child:
         process = self._process
         if process is None:
             return None
-        status = await end_group(process, grace=grace)
+        status = await process.end(grace=grace)
         self._process = None
         return status
 
-    def _running(self) -> Process:
+    def _running(self) -> FramedChild:
         if self._process is None:
             raise ConnectionError("the process is gone")
         return self._process

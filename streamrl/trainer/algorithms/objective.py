@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.kl import kl_estimate
 from streamrl.trainer.algorithms.losses import (
     BehaviorWeight,
     ClippedLoss,
@@ -22,6 +21,7 @@ from streamrl.trainer.algorithms.losses import (
     behavior_weight,
     cispo,
     gspo,
+    kl_estimate,
     ppo,
     sum_of_sequence,
 )
@@ -78,7 +78,7 @@ class Objective(NamedTuple):
 
 
 def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
-    """The loss of `tokens`, as a share of that of the minibatch, and figures about them."""
+    """Return the loss of `tokens`, as a share of that of the minibatch, and figures about them."""
     corrected = behavior_weight(
         tokens.proximal_logprobs,
         tokens.behavior_logprobs,
@@ -127,7 +127,7 @@ def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
 
 
 def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tensor:
-    """What each token's loss counts in that of the minibatch.
+    """Return what each token's loss counts in that of the minibatch.
 
     `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its episode · episodes) (GRPO);
     `sum`: 1 / episodes (RLOO); `constant`: 1 / (longest response possible · episodes) (Dr. GRPO). An episode is one

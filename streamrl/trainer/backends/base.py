@@ -1,20 +1,15 @@
-"""This process among the model workers, and what all of them add up.
+"""The interface of a model that several model workers compute with together, and what every backend needs for it.
 
-The ranks meet in torch's default process group. Sums are over the DP heads, which alone hold
-distinct data; every rank takes part and gets the same sum.
+A *role* (`trainer/roles/`) knows what is computed: which loss, on which tokens. A `ParallelModel` knows how: with which
+library, spread how over the ranks of a `Layout`. So each algorithm is written once and every backend computes it. Calls
+marked *collective* have to be made by all ranks of the layout, in the same order, with equal arguments on all members
+of one data-parallel rank.
 
-Memory of tensors kept on the CPU for a while; the tensors, and all views of them, stay valid objects.
+`Ranks` is this process among the model workers, which meet in torch's default process group. Sums are over the DP
+heads, which alone hold distinct data; every rank takes part and gets the same sum.
 
+`Offloaded` keeps the memory of tensors on the CPU for a while; the tensors, and all views of them, stay valid objects.
 It is the same on every device: where tensors are on the CPU anyway, their memory is given back and copied, too.
-
-The interface of a model that several model workers compute with together.
-
-A *role* (`trainer/roles/`) knows what is computed: which loss, on which tokens. A `ParallelModel`
-knows how: with which library, spread how over the ranks of a `Layout`. So each algorithm is
-written once and every backend computes it.
-
-Calls marked *collective* have to be made by all ranks of the layout, in the same order, with
-equal arguments on all members of one data-parallel rank.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SparseMlp(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.routing: Routing | None = None
-        """Of the next tokens; it stays until the backward pass is through, which may compute again."""
+        """The routing of the next tokens; it stays until the backward pass is through, which may compute again."""
         self.load: Tensor | None = None
         """`[experts]` how often each was chosen by the tokens that were computed last."""
         self.top_k = config.num_experts_per_tok

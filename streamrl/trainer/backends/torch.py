@@ -1,13 +1,9 @@
-"""The part of each weight that a data-parallel rank holds: all of it, or its rows.
+"""transformers models with plain torch: data parallelism, whole or sharded (FSDP2), float32 master weights.
 
-Rows are dealt as FSDP2 deals them: chunks of `ceil(rows / world)`, so the last ranks may have
-fewer, or none.
-
-transformers models with plain torch: data parallelism, whole or sharded (FSDP2), float32 master weights.
-
-Without `shard` each rank holds the whole model and gradients are summed over ranks; with it each
-rank holds its rows of every weight, and whole layers exist only while they compute. Either way the
-optimizer sees plain local tensors (`shards.py`), so a step is the same arithmetic.
+Without `shard` each rank holds the whole model and gradients are summed over ranks; with it each rank holds its rows of
+every weight (`Shards`), and whole layers exist only while they compute. Either way the optimizer sees plain local
+tensors, so a step is the same arithmetic. Rows are dealt as FSDP2 deals them: chunks of `ceil(rows / world)`, so the
+last ranks may have fewer, or none.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class BatchFormer:
     def select(
         self, ready: ReadyGroups, *, policy_version: int, next_in_order: Callable[[int], list[int]]
     ) -> Selection:
-        """The next batch at `policy_version`.
+        """Return the next batch at `policy_version`.
 
         `next_in_order(count)` gives the first sequence numbers that are neither trained on nor given up, which
         `over_age = "wait"` goes by.
@@ -40,16 +40,16 @@ class BatchFormer:
         )
 
     def describe(self, selection: Selection, *, policy_version: int) -> str:
-        """What the selection waits for, in words."""
+        """Return what the selection waits for, in words."""
         waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
         return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
 
     def minibatches(self, batch: Sequence[SampleMeta]) -> list[Sequence[SampleMeta]]:
-        """The batch cut into minibatches, in order."""
+        """Return the batch cut into minibatches, in order."""
         cuts = [round(i * len(batch) / self._minibatches) for i in range(self._minibatches + 1)]
         return [batch[a:b] for a, b in pairwise(cuts)]
 
-    def young_tokens(self, meta: SampleMeta, *, policy_version: int) -> int:
+    def tokens_in_loss(self, meta: SampleMeta, *, policy_version: int) -> int:
         """Tokens of a group that enter the loss at `policy_version`."""
         over_age = count_over_age(meta.version_counts, policy_version=policy_version, max_staleness=self.max_staleness)
         return meta.sampled_tokens - over_age

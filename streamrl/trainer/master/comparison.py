@@ -31,7 +31,7 @@ PER_GSERVER = "logprob_diff_mean/"
 
 
 def response_to_compare(metas: Sequence[SampleMeta]) -> Sibling | None:
-    """The shortest sequence with `ENOUGH_TOKENS` sampled tokens, or that with the most; of several the first.
+    """Return the shortest sequence with `ENOUGH_TOKENS` sampled tokens, or that with the most; of several the first.
 
     Groups whose siblings all scored the same come last: a step may leave them out.
     """
@@ -97,7 +97,8 @@ class Comparison:
             self._asking = asyncio.create_task(self._ask(have_scored(response)), name=f"comparison of v{version}")
 
     async def figures(self, results: Iterable[Trained]) -> dict[str, float]:
-        """What was found until now; to be asked once the gservers serve the next version. `results`: of the step."""
+        """Return what was found until now; to be asked once the gservers serve the next version. `results`: of the
+        step."""
         trained = next((result.compared for result in results if result.compared), [])
         scores: list[Scores] = []
         if self._asking is None:

@@ -17,8 +17,8 @@ import msgspec
 
 from streamrl.config import Config, TrainerConfig
 from streamrl.trainer.calls import (
+    CallDone,
     DataTransfer,
-    Done,
     Function,
     Hook,
     Inference,
@@ -82,7 +82,7 @@ class ModelFunctionCall:
         for worker in range(self._layout.world):
             mine = shares[self._layout.coordinates(worker).data]
             calls[worker] = kind(self.mfc.name, mine, [*_transfer(plan, worker), *pre], post)
-        replies = await self._channel.request(calls, Done, timeout=self._timeout)
+        replies = await self._channel.request(calls, CallDone, timeout=self._timeout)
         rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
         self._groups.amend_batch(self.mfc.outputs, shares, self._layout, rewards=rewards)
         return max(done.compute_seconds for done in replies.values())
@@ -93,7 +93,7 @@ class ModelFunctionCall:
         """Train on the batch `metas`, minibatch by minibatch; `compared` and `lr_scale`: see `TrainStep`."""
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
-            tokens = sum(self._former.young_tokens(meta, policy_version=policy_version) for meta in part)
+            tokens = sum(self._former.tokens_in_loss(meta, policy_version=policy_version) for meta in part)
             shares = self._groups.deal([meta.seq for meta in part], self._layout)
             minibatches.append((shares, tokens, sum(meta.episode_count for meta in part)))
         everything = [
@@ -126,7 +126,7 @@ class ModelFunctionCall:
 
 
 def _transfer(plan: Plan, worker: int) -> list[Hook]:
-    """What of `plan` concerns `worker`."""
+    """Return what of `plan` concerns `worker`."""
     mine = concerning(plan, worker)
     return [DataTransfer(mine)] if mine else []
 
@@ -169,7 +169,7 @@ class FunctionExecutor:
         self._spans: list[Span] = []
 
     def take_spans(self) -> list[Span]:
-        """What ran since the last time this was asked."""
+        """Return what ran since the last time this was asked."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -250,7 +250,7 @@ class DueHooks:
         self._reached = reached
 
     def due(self, policy_version: int) -> list[Hook]:
-        """Those of a call at which `policy_version` is reached; it will carry them out."""
+        """Return those of a call at which `policy_version` is reached; it will carry them out."""
         before, self._reached = self._reached, policy_version
         return [
             hook
@@ -260,7 +260,7 @@ class DueHooks:
 
 
 def hooks_of(mfc: MFC, *, policy_version: int) -> tuple[DueHooks, DueHooks]:
-    """Those before and those after the calls of `mfc`, of a run that begins at `policy_version`."""
+    """Return those before and those after the calls of `mfc`, of a run that begins at `policy_version`."""
     before = max(policy_version - 1, 0)
     # a checkpoint comes after the step that made its version, and before any other call at that version
     after = policy_version if mfc.interface == "train_step" else before

@@ -38,11 +38,11 @@ MEAN_OF_PART = {
 
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
-    """What the batch was."""
+    """Return what the batch was."""
     rewards = [reward for meta in batch for reward in meta.episode_rewards]
     lengths = [length for meta in batch for length in meta.response_lengths]
     sampled = sum(meta.sampled_tokens for meta in batch)
-    young = sum(former.young_tokens(meta, policy_version=policy_version) for meta in batch)
+    young = sum(former.tokens_in_loss(meta, policy_version=policy_version) for meta in batch)
     return {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
@@ -67,7 +67,7 @@ def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_stalene
 
 
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
-    """What `actor_train` found, over all ranks; means are over the tokens that were computed.
+    """Return what `actor_train` found, over all ranks; means are over the tokens that were computed.
 
     Effective sample sizes are missing where no token entered the loss. `sampling_diff` compares what tokens were
     sampled with to the trainer's, on responses of age 0, and is missing where there are none; `policy_shift` is the
@@ -148,7 +148,7 @@ def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
 
 
 def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-    """What `critic_train` found; nothing without a critic.
+    """Return what `critic_train` found; nothing without a critic.
 
     `critic/explained_variance`: 1 - Var(return - value) / Var(return); 1 is a perfect critic, 0 one that knows
     the mean alone.

@@ -226,7 +226,7 @@ class GroupTable:
     # --- between the master and the manager ---
 
     def changes(self, seq: int) -> int:
-        """How often the trainer took `seq` or let go of it."""
+        """Return how often the trainer took `seq` or let go of it."""
         return 2 * self._drops.get(seq, 0) + (seq in self._groups or seq in self.trained)
 
     @property
@@ -265,7 +265,8 @@ class GroupTable:
             await self._changed.wait()
 
     async def get_batch_for_rpc(self, mfc: str, *, limit: int) -> list[SampleMeta]:
-        """Up to `limit` groups that `mfc` has not read and whose inputs are there, oldest first; waits for one."""
+        """Return up to `limit` groups that `mfc` has not read and whose inputs are there, oldest first; waits for
+        one."""
         unread = self._unread[mfc]
         await self.until(lambda: len(unread) > 0)
         return self.metas(unread.pop(limit))
@@ -273,7 +274,7 @@ class GroupTable:
     async def take_batch(
         self, select: Callable[[ReadyGroups], Selection], describe: Callable[[Selection], str]
     ) -> tuple[list[SampleMeta], list[SampleMeta]]:
-        """The next training batch, and groups to drop; waits until there is one of the two.
+        """Return the next training batch, and groups to drop; waits until there is one of the two.
 
         `select` sees the groups that all MFCs that read arrivals are through with, and must not change
         them. Taken groups stay in the table until `trained_on`. A wait past the warning time is logged as
@@ -291,7 +292,7 @@ class GroupTable:
                 log.warning("%s, for %.0f s now", describe(selection), time.monotonic() - began)
 
     def metas(self, seqs: Iterable[int]) -> list[SampleMeta]:
-        """The metadata of held groups."""
+        """Return the metadata of held groups."""
         return [self._groups[seq].meta for seq in seqs]
 
     @property
@@ -300,7 +301,7 @@ class GroupTable:
         return self._ready
 
     def next_in_order(self, count: int) -> list[int]:
-        """The first `count` sequence numbers that are neither trained on nor given up."""
+        """Return the first `count` sequence numbers that are neither trained on nor given up."""
         while self._closed(self._first_open):
             self._first_open += 1
         return next_in_order(self._closed, start=self._first_open, count=count)

@@ -1,10 +1,10 @@
-"""When the run ends, when a checkpoint is due, when an evaluation is. Pure: counts and times are passed in.
+"""What the run has done so far, and what is due: its end, a checkpoint, an evaluation. Pure: counts and times are
+passed in.
 
-*Consumed* groups are those that were trained on and those that were given up for good; an epoch is over when as
-many groups as the data set has rows were consumed since the last one.
-
-What the run has done so far, as far as it has to be known: for the end of the run, its figures, its checkpoints.
-Which groups were trained on or given up is in the table of groups (`groups.py`).
+`History` is what has to be known of the past for the end of the run, its figures, its checkpoints; which groups were
+trained on or given up is in the table of groups (`groups.py`). For `RunControl`, *consumed* groups are those that were
+trained on and those that were given up for good; an epoch is over when as many groups as the data set has rows were
+consumed since the last one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
 from streamrl.trainer.master.groups import GroupTable
 
-# --- run control ---
+# --- what is due ---
 
 
 class RunOver(Exception):
@@ -36,11 +36,11 @@ class RunControl:
         self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
-        """How often the data set was passed through."""
+        """Return how often the data set was passed through."""
         return consumed / self.data_rows
 
     def end(self, *, step: int, consumed: int, rewards: Sequence[float]) -> str | None:
-        """Why the run is over after `step` steps, if it is; `rewards`: mean of each step so far."""
+        """Return why the run is over after `step` steps, if it is; `rewards`: mean of each step so far."""
         run = self._run
         if run.stop_at_reward is not None and len(rewards) >= run.stop_window:
             recent = sum(rewards[-run.stop_window :]) / run.stop_window
@@ -61,7 +61,7 @@ class RunControl:
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
 
 
-# --- history ---
+# --- what was done ---
 
 
 class History:

@@ -22,8 +22,7 @@ from streamrl.ledger import ReadyGroups, Selection
 from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.final import FINAL_FILE, Final
-from streamrl.records.metrics import StepReport
+from streamrl.records.metrics import FINAL_FILE, Final, StepReport
 from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
@@ -41,8 +40,7 @@ from streamrl.trainer.master.figures import (
 )
 from streamrl.trainer.master.groups import GroupTable
 from streamrl.trainer.master.history import History, RunControl, RunOver
-from streamrl.trainer.master.saving import Checkpoints
-from streamrl.trainer.master.workers import ModelWorkers
+from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import reach_towards
 from streamrl.transport.control import FinishRun, GroupChanges
@@ -136,7 +134,7 @@ async def _say_goodbye(membership: Membership, error: BaseException) -> None:
 
 
 def _own(worker: int, notice: Stored) -> Stored:
-    """What `worker` tells of groups that it holds itself: a rollout worker holds none."""
+    """Return what `worker` tells of groups that it holds itself: a rollout worker holds none."""
     own = [meta for meta in notice.metas if meta.head == worker < FIRST_ROLLOUT_WORKER]
     if len(own) < len(notice.metas):
         log.warning("%s tells of groups that it does not hold: ignored", name_on_channel(worker))
@@ -303,7 +301,7 @@ class Master:
         )
 
     def _end(self) -> str | None:
-        """Why the run is over, if it is."""
+        """Return why the run is over, if it is."""
         return self._control.end(
             step=self.policy_version, consumed=self._groups.consumed, rewards=self._history.rewards
         )
@@ -399,7 +397,7 @@ class Master:
         return save
 
     def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
-        """Judge the run's health by the step that was just made; answers figures to add to the step's."""
+        """Judge the run's health by the step that was just made; return figures to add to the step's."""
         watch, algorithm = self._history.watch, self._config.algorithm
         more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
         if algorithm.on_collapse == "slow":
@@ -424,7 +422,7 @@ class Master:
         if self._config.gserver.engine == "simulated":
             return None
         first = self._former.minibatches(batch)[0]
-        young = [m for m in first if self._former.young_tokens(m, policy_version=version) == m.sampled_tokens]
+        young = [m for m in first if self._former.tokens_in_loss(m, policy_version=version) == m.sampled_tokens]
         heads = {meta.seq: meta.head for meta in young}
         return Comparison(
             version,
@@ -486,7 +484,7 @@ class Master:
         formed: float,
         end: float,
     ) -> StepReport:
-        """The step that has just ended, with `figures` and where its time went."""
+        """Return the step that has just ended, with `figures` and where its time went."""
         computing = sum(span.compute_seconds for span in result.spans)
         metrics = figures | {
             "run_seconds": self._history.train_seconds,

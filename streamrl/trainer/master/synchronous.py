@@ -70,7 +70,7 @@ class SynchronousGeneration:
             await _first(formed.wait(), heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
-        """Until what is held and what waits to be scored make a batch; answers which are to be scored where."""
+        """Wait until what is held and what waits to be scored make a batch; return which are to be scored where."""
         waiting: dict[int, list[int]] = {}
 
         def lacking() -> int:
@@ -108,7 +108,7 @@ class SynchronousGeneration:
         await _first(_all(asking), self._groups.until(lambda: lacking() <= 0 or len(self._groups) > held))
 
     async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
-        """Have groups scored that wait at a worker; answers which are stored, as far as workers lived to tell."""
+        """Have groups scored that wait at a worker; return which are stored, as far as workers lived to tell."""
         stored: set[int] = set()
 
         async def ask(worker: int, seqs: list[int]) -> None:

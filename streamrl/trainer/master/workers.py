@@ -1,26 +1,37 @@
-"""The model workers as the master sees them all together: how they begin, what they are, what they let go of."""
+"""The model workers as the master sees them all together: how they begin, what they are, what they let go of, the
+checkpoints that they write together.
+
+A checkpoint on the way that cannot be written does not end the run: it is told, and the next one that is due is another
+try. The last one of a run has to succeed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.config.trainer import role_config
+from streamrl.records.progress import Progress
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     BeingScored,
     Call,
+    CallDone,
     ClearDataCache,
-    Done,
+    DescribeModel,
+    FinishSave,
     HaveScored,
     Initialize,
-    ModelConfig,
     ModelFacts,
     OpenStore,
     Publish,
     Published,
+    Save,
+    Saved,
     Sibling,
     Spec,
     StoreOpened,
@@ -32,7 +43,9 @@ from streamrl.transport.request_reply import Requests
 log = logging.getLogger(__name__)
 
 SPEC_SECONDS = 30.0
-"""For an answer to what a worker is, or has."""
+"""For a reply to what a worker is, or has."""
+FINAL = "final"
+"""Name of the last checkpoint's folder."""
 
 
 class ModelWorkers:
@@ -54,20 +67,20 @@ class ModelWorkers:
         if len(self._workers) > 1 or self._needs_world():
             store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
         call = Initialize(store_host=store.host, store_port=store.port)
-        await self._channel.request(self._all(call), Done, timeout=patience)
+        await self._channel.request(self._all(call), CallDone, timeout=patience)
         for role, layout in (await self.specs())[0].roles.items():
-            facts = await self._channel.call(0, ModelConfig(role), ModelFacts, timeout=patience)
+            facts = await self._channel.call(0, DescribeModel(role), ModelFacts, timeout=patience)
             log.info("%s: %.1f million parameters, %s", role, facts.parameters / 1e6, layout)
 
     async def specs(self) -> list[WorkerSpec]:
-        """What each worker is and has counted."""
+        """Return what each worker is and has counted."""
         calls = (self._channel.call(worker, Spec(), WorkerSpec, timeout=SPEC_SECONDS) for worker in self._workers)
         return list(await asyncio.gather(*calls))
 
     async def clear(self, held: Mapping[int, list[int]], *, come_again: bool) -> None:
         """Have each worker let go of the groups that it holds."""
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
-        await self._channel.request(calls, Done, timeout=self._config.trainer.step_timeout_seconds)
+        await self._channel.request(calls, CallDone, timeout=self._config.trainer.step_timeout_seconds)
 
     async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
         """Have `worker`, who received its group, ask those who serve `version`; return `BeingScored.sampled`."""
@@ -86,3 +99,47 @@ class ModelWorkers:
     def _needs_world(self) -> bool:
         """Megatron wants a process group even for one process."""
         return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
+
+
+class Checkpoints:
+    """Has the workers write checkpoints, and remembers those that could not be written."""
+
+    def __init__(self, config: Config, *, channel: Requests) -> None:
+        self._folder = config.run_dir.absolute() / "checkpoints"
+        self._workers = range(config.trainer.workers)
+        self._limit = config.trainer.step_timeout_seconds
+        self._channel = channel
+        self._seconds = 0.0
+        self._unwritten = 0
+
+    async def save(self, reached: Progress) -> None:
+        """Have a checkpoint written while the run goes on."""
+        began = time.monotonic()
+        await self._ask(self._folder / f"step-{reached.policy_version:06d}", reached, final=False)
+        self._seconds += time.monotonic() - began
+
+    async def save_final(self, reached: Progress) -> None:
+        """The checkpoint of the end; raises the workers' error unless it is on the disk."""
+        await self._ask(self._folder / FINAL, reached, final=True)
+        log.info("saved %s", self._folder / FINAL)
+
+    async def finish(self) -> str:
+        """Wait for what is being written; return what to add to why the run ended."""
+        saved: Saved = await self._channel.call(0, FinishSave(), Saved, timeout=self._limit)
+        self._note(saved, then="it was the last")
+        return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""
+
+    def take_seconds(self) -> float:
+        """Return how long checkpoints have held training up since the last time this was asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    async def _ask(self, folder: Path, reached: Progress, *, final: bool) -> None:
+        calls: dict[int, Call] = dict.fromkeys(self._workers, Save(str(folder), reached, final))
+        replies = await self._channel.request(calls, Saved, timeout=self._limit)
+        self._note(replies[0], then="the run goes on, and another one is being written now")
+
+    def _note(self, saved: Saved, *, then: str) -> None:
+        if saved.unwritten:
+            self._unwritten += 1
+            log.error("%s; %s", saved.unwritten, then)

@@ -85,7 +85,7 @@ class Difference(msgspec.Struct, frozen=True):
 OUTCOME = "replay.json"
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReplayOutcome(msgspec.Struct, frozen=True):
     """What a replay found; `OUTCOME` in its folder."""
 
     run: str
@@ -110,7 +110,7 @@ class Stretch(NamedTuple):
 
 
 def stretch(recording: Recording) -> Stretch:
-    """The steps from the first recorded one on; raises `DataError` if there is none."""
+    """Return the steps from the first recorded one on; raises `DataError` if there is none."""
     part = recording.parts[0]
     begins_at, because = part.begins_at, part.stopped
     for following in recording.parts[1:]:
@@ -145,7 +145,7 @@ _NO_PART = "the record has the groups as they were, whatever made them"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of `tree` by their dotted names."""
+    """Return the leaves of `tree` by their dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -206,7 +206,7 @@ class Batch:
 
 
 def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
-    """The calls that a replay makes for each batch, in order: those that are not about what is `given` already.
+    """Return the calls that a replay makes for each batch, in order: those that are not about what is `given` already.
 
     Raises `ConfigError` if the record lacks what a user's function gave.
     """
@@ -274,7 +274,7 @@ class ReplayPlan:
         minibatches_of_rank = []
         for share in shares:
             part = [metas[seq] for seqs in share for seq in seqs]
-            tokens = sum(self._former.young_tokens(meta, policy_version=version) for meta in part)
+            tokens = sum(self._former.tokens_in_loss(meta, policy_version=version) for meta in part)
             minibatches_of_rank.append(MinibatchShare(share[data], tokens, sum(meta.episode_count for meta in part)))
         pre, post = self._due(mfc, before=version, after=version + 1)
         template = recorded[0] if recorded else TrainStep(mfc.name, version, 0, [])
@@ -299,7 +299,7 @@ class ReplayPlan:
         return self._layouts[role].coordinates(self._rank).data
 
     def _due(self, mfc: MFC, *, before: int, after: int) -> tuple[list[Hook], list[Hook]]:
-        """The hooks that are due, but for those of models that the replay has no use for."""
+        """Return the hooks that are due, but for those of models that the replay has no use for."""
         pre, post = self._hooks[mfc.name]
         return self._here(pre.due(before)), self._here(post.due(after))
 
@@ -313,7 +313,8 @@ class ReplayPlan:
 
 
 def difference_of(recorded: Trained, replayed: Trained) -> tuple[str, float, float] | None:
-    """The first recorded figure that is not the same bit for bit, loss and gradient norm first: name, both values."""
+    """Return the first recorded figure that is not the same bit for bit, loss and gradient norm first: name, both
+    values."""
     before, now = _figures(recorded), _figures(replayed)
     for name in sorted(before, key=lambda name: (not name.endswith("loss"), not name.endswith("grad_norm"), name)):
         if name not in now or before[name].hex() != now[name].hex():
@@ -327,7 +328,7 @@ def _figures(answer: Trained) -> dict[str, float]:
 
 
 def seqs_of(call: BatchCall) -> list[int]:
-    """The groups that `call` is about."""
+    """Return the groups that `call` is about."""
     if isinstance(call, TrainStep):
         return [seq for minibatch in call.minibatches for seq in minibatch.seqs]
     return call.seqs

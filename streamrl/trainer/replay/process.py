@@ -40,7 +40,7 @@ from streamrl.trainer.replay.plan import (
     OUTCOME,
     Batch,
     Difference,
-    Outcome,
+    ReplayOutcome,
     ReplayPlan,
     changes,
     computed,
@@ -49,7 +49,7 @@ from streamrl.trainer.replay.plan import (
     seqs_of,
     stretch,
 )
-from streamrl.trainer.replay.recording import Part, Recording, code, read_recording
+from streamrl.trainer.replay.recording import RankRecording, Recording, code, read_recording
 from streamrl.trainer.worker.assembly import Assembly, fingerprints, resume
 from streamrl.trainer.worker.computation import Computation
 from streamrl.trainer.worker.data import WorkerData
@@ -238,7 +238,7 @@ class Rank:
                     self._difference = Difference(batch.step, step.rank, f"{name}: {figure}", repr(was), repr(now))
                     return
 
-    def _check_weights(self, assembly: Assembly, recorded: list[Part]) -> None:
+    def _check_weights(self, assembly: Assembly, recorded: list[RankRecording]) -> None:
         found = fingerprints(assembly)
         for role, before in recorded[0].weights.items():
             if found.get(role, before) != before:
@@ -260,7 +260,7 @@ class Rank:
         self._computation.carry_out(Save(str(config.run_dir / "checkpoints" / "final"), reached, final=True))
 
     def _tell(self, last_step: int) -> None:
-        outcome = Outcome(
+        outcome = ReplayOutcome(
             run=str(self._recording.run_dir),
             first_step=self._first,
             last_step=last_step,

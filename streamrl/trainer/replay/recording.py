@@ -1,7 +1,7 @@
 """What a run trained on, kept so that it can be trained on again (`run.record`), and how it is read back.
 
     run_dir/record/from-000000/           one part for each start of the run: the policy version that it began with
-        rank-0/part.json                  `Part`: settings, first weights, what decides how numbers are rounded
+        rank-0/part.json                  `RankRecording`: settings, first weights, what decides how numbers are rounded
         rank-0/step-000001.safetensors    `RecordedStep`: what rank 0 did in the step that made version 1, and on what
         rank-0/stopped.txt                why later steps are missing, if any are
         rank-1/...                        of the next data-parallel head
@@ -62,7 +62,7 @@ BatchCall = Inference | Function | TrainStep
 """A call on a training batch."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankRecording(msgspec.Struct, frozen=True):
     """What holds for all steps that one rank recorded between a start of the run and its end."""
 
     format: str
@@ -144,7 +144,7 @@ def write_step(file: Path, step: RecordedStep) -> None:
 
 
 def read_step(file: Path) -> RecordedStep:
-    """What `write_step` wrote; raises `DataError`, which names `file`, unless every byte of it is there."""
+    """Return what `write_step` wrote; raises `DataError`, which names `file`, unless every byte of it is there."""
     try:
         with safe_open(file, framework="numpy") as opened:
             facts = opened.metadata() or {}
@@ -242,7 +242,7 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
 class RecordWriter:
     """Writes one rank's part, step by step, in a thread of its own. No method raises `OSError`."""
 
-    def __init__(self, run_dir: Path, part: Part, *, warn_seconds: float, limit_seconds: float) -> None:
+    def __init__(self, run_dir: Path, part: RankRecording, *, warn_seconds: float, limit_seconds: float) -> None:
         """What an earlier start from the same version has left is removed.
 
         `warn_seconds`, `limit_seconds`: how long training waits for a slow disk until that is logged, and until the
@@ -383,7 +383,7 @@ def kept_keys(graph: Graph) -> list[str]:
 
 
 def code() -> dict[str, str]:
-    """For `Part.environment`: fingerprint of the source that computes a training step."""
+    """For `RankRecording.environment`: fingerprint of the source that computes a training step."""
     found = hashlib.blake2b(digest_size=8)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
@@ -405,7 +405,7 @@ def cut(run_dir: Path, *, policy_version: int) -> None:
 class PartOnDisk(msgspec.Struct, frozen=True):
     """A part as it is found: what all of its ranks have."""
 
-    facts: list[Part]
+    facts: list[RankRecording]
     """What each data-parallel head wrote, by rank."""
     folders: list[Path]
     """Likewise."""
@@ -427,8 +427,8 @@ class Recording(msgspec.Struct, frozen=True):
     """One for each start of the run, ascending; at least one."""
 
     def load(self, step: int) -> list[RecordedStep]:
-        """What each rank did in the step that made version `step`, by rank; raises `DataError` if it is not there, or
-        damaged."""
+        """Return what each rank did in the step that made version `step`, by rank; raises `DataError` if it is not
+        there, or damaged."""
         for part in self.parts:
             if part.begins_at < step <= part.last:
                 return [self._load(folder / _step_name(step), step) for folder in part.folders]
@@ -443,7 +443,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read_recording(run_dir: Path) -> Recording:
-    """The record in the folder of a run, of which only the arrays are not read yet.
+    """Return the record in the folder of a run, of which only the arrays are not read yet.
 
     Raises `DataError` if there is none, or if a file of it is missing or cannot be read.
     """
@@ -474,9 +474,9 @@ def _read_part(folder: Path) -> PartOnDisk:
     return PartOnDisk(facts, list(ranks.values()), min(lasts), "; ".join(stopped))
 
 
-def _read_facts(file: Path) -> Part:
+def _read_facts(file: Path) -> RankRecording:
     try:
-        part = msgspec.json.decode(file.read_bytes(), type=Part)
+        part = msgspec.json.decode(file.read_bytes(), type=RankRecording)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: this part of the record cannot be read: {error}") from error
     if part.format != FORMAT:

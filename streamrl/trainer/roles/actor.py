@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.errors import ModelError
-from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file

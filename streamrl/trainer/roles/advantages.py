@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
 from streamrl.trainer.algorithms.advantages import PER_TOKEN, gae, group_advantages, moments, whiten
-from streamrl.trainer.algorithms.kl import kl_estimate
+from streamrl.trainer.algorithms.losses import kl_estimate
 from streamrl.trainer.roles.items import TrainItem, needed
 
 AddUp = Callable[[Tensor], Tensor]

@@ -1,6 +1,7 @@
-"""The critic: what reward is still to come, token by token, for PPO with generalised advantage estimation.
+"""The critic and the reward model.
 
-A neural reward model: one score for each response, read at its last token (`rew_inf`).
+The critic says what reward is still to come, token by token, for PPO with generalised advantage estimation. A neural
+reward model gives one score for each response, read at its last token (`rew_inf`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.trainer.algorithms.kl import KLCoefficient
-from streamrl.trainer.algorithms.losses import clipped_value_loss
+from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
 from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.packing import MicroBatch

@@ -1,6 +1,5 @@
-"""What roles get to compute with: groups, and what other model function calls found out about them.
-
-What a trained role is besides its weights.
+"""What roles get to compute with: groups, and what other model function calls found out about them; and what a trained
+role is besides its weights.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
 from streamrl.models import check_checkpoint, initial_checkpoint
 from streamrl.records import progress
-from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
 from streamrl.trainer.layout import ROLES, Layout, layout_of
 from streamrl.trainer.roles.actor import Actor
@@ -85,7 +85,7 @@ class Assembly:
         return self._policy(model, "actor")
 
     def published(self) -> WholeWeights:
-        """What gservers get of the policy."""
+        """Return what gservers get of the policy."""
         model = self.actor.model
         if self._config.model.lora is None or self._config.weights.lora == "adapter":
             return model
@@ -139,7 +139,7 @@ class Assembly:
         return Ranks(self.layout(role), self.rank, device=self.device)
 
     def _resumed(self, role: str) -> Path | None:
-        """Where the checkpoint that the run goes on from has weights of `role`, if it has."""
+        """Return where the checkpoint that the run goes on from has weights of `role`, if it has."""
         if self._config.run.resume_from is None:
             return None
         folder = Path(self._config.run.resume_from) / role

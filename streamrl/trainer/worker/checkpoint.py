@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 # --- what the workers tell one another ---
 
 TOLD_BYTES = 1024
-"""Of what went wrong, at most."""
+"""Most bytes in which a worker tells what went wrong."""
 
 
 class Together:
@@ -105,7 +105,7 @@ class Together:
         return next((text for text in texts if text), "")
 
     def gather(self, told: Tensor) -> list[Tensor]:
-        """What each tells, by rank. Collective."""
+        """Return what each tells, by rank. Collective."""
         if self._group is None:
             return [told]
         found = [torch.empty_like(told) for _ in range(self.world)]
@@ -153,7 +153,7 @@ REPLACED = ".replaced"
 """An older checkpoint of the same name, until the new one is in its place."""
 
 
-class Share(Protocol):
+class CheckpointPart(Protocol):
     """What one worker writes of a checkpoint."""
 
     @property
@@ -162,7 +162,7 @@ class Share(Protocol):
         ...
 
     def content(self, stem: str) -> Iterator[Bytes]:
-        """Of this worker's file."""
+        """Return the bytes of this worker's file of `stem`, piece by piece."""
         ...
 
     def complete(self, folder: Path) -> None:
@@ -182,13 +182,13 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=compute_with, initargs=(1,))
         self._writing: tuple[Path, Future[str]] | None = None
 
-    def begin(self, folder: Path, share: Share) -> None:
-        """Write `share` into the checkpoint `folder`, and return at once; `settle` comes first. All workers begin the
+    def begin(self, folder: Path, share: CheckpointPart) -> None:
+        """Write `share` into the checkpoint `folder`, and return at once; `finish` comes first. All workers begin the
         same ones."""
         assert self._writing is None, f"{folder} before it is known what became of {self._writing}"
         self._writing = folder, self._thread.submit(self._write, folder, share)
 
-    def settle(self, *, limit: float) -> str:
+    def finish(self, *, limit: float) -> str:
         """Wait for what is being written; return why it could not be, or nothing if it was.
 
         Raises `DeadlineExceeded` after `limit` seconds. A reason is given once.
@@ -205,7 +205,7 @@ class CheckpointWriter:
         self._writing = None
         return failure
 
-    def _write(self, folder: Path, share: Share) -> str:
+    def _write(self, folder: Path, share: CheckpointPart) -> str:
         unfinished = _unfinished(folder)
         leads = self._together.rank == 0
         token = self._together.gather(torch.tensor(secrets.randbits(62)))[0]
@@ -229,7 +229,7 @@ class CheckpointWriter:
             log.info("%s is written", folder)
         return failure
 
-    def _write_files(self, unfinished: Path, share: Share, elsewhere: list[int]) -> None:
+    def _write_files(self, unfinished: Path, share: CheckpointPart, elsewhere: list[int]) -> None:
         """Write this worker's files, on worker 0 also those of workers that have another disk."""
         if self._together.rank in elsewhere:
             for stem in share.stems:
@@ -253,7 +253,7 @@ class CheckpointWriter:
         if failed is not None:
             raise failed
 
-    def _complete(self, folder: Path, unfinished: Path, sign: Path, share: Share) -> None:
+    def _complete(self, folder: Path, unfinished: Path, sign: Path, share: CheckpointPart) -> None:
         sign.unlink()
         share.complete(unfinished)
         _to_disk(unfinished)
@@ -280,7 +280,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _unfinished(folder: Path) -> Path:
-    """Where `folder` is written."""
+    """Return where `folder` is written."""
     return folder.with_name(folder.name + progress.UNFINISHED)
 
 
@@ -320,7 +320,7 @@ def _sync(path: Path) -> None:
 # --- snapshot ---
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class HostCopy(msgspec.Struct, frozen=True):
     """What one worker has of a run at the end of a step, in host memory."""
 
     progress: Progress
@@ -366,14 +366,14 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def roles_to_save(assembly: Assembly, config: Config) -> list[str]:
-    """The roles whose weights a checkpoint has: those that change."""
+    """Return the roles whose weights a checkpoint has: those that change."""
     saved = {"actor", CRITIC}
     if config.algorithm.ref_update_every:
         saved.add(REFERENCE)
     return [name for name in assembly.roles if name in saved]
 
 
-def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> Snapshot:
+def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> HostCopy:
     """Copy what this worker saves; the others do so at the same point of their calls.
 
     The models are on their devices, and no publication reads the weights.
@@ -392,7 +392,7 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
             specs[f"{home}/{OPTIMIZER}"] = state_specs(role.model.weight_specs())
             parts[f"{home}/{OPTIMIZER}"] = _copied(state.optimizer)
             facts |= {f"{home}/{file}": content for file, content in state.files.items()}
-    return Snapshot(
+    return HostCopy(
         progress=reached,
         source=Path(config.run.resume_from or assembly.model_dir) if lora is None else assembly.model_dir,
         parts=parts,

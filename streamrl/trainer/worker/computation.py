@@ -21,8 +21,8 @@ from streamrl.importing import load_object
 from streamrl.records import progress, rollouts
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import (
+    CallDone,
     DataTransfer,
-    Done,
     FinishSave,
     Function,
     Hook,
@@ -35,7 +35,7 @@ from streamrl.trainer.calls import (
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, Graph
-from streamrl.trainer.replay.recording import FORMAT, Part, Recorder, RecordWriter, code
+from streamrl.trainer.replay.recording import FORMAT, RankRecording, Recorder, RecordWriter, code
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.advantages import Credit
 from streamrl.trainer.roles.critic import Critic
@@ -96,7 +96,7 @@ class Computation:
         return self._assembly.describe()
 
     def model(self, role: str) -> ParallelModel:
-        """The model of `role`; raises `TrainingError` if there is none."""
+        """Return the model of `role`; raises `TrainingError` if there is none."""
         found = self._assembly.roles.get(role)
         if found is None:
             raise TrainingError(f"this run has no role {role!r}; it has {', '.join(self._assembly.roles)}")
@@ -107,7 +107,7 @@ class Computation:
         if isinstance(call, Save):
             return self._save(call)
         if isinstance(call, FinishSave):
-            return Saved(self._writer.settle(limit=self._config.trainer.step_timeout_seconds))
+            return Saved(self._writer.finish(limit=self._config.trainer.step_timeout_seconds))
         for hook in call.pre_hooks:
             self._run_hook(hook)
         match call:
@@ -124,12 +124,12 @@ class Computation:
         return result
 
     def _begin_record(self, graph: Graph) -> Recorder | None:
-        """The record of what this worker trains on; None unless it holds data. Collective."""
+        """Return the record of what this worker trains on; None unless it holds data. Collective."""
         config, begun = self._config, progress.of_run(self._config)
         weights = fingerprints(self._assembly)
         if not self._is_head(ACTOR):
             return None
-        part = Part(
+        part = RankRecording(
             format=FORMAT,
             begins_at=begun.policy_version if begun is not None else 0,
             rank=self._rank,
@@ -173,7 +173,7 @@ class Computation:
                 ]
             )
 
-    def _infer(self, call: Inference) -> Done:
+    def _infer(self, call: Inference) -> CallDone:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
         groups = [self._data.group(seq) for seq in call.seqs]
@@ -186,13 +186,13 @@ class Computation:
                 self._data.put(seq, key, array)
             if key == "rewards":
                 rewards = {seq: array.tolist() for seq, array in zip(call.seqs, arrays, strict=True)}
-        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+        return CallDone(compute_seconds=time.monotonic() - began, rewards=rewards)
 
-    def _call_function(self, call: Function) -> Done:
+    def _call_function(self, call: Function) -> CallDone:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
         if not self._is_head(mfc.role):
-            return Done(compute_seconds=0.0)
+            return CallDone(compute_seconds=0.0)
         groups = [self._data.group(seq) for seq in call.seqs]
         inputs = {key: [self._data.get(seq, key) for seq in call.seqs] for key in sorted(mfc.inputs)}
         found = call_users_function(mfc, groups, inputs)
@@ -201,7 +201,7 @@ class Computation:
                 self._data.put(seq, key, array)
         scored = zip(call.seqs, found.get("rewards", []), strict=False)
         rewards = {seq: array.tolist() for seq, array in scored}
-        return Done(compute_seconds=time.monotonic() - began, rewards=rewards)
+        return CallDone(compute_seconds=time.monotonic() - began, rewards=rewards)
 
     def _train(self, call: TrainStep) -> Trained:
         began = time.monotonic()
@@ -348,11 +348,11 @@ class Computation:
     def _save(self, call: Save) -> Saved:
         limit = self._config.trainer.step_timeout_seconds
         self._wait_for_publication()
-        unwritten = self._writer.settle(limit=limit)
+        unwritten = self._writer.finish(limit=limit)
         with self._here(*roles_to_save(self._assembly, self._config)):
             snapshot = take_snapshot(self._assembly, self._config, call.progress, final=call.final)
         self._writer.begin(Path(call.folder), snapshot)
-        if call.final and (failure := self._writer.settle(limit=limit)):
+        if call.final and (failure := self._writer.finish(limit=limit)):
             raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
         return Saved(unwritten)
 
@@ -360,7 +360,7 @@ class Computation:
 def call_users_function(
     mfc: MFC, groups: Sequence[TrajectoryGroup], inputs: dict[str, list[NDArray[Any]]]
 ) -> dict[str, list[NDArray[np.float32]]]:
-    """What the user's function answers, checked; raises `TrainingError` when it is not what was promised."""
+    """Return what the user's function returned, checked; raises `TrainingError` when it is not what was promised."""
     try:
         function = load_object(mfc.function, key=f"the function of {mfc.name}")
     except ConfigError as error:

@@ -1,23 +1,308 @@
-"""The groups that a model worker can compute on: its own from the stream, and those that others sent it.
+"""What a model worker has to compute on: its own groups from the stream, those that others sent it, and the arrays that
+model function calls gave.
 
-Owns the arrays that model function calls gave and those that arrived from other workers; a group
-of its own stays in the StreamDataset until it is discarded here.
+`WorkerData` says what is here of a group; one of its own stays in the StreamDataset until it is discarded here. All
+else is in the `ArrayStore`, by sequence number and key, until the group is discarded. That is safe to use from several
+threads; arrays are not copied.
+
+`DataManager` carries out the Redistributor's plans, and owns the process groups over which arrays travel. All ranks
+that a step concerns execute it, with the same steps before it; other ranks need not even see it. That keeps ranks from
+waiting for each other in a circle: first every rank posts all its sends and receives of the plan at once, then the
+broadcasts follow one by one in the order of the plan. All arrays of one transfer travel as one buffer of bytes. Arrays
+that arrive are read-only views into it, so its memory is free again once the last of them has been discarded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
+from streamrl.device import compute_with
+from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
-from streamrl.trainer.redistributor import Plan, concerning, transfers
-from streamrl.trainer.worker.transfers import ArrayStore, DataManager
+from streamrl.trainer.redistributor import Piece, Plan, Transfer, concerning, numpy_dtype, transfers
+from streamrl.transport.collective import destroy_group, form_group, join_store
 from streamrl.types import NO_VERSION, TrajectoryGroup
+
+Array = NDArray[Any]
+
+
+class ArrayStore:
+    """Arrays of any dtype and shape, named by (sequence number, key)."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[str, Array]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Groups of which anything is held."""
+        return len(self._groups)
+
+    def put(self, seq: int, key: str, array: Array) -> None:
+        """Hold `array`; it takes the place of one with the same name."""
+        with self._lock:
+            self._groups.setdefault(seq, {})[key] = array
+
+    def get(self, seq: int, key: str) -> Array:
+        """Return the array itself; raises `TransferError` when it is not here."""
+        with self._lock:
+            held = self._groups.get(seq, {})
+            if key in held:
+                return held[key]
+            raise TransferError(
+                f"seq {seq} {key} is not held here; of this group are: {', '.join(sorted(held)) or 'nothing'}"
+            )
+
+    def has(self, seq: int, key: str) -> bool:
+        with self._lock:
+            return key in self._groups.get(seq, ())
+
+    def discard(self, seqs: Iterable[int]) -> None:
+        """Let go of all that is held of these groups, if anything is."""
+        with self._lock:
+            for seq in seqs:
+                self._groups.pop(seq, None)
+
+
+# --- between workers ---
+
+ALIGNMENT = 8
+"""Arrays begin at multiples of so many bytes in a buffer."""
+NCCL_PATIENCE = 2.0
+"""NCCL's own deadline, in ours: it ends the process, so ours has to come first."""
+SHORTEST_WAIT_SECONDS = 0.001
+
+Result = TypeVar("Result")
+
+
+class Parcel(NamedTuple):
+    """A transfer with its bytes."""
+
+    transfer: Transfer
+    offsets: list[int]
+    """Where each array begins."""
+    flat: Tensor
+    """What is sent, or room for what is received: uint8 `[bytes]` on the device."""
+
+
+class DataManager:
+    """One rank's end of all transfers between model workers.
+
+    The ranks meet at a TCP store that one of them has opened (`collective.open_store`). All of them
+    have to be constructed at the same time, and each wait, that one included, ends after
+    `timeout_seconds` with a `TransferError`; after one the manager is of no further use.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        world_size: int,
+        host: str,
+        port: int,
+        timeout_seconds: float,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        name: str = "data",
+    ) -> None:
+        """Meet the others at `host:port`.
+
+        `backend`: `gloo` with a CPU `device` (the default) or `nccl` with a CUDA one. `name` begins the names
+        of all groups; nobody else at this store uses it.
+        """
+        self.rank = rank
+        self._world_size = world_size
+        self._host, self._port = host, port
+        self._timeout = timeout_seconds
+        self._backend_timeout = timeout_seconds * (NCCL_PATIENCE if backend == "nccl" else 1)
+        self._backend = backend
+        self._device = device or torch.device("cpu")
+        self._name = name
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._store: Any = None
+        self._world: Any = None
+        if world_size > 1:
+            self._store = self._within_deadline(self._connect, lambda: f"the store at {host}:{port}")
+            self._world = self._group(tuple(range(world_size)))
+            self._within_deadline(self._greet, lambda: f"first operation of {world_size} ranks")
+
+    def execute(self, plan: Plan, store: ArrayStore) -> None:
+        """Send from `store`, and put there, what `plan` says of this rank.
+
+        Raises `TransferError` when an array is missing, or is not as described, or when a peer is
+        late or gone; then nothing of the transfer in question was put into the store.
+        """
+        mine = [transfer for step in concerning(plan, self.rank) for transfer in transfers(step)]
+        concerned = [t for t in mine if self.rank == t.source or self.rank in t.destinations]
+        self._exchange([t for t in concerned if len(t.destinations) == 1], store)
+        for transfer in concerned:
+            if len(transfer.destinations) > 1:
+                self._broadcast(transfer, store)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in self._groups.values():
+            destroy_group(group)
+        self._groups.clear()
+        self._store = self._world = None
+
+    def _exchange(self, exchanged: list[Transfer], store: ArrayStore) -> None:
+        """All transfers to single ranks, at once."""
+        parcels = [self._parcel(transfer, store) for transfer in exchanged]
+        operations = []
+        for transfer, _, flat in parcels:
+            sends = transfer.source == self.rank
+            if flat.numel():
+                peer = transfer.destinations[0] if sends else transfer.source
+                call = dist.isend if sends else dist.irecv
+                operations.append(dist.P2POp(call, flat, group=self._world, group_peer=peer))
+        if operations:
+            self._move(lambda: dist.batch_isend_irecv(operations), exchanged)
+        for parcel in parcels:
+            self._take_over(parcel, store)
+
+    def _broadcast(self, transfer: Transfer, store: ArrayStore) -> None:
+        parcel = self._parcel(transfer, store)
+        if parcel.flat.numel():
+            ranks = tuple(sorted({transfer.source, *transfer.destinations}))
+            group = self._group(ranks)
+            source = ranks.index(transfer.source)
+            self._move(lambda: [dist.broadcast(parcel.flat, group=group, group_src=source, async_op=True)], [transfer])
+        self._take_over(parcel, store)
+
+    def _parcel(self, transfer: Transfer, store: ArrayStore) -> Parcel:
+        offsets, size = layout(transfer.pieces)
+        if transfer.source != self.rank:
+            return Parcel(transfer, offsets, torch.empty(size, dtype=torch.uint8, device=self._device))
+        try:
+            flat = pack(transfer.pieces, offsets, size, store)
+        except TransferError as error:
+            raise TransferError(f"{transfer}, but cannot: {error}") from error
+        return Parcel(transfer, offsets, torch.from_numpy(flat).to(self._device))
+
+    def _take_over(self, parcel: Parcel, store: ArrayStore) -> None:
+        """Put into `store` what this rank has received, if it has."""
+        transfer, offsets, flat = parcel
+        if transfer.source == self.rank:
+            return
+        received: NDArray[np.uint8] = flat.cpu().numpy()
+        received.flags.writeable = False
+        for piece, offset in zip(transfer.pieces, offsets, strict=True):
+            store.put(piece.seq, piece.key, np.ndarray(piece.shape, numpy_dtype(piece.dtype), received.data, offset))
+
+    def _move(self, start: Callable[[], list[Any]], moved: list[Transfer]) -> None:
+        """Start operations and wait until they are through."""
+
+        def call() -> None:
+            deadline = time.monotonic() + self._timeout
+            for work in start():
+                work.wait(timedelta(seconds=max(SHORTEST_WAIT_SECONDS, deadline - time.monotonic())))
+
+        self._within_deadline(call, lambda: "; ".join(map(str, moved)))
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of exactly `ranks`, made when it is first needed."""
+        if ranks not in self._groups:
+            name = f"{self._name}-{'.'.join(map(str, ranks))}"
+            self._groups[ranks] = self._within_deadline(
+                lambda: form_group(
+                    address=self._host,
+                    port=self._port,
+                    rank=ranks.index(self.rank),
+                    world_size=len(ranks),
+                    name=name,
+                    backend=self._backend,
+                    timeout=self._backend_timeout,
+                    store=self._store,
+                ),
+                lambda: f"meeting of ranks {', '.join(map(str, ranks))}",
+            )
+        return self._groups[ranks]
+
+    def _connect(self) -> Any:
+        return join_store(self._host, self._port, timeout=self._backend_timeout)
+
+    def _greet(self) -> None:
+        """NCCL wants all ranks in a group's first operation; later some may exchange without the others."""
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._world)
+
+    def _within_deadline(self, call: Callable[[], Result], what: Callable[[], str]) -> Result:
+        """Return what `call` returns; whatever fails in it, its deadline included, is a `TransferError` about
+        `what`."""
+        try:
+            return self._in_thread(call) if self._device.type == "cuda" else call()
+        except (RuntimeError, PublicationError) as error:
+            raise TransferError(
+                f"rank {self.rank}: {what()}: failed or not through after {self._timeout:.0f} s ({error}); "
+                "look for a model worker among these ranks that has ended, or raise the deadline"
+            ) from error
+
+    def _in_thread(self, call: Callable[[], Result]) -> Result:
+        """Run `call` and what it starts on the device; raises `RuntimeError` when it hangs.
+
+        gloo keeps deadlines by itself. NCCL blocks the calling thread without one when it forms a
+        communicator, and else the device; a daemon thread does not keep the process alive.
+        """
+        answers: list[Result] = []
+        failures: list[RuntimeError | PublicationError] = []
+
+        def run() -> None:
+            compute_with(1)
+            torch.cuda.set_device(self._device)
+            try:
+                answer = call()
+                torch.cuda.current_stream(self._device).synchronize()
+                answers.append(answer)
+            except (RuntimeError, PublicationError) as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="transfer", daemon=True)
+        thread.start()
+        thread.join(self._timeout)
+        if failures:
+            raise failures[0]
+        if not answers:
+            raise RuntimeError("the backend does not answer")
+        return answers[0]
+
+
+def layout(pieces: Iterable[Piece]) -> tuple[list[int], int]:
+    """Return where each array begins in a buffer that holds them all, and the bytes of the buffer."""
+    offsets = []
+    end = 0
+    for piece in pieces:
+        offsets.append(end)
+        end += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def pack(pieces: Iterable[Piece], offsets: Iterable[int], size: int, store: ArrayStore) -> NDArray[np.uint8]:
+    """Return the bytes of `pieces` from `store`, at `offsets`, in `[size]`; raises `TransferError` if one differs."""
+    flat = np.empty(size, dtype=np.uint8)
+    for piece, offset in zip(pieces, offsets, strict=True):
+        array = store.get(piece.seq, piece.key)
+        dtype = numpy_dtype(piece.dtype)
+        if array.shape != piece.shape or array.dtype != dtype:
+            raise TransferError(
+                f"seq {piece.seq} {piece.key} is {array.dtype.name}{list(array.shape)} here, "
+                f"not {piece.dtype}{list(piece.shape)}"
+            )
+        np.ndarray(piece.shape, dtype, flat.data, offset)[...] = array
+    return flat
+
+
+# --- groups ---
 
 
 class WorkerData:
@@ -31,7 +316,7 @@ class WorkerData:
         """Moves arrays between workers; None where there is only one."""
 
     def group(self, seq: int) -> TrajectoryGroup:
-        """The group with what has been found out about its rewards; arrays that are not here are blank.
+        """Return the group with what has been found out about its rewards; arrays that are not here are blank.
 
         Raises `TransferError` when not even its tokens are here.
         """
@@ -74,13 +359,13 @@ class WorkerData:
         self._store.put(seq, key, array)
 
     def get(self, seq: int, key: str) -> NDArray[Any]:
-        """An array that a model function call gave, or one of the group's own."""
+        """Return an array that a model function call gave, or one of the group's own."""
         if not self._store.has(seq, key):
             self._stage(seq, key)
         return self._store.get(seq, key)
 
     def optional(self, seq: int, key: str) -> NDArray[Any] | None:
-        """What a model function call gave, or what was sent here; None if there is nothing."""
+        """Return what a model function call gave, or what was sent here; None if there is nothing."""
         return self._store.get(seq, key) if self._store.has(seq, key) else None
 
     def transfer(self, plan: Plan) -> None:

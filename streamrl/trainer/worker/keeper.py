@@ -262,6 +262,6 @@ def _pieces(tokenizer: Tokenizer, stream: DecodeStream, token_ids: Sequence[int]
 
 
 def _unfinished(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> str:
-    """What the last tokens begin and do not end."""
+    """Return what the last tokens begin and do not end."""
     whole: str = tokenizer.decode(token_ids, skip_special_tokens=False)
     return whole.removeprefix(text) if whole.startswith(text) else ""

@@ -36,14 +36,14 @@ from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     BeingScored,
     Call,
+    CallDone,
     ClearDataCache,
-    Done,
+    DescribeModel,
     FinishSave,
     Function,
     HaveScored,
     Inference,
     Initialize,
-    ModelConfig,
     ModelFacts,
     OpenStore,
     Publish,
@@ -59,9 +59,8 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
-from streamrl.trainer.worker.data import WorkerData
+from streamrl.trainer.worker.data import DataManager, WorkerData
 from streamrl.trainer.worker.publisher import Publisher, carriers_for, most_senders
-from streamrl.trainer.worker.transfers import DataManager
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
@@ -276,7 +275,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | ModelConfig() | HaveScored() | ClearDataCache():
+                    case Spec() | DescribeModel() | HaveScored() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -335,11 +334,11 @@ class ModelWorker:
         match call:
             case Spec():
                 return self._spec()
-            case ModelConfig():
+            case DescribeModel():
                 return self._model_facts(call.role)
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
-                return Done(compute_seconds=0.0)
+                return CallDone(compute_seconds=0.0)
             case HaveScored():
                 return await self._have_scored(call)
             case OpenStore():
@@ -356,7 +355,7 @@ class ModelWorker:
     async def _in_compute(self, function: Callable[[Any], msgspec.Struct], call: Any) -> msgspec.Struct:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function, call)
 
-    def _initialize(self, call: Initialize) -> Done:
+    def _initialize(self, call: Initialize) -> CallDone:
         began = time.monotonic()
         config = self._config
         world = config.trainer.workers
@@ -421,7 +420,7 @@ class ModelWorker:
         self._computation = Computation(
             config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free
         )
-        return Done(compute_seconds=time.monotonic() - began)
+        return CallDone(compute_seconds=time.monotonic() - began)
 
     async def _in_publishing(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)

@@ -55,7 +55,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 Order = Pass | Prepare | Announce | Send | Abort | End
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class NothingToTell(msgspec.Struct, frozen=True, tag="done"):
     """There is nothing to tell."""
 
 
@@ -71,7 +71,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
     """As `Broadcaster.sent_numbers`."""
 
 
-Reply = Done | Broadcast | Sent
+Reply = NothingToTell | Broadcast | Sent
 
 _encode = msgspec.msgpack.Encoder().encode
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -154,7 +154,7 @@ class WeightSource:
                 return self._send(own, begin)
             case Abort() if own is not None:
                 own.abort()
-        return Done()
+        return NothingToTell()
 
     def _send(self, own: Broadcaster, begin: PublishBeginReply) -> Sent:
         senders = sorted(set(self._senders))

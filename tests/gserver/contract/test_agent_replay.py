@@ -24,7 +24,7 @@ from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator
-from streamrl.rollout.workflows.base import Session
+from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import AbortRequest
 from streamrl.types import Prompt
 from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, request

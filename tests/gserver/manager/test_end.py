@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.gserver.manager import core, process
-from streamrl.transport.control import Admit, FinishRun, Route
+from streamrl.transport.control import Admit, AskRoute, FinishRun
 from tests.gserver.harness import Run, managed, small_config
 from tests.gserver.scripted import scripted
 
@@ -54,7 +54,7 @@ async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> N
         await run.until_live(0)
         await run.client.finish_run(FinishRun(reason="done"))
         asked = len(gserver.calls)
-        assert (await run.client.route(Route(worker=0, seq=0, failed=gserver.url))).gserver == ""
+        assert (await run.client.route(AskRoute(worker=0, seq=0, failed=gserver.url))).gserver == ""
         assert len(gserver.calls) == asked
 
 

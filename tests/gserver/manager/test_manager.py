@@ -19,7 +19,7 @@ from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import Timeline
 from streamrl.transport import manager_client
-from streamrl.transport.control import Admit, AskPlace, GroupChanges, InFlight, Register, Reject, Role, Route
+from streamrl.transport.control import Admit, AskPlace, AskRoute, GroupChanges, InFlight, Register, Reject, Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
 from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
@@ -323,7 +323,7 @@ async def test_a_failed_gserver_is_replaced_for_its_group(tmp_path: Path) -> Non
         await join(run, first, second)
         await run.admit(1)
         await first.die()
-        reply = await run.client.route(Route(worker=0, seq=0, failed=first.url))
+        reply = await run.client.route(AskRoute(worker=0, seq=0, failed=first.url))
         assert reply.gserver == second.url
         status = await run.until(lambda s: live_gservers(s) == {1})
         assert {p.index: p.stats["groups_in_flight"] for p in status.processes if p.role == "gserver"} == {0: 0, 1: 1}
@@ -334,7 +334,7 @@ async def test_the_only_gserver_is_named_again_if_it_answers(tmp_path: Path) -> 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.admit(1)
-        assert (await run.client.route(Route(worker=0, seq=0, failed=gserver.url))).gserver == gserver.url
+        assert (await run.client.route(AskRoute(worker=0, seq=0, failed=gserver.url))).gserver == gserver.url
 
 
 async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
         await join(run, dead)
         await run.admit(1)
         await dead.die()
-        route = await waiting(run.client.route(Route(worker=0, seq=0, failed=dead.url)))
+        route = await waiting(run.client.route(AskRoute(worker=0, seq=0, failed=dead.url)))
         await run.register("gserver", 0, address=reborn.url, pid=999)
         assert (await result_of(route)).gserver == reborn.url
 

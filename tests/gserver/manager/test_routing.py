@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route
-from streamrl.gserver.manager.load import AHEAD, GserverLoad, Work
+from streamrl.gserver.manager.gserver import AHEAD, Gserver, GserverEvent, GserverLoad, Route, Work
 from streamrl.gserver.manager.routing import Fleet, LeastLoadedHeap
 from streamrl.transport.generation import ServerInfo
 

@@ -53,7 +53,7 @@ async def test_another_version_than_is_served_is_not_offered(folder: Path) -> No
 async def test_a_simulated_engine_offers_nothing(folder: Path) -> None:
     async with serving(folder, engine="simulated") as client:
         assert (await client.get("/server_info"))["sends_weights"] is False
-        assert "no weights to lend" in await refusal(client, "/offer_weights", OFFER)
+        assert "no weights to send" in await refusal(client, "/offer_weights", OFFER)
 
 
 async def test_an_offer_that_nobody_came_back_for_is_forgotten(folder: Path) -> None:

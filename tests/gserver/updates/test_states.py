@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.gserver.updates.states import Action, Health, Phase, Plan, Serves, Stage, Step, UpdateStates, plan_for
+from streamrl.gserver.updates.states import (
+    Action,
+    Health,
+    Phase,
+    Plan,
+    Serves,
+    Stage,
+    Step,
+    UpdateStates,
+    culprits,
+    plan_for,
+)
 
 MOST_EVENTS = 500
 Way = Literal["broadcast", "snapshot"]
@@ -215,3 +226,31 @@ def test_a_lost_answer_to_the_swap_is_asked_about() -> None:
     assert states.succeeded(resume) == []
     assert states.done
     assert not states.evicted
+
+
+# --- who is to blame ---
+
+FINE, LATE, REFUSED, LOST = Health.FINE, Health.SLOW, Health.REFUSED, Health.LOST
+
+seen_by_index = st.dictionaries(st.integers(0, 5), st.sampled_from(Health), min_size=1)
+
+
+@given(seen=seen_by_index, publisher_failed=st.booleans())
+def test_nobody_fine_is_blamed_and_everyone_lost_is(seen: dict[int, Health], publisher_failed: bool) -> None:
+    blamed = culprits(seen, publisher_failed=publisher_failed)
+    assert {who for who, what in seen.items() if what is LOST} <= blamed
+    assert not any(seen[who] is FINE for who in blamed)
+
+
+@given(seen=seen_by_index, publisher_failed=st.booleans())
+def test_someone_who_answers_is_always_left(seen: dict[int, Health], publisher_failed: bool) -> None:
+    blamed = culprits(seen, publisher_failed=publisher_failed)
+    assert any(what is not LOST for what in seen.values()) <= (len(blamed) < len(seen))
+
+
+def test_a_failure_that_follows_from_a_loss_is_forgiven() -> None:
+    assert culprits({0: REFUSED, 1: LOST, 2: LATE}, publisher_failed=False) == {1}
+    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=False) == {0}
+    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=True) == set()
+    assert culprits({0: LATE, 1: FINE}, publisher_failed=False) == {0}
+    assert culprits({0: LATE, 1: LATE}, publisher_failed=False) == set()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.rollout.agents import gateway as module
-from streamrl.rollout.agents.messages import Completion, Message, Piece, RequestRefused, ToolCall
+from streamrl.rollout.agents.messages import Completion, Message, MessagePiece, RequestRefused, ToolCall
 from streamrl.rollout.agents.rendering import before_stop, certain_text, parse_text
 
 ASKED: Any = [{"role": "user", "content": "hello"}]
@@ -30,8 +30,8 @@ def speaking(served):
 
     async def complete(request, *, call, on_piece):
         served.asked += 1
-        on_piece(Piece(0, reasoning=served.said.reasoning))
-        on_piece(Piece(0, "one"))
+        on_piece(MessagePiece(0, reasoning=served.said.reasoning))
+        on_piece(MessagePiece(0, "one"))
         try:
             await served.go.wait()
         except asyncio.CancelledError:
@@ -39,7 +39,7 @@ def speaking(served):
             raise
         if served.error is not None:
             raise served.error
-        on_piece(Piece(0, " t"))
+        on_piece(MessagePiece(0, " t"))
         reason = "tool_calls" if served.said.tool_calls else "stop"
         return [Completion(served.said, reason, (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"))]
 
@@ -106,9 +106,9 @@ async def test_completions_are_streamed_as_they_come(speaking):
 
 async def test_a_model_that_goes_back_to_reasoning_is_told_whole(served):
     async def complete(request, *, call, on_piece):
-        on_piece(Piece(0, "one"))
-        on_piece(Piece(0, reasoning="h"))
-        on_piece(Piece(0, " t"))
+        on_piece(MessagePiece(0, "one"))
+        on_piece(MessagePiece(0, reasoning="h"))
+        on_piece(MessagePiece(0, " t"))
         return [Completion(WHOLE, "tool_calls", (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"))]
 
     served.episode.complete = complete

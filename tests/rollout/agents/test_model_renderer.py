@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from streamrl.errors import ConfigError
 from streamrl.rollout.agents.messages import Message, ToolCall
 from streamrl.rollout.agents.model_renderer import WHOLE_ANSWERS, ModelRenderer, renderer_of
-from streamrl.rollout.agents.rendering import Sampled, TemplateRenderer, to_template
+from streamrl.rollout.agents.rendering import SampledTokens, TemplateRenderer, to_template
 from streamrl.rollout.chat import ChatTokenizer
 from tests.rollout.characters import make_chat
 from tests.rollout.qwen import TEMPLATE, make_qwen
@@ -78,20 +78,20 @@ def test_it_extends_within_a_cycle_of_tools_and_writes_anew_what_comes_after(
 ) -> None:
     prompt = renderer.render([ASKED], [TOOL])
     output = qwen.encode(said)
-    answer = renderer.parse(Sampled(prompt, output, [TOOL]), matched_stop="")
+    answer = renderer.parse(SampledTokens(prompt, output, [TOOL]), matched_stop="")
     if further is None:  # the user speaks: reasoning of earlier turns is left out from here on
         new = [Message("user", "Sure?")]
-        assert renderer.extend(Sampled(prompt, output, [TOOL]), new) is None
+        assert renderer.extend(SampledTokens(prompt, output, [TOOL]), new) is None
     else:
         new = [Message("tool", "rain", tool_call_id="call_1")] * further
-        extended = renderer.extend(Sampled(prompt, output, [TOOL]), new)
+        extended = renderer.extend(SampledTokens(prompt, output, [TOOL]), new)
         assert extended is not None
         assert [*prompt, *output, *extended] == qwen.render(to_template([ASKED, answer, *new]), [TOOL])
 
 
 def test_a_cut_answer_is_closed_before_what_follows(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
     prompt, output = renderer.render([ASKED], [TOOL]), qwen.encode("I add")
-    extended = renderer.extend(Sampled(prompt, output, [TOOL]), [Message("tool", "rain", tool_call_id="call_1")])
+    extended = renderer.extend(SampledTokens(prompt, output, [TOOL]), [Message("tool", "rain", tool_call_id="call_1")])
     assert qwen.tokenizer.decode(extended or [], skip_special_tokens=False).startswith("<|im_end|>\n<|im_start|>user\n")
 
 
@@ -116,7 +116,7 @@ def test_it_reads_what_the_model_says(
     qwen: ChatTokenizer, renderer: ModelRenderer, said: str, expected: Message
 ) -> None:
     prompt = renderer.render([ASKED], [TOOL])
-    found = renderer.parse(Sampled(prompt, qwen.encode(said), [TOOL]), matched_stop="")
+    found = renderer.parse(SampledTokens(prompt, qwen.encode(said), [TOOL]), matched_stop="")
     calls = tuple(ToolCall("", call.name, call.arguments) for call in found.tool_calls)
     assert (found.content.strip(), found.reasoning, calls) == (
         expected.content,
@@ -127,7 +127,7 @@ def test_it_reads_what_the_model_says(
 
 def test_the_stop_string_is_not_part_of_the_answer(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
     prompt = renderer.render([ASKED], [])
-    assert renderer.parse(Sampled(prompt, qwen.encode("so 4; and")), matched_stop=";").content == "so 4"
+    assert renderer.parse(SampledTokens(prompt, qwen.encode("so 4; and")), matched_stop=";").content == "so 4"
 
 
 def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,8 +139,8 @@ def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.Log
     prompt = renderer.render([ASKED], [])
     more = [Message("user", "Sure?")]
     thought = chat.encode("<think>\nTwo.\n</think>\n\n4<|im_end|>")
-    assert renderer.extend(Sampled(prompt, thought), more) is None
-    assert renderer.extend(Sampled(prompt, chat.encode("4<|im_end|>")), more) is not None
+    assert renderer.extend(SampledTokens(prompt, thought), more) is None
+    assert renderer.extend(SampledTokens(prompt, chat.encode("4<|im_end|>")), more) is not None
 
 
 def test_another_template_is_no_known_model(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,9 +231,9 @@ def test_what_is_certain_is_the_beginning_of_what_will_have_been_said(
     ends = (n for n in range(1, len(output) + 1) if any(stop in chat.decode(output[:n]) for stop in stops))
     output = output[: next(ends, len(output))]
     matched = next((stop for stop in stops if stop in chat.decode(output)), "")
-    whole = renderer.parse(Sampled(prompt, output, tools), matched_stop=matched)
+    whole = renderer.parse(SampledTokens(prompt, output, tools), matched_stop=matched)
     for length in range(1, len(output) + 1):
-        certain = renderer.certain(Sampled(prompt, output[:length], tools), stops=stops)
+        certain = renderer.certain(SampledTokens(prompt, output[:length], tools), stops=stops)
         assert whole.content.startswith(certain.content)
         assert whole.reasoning.startswith(certain.reasoning)
 
@@ -247,9 +247,11 @@ def test_what_each_model_says_is_certain_word_by_word(known: tuple[ChatTokenizer
         written = renderer._renderer.render_ids(to_template([*asked, answer]), tools=tools, add_generation_prompt=False)
         shared = next((n for n, (a, b) in enumerate(zip(prompt, written, strict=False)) if a != b), len(prompt))
         prompt, output = written[:shared], written[shared:]
-        whole = renderer.parse(Sampled(prompt, output, tools), matched_stop="")
+        whole = renderer.parse(SampledTokens(prompt, output, tools), matched_stop="")
         assert (whole.content.strip(), len(whole.tool_calls)) == (answer.content, 1), kind
-        parts = [renderer.certain(Sampled(prompt, output[:n], tools), stops=()) for n in range(1, len(output) + 1)]
+        parts = [
+            renderer.certain(SampledTokens(prompt, output[:n], tools), stops=()) for n in range(1, len(output) + 1)
+        ]
         said = list(dict.fromkeys((part.reasoning, part.content) for part in parts))
         assert said[-1] == (whole.reasoning, answer.content), kind
         assert len({content for _, content in said}) > 3, kind

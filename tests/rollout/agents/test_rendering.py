@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
-from streamrl.rollout.agents.rendering import Sampled, TemplateRenderer, parse_text
+from streamrl.rollout.agents.rendering import SampledTokens, TemplateRenderer, parse_text
 from tests.rollout.characters import make_chat
 
 TEMPLATE = (
@@ -26,7 +26,7 @@ def test_a_further_turn_is_what_the_template_writes_there() -> None:
     result = Message(role="tool", content="rain", tool_call_id="call_1")
     prompt = renderer.render(first, [TOOL])
     output = chat.encode("yes?<|im_end|>")
-    extended = [*prompt, *output, *(renderer.extend(Sampled(prompt, output, [TOOL]), [result]) or [])]
+    extended = [*prompt, *output, *(renderer.extend(SampledTokens(prompt, output, [TOOL]), [result]) or [])]
     assert extended == renderer.render([*first, answer, result], [TOOL])
 
 
@@ -46,7 +46,7 @@ def test_a_conversation_that_the_template_refuses_is_refused() -> None:
 
 def test_the_stop_string_is_not_part_of_the_answer() -> None:
     chat = make_chat()
-    said = TemplateRenderer(chat).parse(Sampled([], chat.encode("12;rest;")), matched_stop=";")
+    said = TemplateRenderer(chat).parse(SampledTokens([], chat.encode("12;rest;")), matched_stop=";")
     assert said == Message(role="assistant", content="12;rest")
 
 

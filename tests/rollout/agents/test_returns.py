@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import AlgorithmConfig
-from streamrl.rollout.agents.tree import Call, EpisodeTree, discounted
+from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted
 from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory, shared_prefix
 from streamrl.trainer.roles.advantages import assign_credit
@@ -28,7 +28,7 @@ def made(parents: list[int], first: int) -> EpisodeTree:
         before = tree.calls[parent] if parent >= 0 else None
         prompt = (5,) if before is None else (*before.token_ids, 6)
         ids = [first + 2 * number, first + 2 * number + 1]
-        call = Call(before, prompt, Generation(ids, [-0.5, -0.25], [0, 1], "stop", None, 0))
+        call = PolicyCall(before, prompt, Generation(ids, [-0.5, -0.25], [0, 1], "stop", None, 0))
         tree.add(call, messages=None, reply=None, tools=[])  # type: ignore[arg-type]
     return tree
 

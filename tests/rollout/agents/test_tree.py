@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.rollout.agents.messages import Message, ToolCall
-from streamrl.rollout.agents.tree import Call, EpisodeTree
+from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall
 from streamrl.rollout.generation import Generation
 from streamrl.types import NO_VERSION, Trajectory
 
@@ -43,7 +43,7 @@ class Episode:
         self.sampled += zip(ids, logprobs, versions, strict=True)
         reply = assistant(f"answer {ids[0]}")
         generation = Generation(ids, logprobs, versions, "stop", None, 0)
-        self.tree.add(Call(parent, prompt, generation), messages=messages, reply=reply, tools=tools)
+        self.tree.add(PolicyCall(parent, prompt, generation), messages=messages, reply=reply, tools=tools)
         return reply
 
 
@@ -115,7 +115,7 @@ def test_an_answer_is_known_again_as_clients_send_it_back() -> None:
     messages = [user("hello")]
     call = ToolCall(id="call_1", name="look", arguments='{"x": 1, "y": 2}')
     reply = assistant(" I look. ", reasoning="hm", tool_calls=(call,))
-    made = Call(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
+    made = PolicyCall(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
     tree.add(made, messages=messages, reply=reply, tools=[TOOL])
     sent_back = assistant("I look.", tool_calls=(ToolCall(id="call_1", name="look", arguments='{"y":2,"x":1}'),))
     result = Message(role="tool", content="nothing", tool_call_id="call_1")
@@ -133,7 +133,7 @@ def test_an_answer_is_known_again_as_clients_send_it_back() -> None:
 )
 def test_another_history_continues_nothing(other: list[Message]) -> None:
     tree = EpisodeTree()
-    made = Call(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
+    made = PolicyCall(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
     tree.add(made, messages=[user("hello")], reply=assistant("answer"), tools=[])
     assert tree.find([user("hello"), assistant("answer"), user("go on")], []) == (made, 2)
     assert tree.find(other, []) == (None, 0)
@@ -143,6 +143,6 @@ def test_another_history_continues_nothing(other: list[Message]) -> None:
 def test_a_call_has_to_begin_with_what_it_continues() -> None:
     tree = EpisodeTree()
     generation = Generation([2], [-0.5], [0], "stop", None, 0)
-    parent = Call(None, (1,), generation)
+    parent = PolicyCall(None, (1,), generation)
     with pytest.raises(ValueError, match="does not begin with its parent's 2"):
-        tree.add(Call(parent, (1, 3), generation), messages=[user("a")], reply=assistant("b"), tools=[])
+        tree.add(PolicyCall(parent, (1, 3), generation), messages=[user("a")], reply=assistant("b"), tools=[])

@@ -46,4 +46,4 @@ def test_minibatches_share_every_group_once_in_order():
     parts = former.minibatches(batch)
     assert [meta.seq for part in parts for meta in part] == list(range(8))
     assert [len(part) for part in parts] == [3, 2, 3]
-    assert former.young_tokens(batch[0], policy_version=5) == 4  # version 0 is too old at 5
+    assert former.tokens_in_loss(batch[0], policy_version=5) == 4  # version 0 is too old at 5

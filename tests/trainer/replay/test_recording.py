@@ -28,7 +28,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.replay import recording
 from streamrl.trainer.replay.recording import (
     FORMAT,
-    Part,
+    RankRecording,
     RecordedStep,
     RecordWriter,
     cut,
@@ -58,13 +58,13 @@ def make_step(step: int = 1, *, rank: int = 0, seqs: tuple[int, ...] = (3, 7), a
     return RecordedStep(step, rank, list(calls), [answer or trained()], made, given)
 
 
-def make_part(folder: Path, *, begins_at: int = 0, rank: int = 0, **sections: dict[str, object]) -> Part:
+def make_part(folder: Path, *, begins_at: int = 0, rank: int = 0, **sections: dict[str, object]) -> RankRecording:
     config = from_dict({"run": {"dir": str(folder), "name": "run"}, "trainer": {"data_parallel": 1}, **sections})
-    return Part(FORMAT, begins_at, rank, msgspec.to_builtins(config), {"actor": "abc"}, {"processor": "x"})
+    return RankRecording(FORMAT, begins_at, rank, msgspec.to_builtins(config), {"actor": "abc"}, {"processor": "x"})
 
 
 def write_part(folder: Path, steps: range, *, rank: int = 0, **sections: dict[str, object]) -> Path:
-    """A part of a run in `folder`; answers the rank's folder."""
+    """A part of a run in `folder`; return the rank's folder."""
     part = make_part(folder, begins_at=steps.start - 1, rank=rank, **sections)
     writer = RecordWriter(folder / "run", part, warn_seconds=10, limit_seconds=30)
     for step in steps:
@@ -141,7 +141,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 3"):
         read_step(tmp_path / "new")
     rank = write_part(tmp_path, range(1, 2))
-    part = msgspec.json.decode((rank / "part.json").read_bytes(), type=Part)
+    part = msgspec.json.decode((rank / "part.json").read_bytes(), type=RankRecording)
     (rank / "part.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(part, format="0")))
     with pytest.raises(DataError, match="format 0"):
         read_recording(tmp_path / "run")

@@ -28,7 +28,7 @@ from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay import process as replaying
-from streamrl.trainer.replay.plan import Batch, Difference, Outcome, ReplayPlan, changes, computed, stretch
+from streamrl.trainer.replay.plan import Batch, Difference, ReplayOutcome, ReplayPlan, changes, computed, stretch
 from streamrl.trainer.replay.recording import RecordedStep, read_recording
 from streamrl.trainer.roles.advantages import assign_credit
 from streamrl.trainer.roles.items import TrainItem
@@ -92,7 +92,7 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
             minibatches = [
                 MinibatchShare(
                     [meta.seq for meta in part],
-                    sum(former.young_tokens(meta, policy_version=version) for meta in part),
+                    sum(former.tokens_in_loss(meta, policy_version=version) for meta in part),
                     sum(meta.size for meta in part),
                 )
                 for part in former.minibatches(metas)
@@ -127,7 +127,7 @@ def test_what_a_users_function_gave_is_recorded_and_not_asked_for_again(
     assert replay(config, tmp_path).difference is None
 
 
-def replay(config: Config, folder: Path, *overrides: str, to: str = "again", steps: int | None = None) -> Outcome:
+def replay(config: Config, folder: Path, *overrides: str, to: str = "again", steps: int | None = None) -> ReplayOutcome:
     """In this process."""
     prepared = prepare(config.run_dir, to=folder / to, steps=steps, overrides=overrides)
     asyncio.run(
@@ -399,7 +399,7 @@ def test_without_changes_the_calls_are_the_recorded_ones(data: st.DataObject) ->
         own = [
             MinibatchShare(
                 dealt[rank],
-                sum(former.young_tokens(meta, policy_version=version) for meta in part),
+                sum(former.tokens_in_loss(meta, policy_version=version) for meta in part),
                 sum(meta.size for meta in part),
             )
             for dealt, part in parts
@@ -430,7 +430,7 @@ def dealt_tokens(step: RecordedStep) -> list[int]:
 
 
 def test_a_verdict_names_what_differs() -> None:
-    same = Outcome("runs/a", 1, 8, {}, None, {})
+    same = ReplayOutcome("runs/a", 1, 8, {}, None, {})
     assert (
         verdict(same)
         == "steps 1 to 8 of runs/a: loss, gradient norm and every other figure are the recorded ones, bit for bit"

@@ -17,7 +17,7 @@ from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ModelError, TrainingError
 from streamrl.export import copy_settings
 from streamrl.safetensors_files import MODEL, bytes_of_parts, file_name, write_bytes
-from streamrl.trainer.algorithms.kl import KLCoefficient
+from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.backends.torch import TorchModel

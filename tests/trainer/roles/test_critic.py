@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from streamrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.advantages import gae
-from streamrl.trainer.algorithms.kl import KLCoefficient
-from streamrl.trainer.algorithms.losses import clipped_value_loss
+from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
 from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout

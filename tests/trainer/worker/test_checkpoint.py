@@ -117,13 +117,13 @@ def test_killed_while_one_takes_the_place_of_another_either_is_found(tmp_path, m
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     writer = alone()
     go_on = threading.Event()
-    assert writer.settle(limit=LIMIT) == ""
+    assert writer.finish(limit=LIMIT) == ""
     writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: go_on.wait(LIMIT)))
     assert not (tmp_path / "step-000001").exists()
     with pytest.raises(DeadlineExceeded, match="step-000001 is not on the disk"):
-        writer.settle(limit=0.05)
+        writer.finish(limit=0.05)
     go_on.set()
-    assert writer.settle(limit=LIMIT) == ""
+    assert writer.finish(limit=LIMIT) == ""
     assert progress.read(tmp_path / "step-000001").policy_version == 1
     assert names(tmp_path / "step-000001") == {"model.safetensors", progress.STATE}
 
@@ -133,14 +133,14 @@ def test_a_full_disk_costs_one_checkpoint_and_is_told_once(tmp_path: Path) -> No
 
     def save(version: int, **share: Any) -> str:
         writer.begin(tmp_path / f"step-{version:06d}", Shared(version, **share))
-        return writer.settle(limit=LIMIT)
+        return writer.finish(limit=LIMIT)
 
     (tmp_path / "step-000009.unfinished").mkdir()  # of a run that was killed
     assert [save(version) for version in (1, 2)] == ["", ""]
     failure = save(3, before=no_space)
     assert "step-000003 cannot be written" in failure
     assert "No space left" in failure
-    assert writer.settle(limit=LIMIT) == ""
+    assert writer.finish(limit=LIMIT) == ""
     assert names(tmp_path) == {"step-000001", "step-000002"}  # older ones go only when there is a newer one
     assert save(4) == ""
     assert names(tmp_path) == {"step-000002", "step-000004"}
@@ -150,7 +150,7 @@ def test_what_is_no_matter_of_the_disk_is_raised(tmp_path: Path) -> None:
     writer = alone()
     writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        writer.settle(limit=LIMIT)
+        writer.finish(limit=LIMIT)
 
 
 def _write_together(rank: int, shared: Path, elsewhere: Path) -> None:
@@ -161,7 +161,7 @@ def _write_together(rank: int, shared: Path, elsewhere: Path) -> None:
 
     def save(version: int, **share: Any) -> str:
         writer.begin(folder / f"step-{version:06d}", Shared(version, text=b"of rank %d" % rank, **share))
-        return writer.settle(limit=LIMIT)
+        return writer.finish(limit=LIMIT)
 
     assert save(1) == ""
     for full in range(3):
@@ -191,10 +191,10 @@ def _one_is_killed(rank: int, folder: Path) -> None:
     """While the second writes it is gone: the first says so soon, and the old checkpoint is whole."""
     writer = CheckpointWriter(Together(rank, 2, seconds=LIMIT), keep=2, spare=None)
     writer.begin(folder / "step-000001", Shared(1))
-    assert writer.settle(limit=LIMIT) == ""
+    assert writer.finish(limit=LIMIT) == ""
     writer.begin(folder / "step-000002", Shared(2, before=(lambda: os._exit(0)) if rank else lambda: None))
     with pytest.raises(PeerLost, match="cannot be written: the others"):
-        writer.settle(limit=LIMIT)
+        writer.finish(limit=LIMIT)
     assert [path.name for path in progress.checkpoints(folder.parent)] == ["step-000001"]
     os._exit(0)  # the world is no more
 

@@ -63,7 +63,7 @@ class Worker:
     def save(self, folder: Path, *, final: bool = False) -> None:
         reached = Progress(policy_version=1, trained=[(0, 8)], rejected=[], prompts="")
         self.writer.begin(folder, take_snapshot(self.assembly, self.config, reached, final=final))
-        assert self.writer.settle(limit=TIMEOUT_SECONDS) == ""
+        assert self.writer.finish(limit=TIMEOUT_SECONDS) == ""
 
     def close(self) -> None:
         for role in self.assembly.roles.values():

@@ -21,7 +21,7 @@ from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
-    Done,
+    CallDone,
     FinishSave,
     Function,
     Inference,
@@ -34,7 +34,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import MFC, graph_of
 from streamrl.trainer.master.figures import train_metrics
 from streamrl.trainer.worker.assembly import Assembly, resume
-from streamrl.trainer.worker.checkpoint import Snapshot
+from streamrl.trainer.worker.checkpoint import HostCopy
 from streamrl.trainer.worker.computation import Computation, _comparable, call_users_function
 from streamrl.trainer.worker.data import WorkerData
 from tests.trainer.backends.world import run_world
@@ -146,8 +146,8 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monke
     worker = Worker(tmp_path)
     before = {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}
     go_on = threading.Event()
-    content = Snapshot.content
-    monkeypatch.setattr(Snapshot, "content", lambda self, stem: (go_on.wait(60), content(self, stem))[1])
+    content = HostCopy.content
+    monkeypatch.setattr(HostCopy, "content", lambda self, stem: (go_on.wait(60), content(self, stem))[1])
     folder = tmp_path / "checkpoints" / "step-000001"
     assert worker.save(folder) == Saved()  # answered before anything is written
     for _, weight in worker.assembly.actor.model.gather_weights():
@@ -225,7 +225,7 @@ def test_weights_change_only_once_their_publication_has_read_them_and_inference_
     arrived, wait = threading.Event(), worker.free.wait
     monkeypatch.setattr(worker.free, "wait", lambda limit: (arrived.set(), wait(limit))[1])
     worker.free.clear()
-    assert isinstance(worker.computation.carry_out(Inference("actor_inf", [0, 1])), Done)
+    assert isinstance(worker.computation.carry_out(Inference("actor_inf", [0, 1])), CallDone)
     parts = [([seq], int(group.packed_loss_mask.sum()), group.size) for seq, group in enumerate(groups)]
     with ThreadPoolExecutor(1) as compute:
         training = compute.submit(worker.train, parts)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from streamrl.errors import TransferError
 from streamrl.trainer.redistributor import Broadcast, Gather, Piece, concerning, redistribute
-from streamrl.trainer.worker.transfers import ArrayStore, DataManager, layout, pack
+from streamrl.trainer.worker.data import ArrayStore, DataManager, layout, pack
 from streamrl.transport.collective import open_store
 from tests.forked import Forked
 from tests.trainer.transfers import make_array, random_needs

@@ -7,9 +7,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
+from streamrl.rollout.agents.messages import (
+    ChatRequest,
+    Completion,
+    Message,
+    MessagePiece,
+    RequestRefused,
+    Told,
+    ToolCall,
+)
 from streamrl.rollout.agents.protocols import common
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 
 class _Block(msgspec.Struct):
@@ -49,7 +57,7 @@ class _Body(common.SamplingFields):
     stream: bool | None = None
 
 
-def parse(raw: bytes) -> Call:
+def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
     body = common.decode(raw, _Body)
     if not body.messages:
@@ -67,7 +75,7 @@ def parse(raw: bytes) -> Call:
         }
         for tool in (body.tools or () if choice != "none" else ())
     )
-    return Call(
+    return CheckedRequest(
         request=ChatRequest(
             messages=tuple(messages),
             tools=tools,
@@ -129,11 +137,11 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def _head(call: Call) -> dict[str, Any]:
+def _head(call: CheckedRequest) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
 
 
-def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     said = completions[0]
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[said.finish_reason]
@@ -149,7 +157,7 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
 class Events:
     """An answer as server-sent events. A block of text or thinking stays open for as long as more of it may come."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._told = Told()
         self._begun = False
@@ -157,7 +165,7 @@ class Events:
         self._open = ""
         """The type of the block that is open, if one is; it is number `_blocks`."""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: MessagePiece) -> bytes:
         self._told.add(piece)
         return self._begin() + self._more("thinking", piece.reasoning) + self._more("text", piece.content)
 

@@ -8,9 +8,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
+from streamrl.rollout.agents.messages import (
+    ChatRequest,
+    Completion,
+    Message,
+    MessagePiece,
+    RequestRefused,
+    Told,
+    ToolCall,
+)
 from streamrl.rollout.agents.protocols import common
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 error = common.openai_error
 
@@ -61,7 +69,7 @@ class _Body(common.SamplingFields):
     modalities: list[str] | None = None
 
 
-def parse(raw: bytes) -> Call:
+def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
     body = common.decode(raw, _Body)
     if not body.messages:
@@ -88,7 +96,7 @@ def parse(raw: bytes) -> Call:
             or not isinstance(function.get("name"), str)
         ):
             raise RequestRefused("tools: only functions with a name are supported")
-    return Call(
+    return CheckedRequest(
         request=ChatRequest(
             messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
             tools=tools,
@@ -132,17 +140,17 @@ def _spoken(message: Message, *, indexed: bool) -> dict[str, Any]:
     return spoken
 
 
-def _logprobs(call: Call, completion: Completion) -> dict[str, Any] | None:
+def _logprobs(call: CheckedRequest, completion: Completion) -> dict[str, Any] | None:
     if not call.logprobs:
         return None
     return {"content": common.token_logprobs(completion, top=call.top_logprobs > 0), "refusal": None}
 
 
-def _head(call: Call, kind: str) -> dict[str, Any]:
+def _head(call: CheckedRequest, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
 
 
-def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     choices = [
         {
@@ -159,12 +167,12 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
 class Events:
     """An answer as server-sent events."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._head = _head(call, "chat.completion.chunk")
         self._told: defaultdict[int, Told] = defaultdict(Told)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: MessagePiece) -> bytes:
         begins = piece.index not in self._told
         self._told[piece.index].add(piece)
         delta = {"role": "assistant"} if begins else {}

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from streamrl.errors import UNDECODABLE
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, RequestRefused
+from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
 """Answers to one request."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class CheckedRequest(msgspec.Struct, frozen=True):
     """A request that a protocol has checked, with what its answer's form depends on."""
 
     request: ChatRequest
     model: str
-    events: Callable[[Call], Events] | None = None
+    events: Callable[[CheckedRequest], Events] | None = None
     """What writes the answer as server-sent events; None: it goes out as one body."""
     logprobs: bool = False
     stream_usage: bool = False
@@ -42,7 +42,7 @@ class Call(msgspec.Struct, frozen=True):
 class Events(Protocol):
     """One answer as server-sent events, as it comes."""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: MessagePiece) -> bytes:
         """Return the events that tell of more of the answer."""
 
     def end(self, completions: Sequence[Completion]) -> bytes:
@@ -52,17 +52,17 @@ class Events(Protocol):
 class Api(Protocol):
     """One API that agents speak; each of the other modules here is one."""
 
-    def parse(self, raw: bytes) -> Call:
+    def parse(self, raw: bytes) -> CheckedRequest:
         """Check a request's body; raises `RequestRefused`."""
 
-    def reply(self, call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+    def reply(self, call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer's body."""
 
     def error(self, status: int, kind: str, message: str) -> dict[str, Any]:
         """Return an error's body."""
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
     type: str = "text"
@@ -83,7 +83,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-Content = str | list[Part] | None
+Content = str | list[ContentPart] | None
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 MAX_TOP_LOGPROBS = 20
 Body = TypeVar("Body")

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Piece, Told
+from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, Told
 from streamrl.rollout.agents.protocols import common
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 error = common.openai_error
 
@@ -30,7 +30,7 @@ class _Body(common.SamplingFields):
     presence_penalty: float | None = None
 
 
-def parse(raw: bytes) -> Call:
+def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
     body = common.decode(raw, _Body)
     common.refuse_present(
@@ -45,7 +45,7 @@ def parse(raw: bytes) -> Call:
     )
     n = 1 if body.n is None else body.n
     common.check_counts(n, body.max_tokens, "max_tokens")
-    return Call(
+    return CheckedRequest(
         request=ChatRequest(
             prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
             n=n,
@@ -73,11 +73,11 @@ def _logprobs(completion: Completion, *, top: bool) -> dict[str, Any]:
     }
 
 
-def _head(call: Call) -> dict[str, Any]:
+def _head(call: CheckedRequest) -> dict[str, Any]:
     return {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
 
 
-def _choice(call: Call, index: int, text: str, completion: Completion | None) -> dict[str, Any]:
+def _choice(call: CheckedRequest, index: int, text: str, completion: Completion | None) -> dict[str, Any]:
     done = completion is not None and call.logprobs
     return {
         "index": index,
@@ -87,7 +87,7 @@ def _choice(call: Call, index: int, text: str, completion: Completion | None) ->
     }
 
 
-def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     choices = [
         _choice(call, index, completion.message.content, completion) for index, completion in enumerate(completions)
@@ -98,11 +98,11 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
 class Events:
     """An answer as server-sent events."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._told: defaultdict[int, Told] = defaultdict(Told)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: MessagePiece) -> bytes:
         self._told[piece.index].add(piece)
         return common.event({**_head(self._call), "choices": [_choice(self._call, piece.index, piece.content, None)]})
 

@@ -9,7 +9,7 @@ import msgspec
 
 from streamrl.rollout.agents.messages import ChatRequest, Completion
 from streamrl.rollout.agents.protocols import common
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 error = common.openai_error
 
@@ -29,13 +29,13 @@ class _Body(msgspec.Struct):
     content_parts: Any = None
 
 
-def parse(raw: bytes) -> Call:
+def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
     body = common.decode(raw, _Body)
     common.refuse_present({"features": body.features, "content_parts": body.content_parts})
     asked = body.sampling_params
     common.check_counts(asked.n, asked.max_tokens, "sampling_params.max_tokens")
-    return Call(
+    return CheckedRequest(
         request=ChatRequest(
             prompt=tuple(body.token_ids),
             n=asked.n,
@@ -48,7 +48,7 @@ def parse(raw: bytes) -> Call:
     )
 
 
-def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     choices = [
         {

@@ -10,9 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, Piece, RequestRefused, Told, ToolCall
+from streamrl.rollout.agents.messages import (
+    ChatRequest,
+    Completion,
+    Message,
+    MessagePiece,
+    RequestRefused,
+    Told,
+    ToolCall,
+)
 from streamrl.rollout.agents.protocols import common
-from streamrl.rollout.agents.protocols.common import Call
+from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 error = common.openai_error
 
@@ -63,7 +71,7 @@ class _Body(common.SamplingFields):
     prompt: Any = None
 
 
-def parse(raw: bytes) -> Call:
+def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
     body = common.decode(raw, _Body)
     common.refuse_present(
@@ -80,7 +88,7 @@ def parse(raw: bytes) -> Call:
     messages = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _messages(body.input)
     if not messages:
         raise RequestRefused("input: there is none")
-    return Call(
+    return CheckedRequest(
         request=ChatRequest(
             messages=(*instructions, *messages),
             tools=() if body.tool_choice == "none" else tuple(_tool(tool) for tool in body.tools or ()),
@@ -147,19 +155,19 @@ def _message(item: _Item, reasoning: str, where: str) -> Message:
 _DONE = {"status": "completed"}
 
 
-def _reasoning(call: Call, thought: str) -> dict[str, Any]:
+def _reasoning(call: CheckedRequest, thought: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": thought}]
     return {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content, **_DONE}
 
 
-def _message_item(call: Call, said: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _message_item(call: CheckedRequest, said: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "output_text", "text": said, "annotations": []}
     if logprobs is not None:
         text["logprobs"] = logprobs
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "content": [text], **_DONE}
 
 
-def _output(call: Call, completion: Completion) -> list[dict[str, Any]]:
+def _output(call: CheckedRequest, completion: Completion) -> list[dict[str, Any]]:
     said = completion.message
     items: list[dict[str, Any]] = []
     if said.reasoning:
@@ -173,7 +181,7 @@ def _output(call: Call, completion: Completion) -> list[dict[str, Any]]:
     return items
 
 
-def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
+def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the answer's body."""
     said = completions[0]
     cut = said.finish_reason == "length"
@@ -192,7 +200,7 @@ def reply(call: Call, completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _head(call: Call) -> dict[str, Any]:
+def _head(call: CheckedRequest) -> dict[str, Any]:
     """Return what is known of an answer before there is one."""
     return {
         "id": f"resp_{call.id}",
@@ -222,7 +230,7 @@ def _logprobs_of(part: dict[str, Any]) -> dict[str, Any]:
 class Events:
     """An answer as server-sent events. An item of text or reasoning stays open for as long as more of it may come."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._number = 0
         self._items = 0
@@ -233,7 +241,7 @@ class Events:
         self._open = ""
         """The type of the item that is open, if one is."""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: MessagePiece) -> bytes:
         self._told.add(piece)
         found = self._begin()
         if piece.reasoning and self._open != "message":  # the whole answer at the end has it all

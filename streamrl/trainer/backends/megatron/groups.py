@@ -1,14 +1,12 @@
-"""Lets Megatron Core 0.16 compute on the CPU, with gloo, where there is no CUDA; else does nothing.
+"""Megatron's process groups, one set for each layout that lives in this process, and Megatron on the CPU.
 
-Megatron asks `torch.cuda` for the current device, writes `device="cuda"` into its calls and
-compares names of tensor types. Functions of `torch.cuda`, which could only raise here, are replaced
-once; calls of torch proper are turned to the CPU only inside `as_cuda()`.
+Megatron keeps its groups in globals of `parallel_state`, one set at a time. Here each layout has its own, which
+`active` puts in place while Megatron runs for a model of that layout. Models of one layout share a set; the last that
+leaves destroys its groups.
 
-Megatron's process groups, one set for each layout that lives in this process.
-
-Megatron keeps its groups in globals of `parallel_state`, one set at a time. Here each layout has its
-own, which `active` puts in place while megatron runs for a model of that layout. Models of one
-layout share a set; the last that leaves destroys its groups.
+Megatron Core 0.16 asks `torch.cuda` for the current device, writes `device="cuda"` into its calls and compares names of
+tensor types. Where there is no CUDA it computes on the CPU, with gloo: functions of `torch.cuda`, which could only
+raise here, are replaced once; calls of torch proper are turned to the CPU only inside `as_cuda()`.
 """
 
 from __future__ import annotations

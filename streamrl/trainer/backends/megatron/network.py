@@ -1,17 +1,11 @@
-"""What Megatron's layers are made of.
+"""One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
-Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own
-elsewhere. Its fused norm-and-linear is left aside, so parameters have the same names either way.
-Attention is ours: rows of a micro-batch are tries of trajectories.
+Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own elsewhere. Its fused
+norm-and-linear is left aside, so parameters have the same names either way. Rows of a micro-batch are tries of
+trajectories, so attention and rotary positions are our own. The head is computed at the predicted positions alone.
 
-Log-probabilities and entropies from logits whose vocabulary is cut over the tensor ranks.
-
-No rank ever sees all logits of a token: each sums over its own part, and the sums are added up.
-
-One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
-
-Rows of a micro-batch are tries of trajectories, so rotary positions are our own, as is attention
-(`layers.py`). The head is computed at the predicted positions alone.
+Log-probabilities and entropies come from logits whose vocabulary is cut over the tensor ranks. No rank ever sees all
+logits of a token: each sums over its own part, and the sums are added up.
 """
 
 from __future__ import annotations
@@ -308,7 +302,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         return Output(*(self._context.gather(own, batch.share) for own in found))
 
     def _outputs(self, states: Tensor, batch: Batch) -> Output:
-        """Of this rank's predicted positions, from their hidden states `[tokens, hidden]`."""
+        """Return the output for this rank's predicted positions, from their hidden states `[tokens, hidden]`."""
         if len(states) == 0:
             nothing = states.sum(-1).float()
             return Output(values=nothing, entropy=torch.zeros_like(nothing))

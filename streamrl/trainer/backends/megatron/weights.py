@@ -1,13 +1,12 @@
-"""Which Hugging Face weights make up which Megatron parameter of which rank, and how. Pure.
+"""Which Hugging Face weights make up which Megatron parameter of which rank, and how; whole tensors gathered from their
+shards, and cut into shards.
 
-Megatron fuses query, key and value, and gate and up; cuts what it fuses over the tensor ranks;
-numbers layers from 0 in each pipeline stage; and pads the vocabulary to a multiple of the tensor
-ranks. A tied embedding lives on the first stage and, as a copy, on the last.
+Megatron fuses query, key and value, and gate and up; cuts what it fuses over the tensor ranks; numbers layers from 0 in
+each pipeline stage; and pads the vocabulary to a multiple of the tensor ranks. A tied embedding lives on the first
+stage and, as a copy, on the last. All that is pure.
 
-Whole tensors by Hugging Face name: gathered from their shards to rank 0, and cut into shards.
-
-What is gathered travels point to point, straight from the ranks that hold it, one parameter after
-another, on a communicator that serves nothing else.
+What is gathered travels point to point, straight from the ranks that hold it to rank 0, one parameter after another, on
+a communicator that serves nothing else.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ModelError
-from streamrl.gserver.server.merged import merge
+from streamrl.export import merge_adapter
 from streamrl.gserver.server.process import first_weights
 from tests.gserver.embedded.test_adapters import LORA, random_adapter, with_adapter, written
 from tests.gserver.tiny import make_model, save
@@ -45,9 +45,9 @@ def test_weights_keep_their_dtype_and_another_models_adapter_is_refused(tmp_path
     model = make_model().to(torch.bfloat16)
     base = save(model, tmp_path / "base")
     adapter = random_adapter(model, 3)
-    merge(base, written(tmp_path / "adapter", adapter), LORA, into=tmp_path / "merged")
+    merge_adapter(base, written(tmp_path / "adapter", adapter), LORA, into=tmp_path / "merged")
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     foreign = {name.replace("layers.1", "layers.9"): tensor for name, tensor in adapter.items()}
     with pytest.raises(ModelError, match=r"is of another model than .*: it has base_model\.model\.model\.layers\.9"):
-        merge(base, written(tmp_path / "foreign", foreign), LORA, into=tmp_path / "other")
+        merge_adapter(base, written(tmp_path / "foreign", foreign), LORA, into=tmp_path / "other")

@@ -1,4 +1,4 @@
-"""The manager's pure parts: blame, routing, admissions."""
+"""Admission: groups start where there is room and a gserver that serves, and every prompt's fate is accounted for."""
 
 from __future__ import annotations
 
@@ -9,34 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.gserver.updates.states import Health, culprits
 from streamrl.ledger import Fate, Ledger
-
-FINE, LATE, REFUSED, LOST = Health.FINE, Health.SLOW, Health.REFUSED, Health.LOST
-
-seen_by_index = st.dictionaries(st.integers(0, 5), st.sampled_from(Health), min_size=1)
-
-
-@given(seen=seen_by_index, publisher_failed=st.booleans())
-def test_nobody_fine_is_blamed_and_everyone_lost_is(seen: dict[int, Health], publisher_failed: bool) -> None:
-    blamed = culprits(seen, publisher_failed=publisher_failed)
-    assert {who for who, what in seen.items() if what is LOST} <= blamed
-    assert not any(seen[who] is FINE for who in blamed)
-
-
-@given(seen=seen_by_index, publisher_failed=st.booleans())
-def test_someone_who_answers_is_always_left(seen: dict[int, Health], publisher_failed: bool) -> None:
-    blamed = culprits(seen, publisher_failed=publisher_failed)
-    assert any(what is not LOST for what in seen.values()) <= (len(blamed) < len(seen))
-
-
-def test_a_failure_that_follows_from_a_loss_is_forgiven() -> None:
-    assert culprits({0: REFUSED, 1: LOST, 2: LATE}, publisher_failed=False) == {1}
-    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=False) == {0}
-    assert culprits({0: REFUSED, 1: FINE}, publisher_failed=True) == set()
-    assert culprits({0: LATE, 1: FINE}, publisher_failed=False) == {0}
-    assert culprits({0: LATE, 1: LATE}, publisher_failed=False) == set()
-
 
 SERVING = GserverState.SERVING
 HAPPENED: dict[GserverState, list[GserverEvent]] = {

@@ -14,8 +14,8 @@ A workflow turns a prompt into a trajectory. It is a class with one coroutine:
             return builder.build(reward=reward, finish_reason=generation.finish_reason)
 
 Set `rollout.workflow.name = "my_module:MyWorkflow"`. One instance serves all groups of a worker, and `run` is called
-once for each sibling, concurrently: keep state in local variables. `single_turn.py` and `multi_turn.py` are complete
-examples.
+once for each sibling, concurrently: keep state in local variables. `SingleTurn` and `MultiTurn`, at the end, are
+complete examples.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from streamrl.rollout.reward.protocol import Response
 from streamrl.types import NO_VERSION, Prompt, Trajectory
 
 OWN_WORKFLOWS = {
-    "single_turn": "streamrl.rollout.workflows.single_turn:SingleTurn",
-    "multi_turn": "streamrl.rollout.workflows.multi_turn:MultiTurn",
+    "single_turn": "streamrl.rollout.workflows:SingleTurn",
+    "multi_turn": "streamrl.rollout.workflows:MultiTurn",
 }
 """The workflows that come with streamrl, by name."""
 
@@ -256,3 +256,62 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
     except TypeError as error:
         raise ConfigError(f"{key} cannot be made with rollout.workflow.args = {config.args}: {error}") from error
     return cast(Workflow, kind(**config.args))
+
+
+# --- the workflows that come with streamrl ---
+
+
+class SingleTurn:
+    """The workflow `single_turn`."""
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        builder = TrajectoryBuilder()
+        builder.append_prompt(prompt.input_ids)
+        generation = await session.generate(builder.input_ids)
+        builder.append_sampled(generation)
+        reward = await session.score(session.response(generation))
+        return builder.build(reward=reward, finish_reason=generation.finish_reason)
+
+
+class MultiTurn:
+    """The workflow `multi_turn`: the reward is the last attempt's, times `discount` for each attempt before it.
+
+    Another attempt follows while the reward is below `success`, the model ended its answer by itself, and turns and
+    context are left.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_turns: int = 2,
+        feedback: str = "That is not correct. Try again.",
+        success: float = 1.0,
+        discount: float = 1.0,
+    ) -> None:
+        """`success`: the reward from which on no further attempt is made."""
+        if max_turns < 1 or not 0 < discount <= 1:
+            raise ConfigError(
+                f"rollout.workflow.args: max_turns = {max_turns} must be at least 1, "
+                f"discount = {discount} above 0 and at most 1"
+            )
+        self._max_turns = max_turns
+        self._feedback = feedback
+        self._success = success
+        self._discount = discount
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        builder = TrajectoryBuilder()
+        builder.append_prompt(prompt.input_ids)
+        while True:
+            generation = await session.generate(builder.input_ids)
+            builder.append_sampled(generation)
+            reward = await session.score(session.response(generation, turn=builder.turns))
+            if reward >= self._success or generation.finish_reason != "stop" or builder.turns == self._max_turns:
+                break
+            feedback = session.chat.next_turn(generation.output_ids, [{"role": "user", "content": self._feedback}])
+            if len(builder.input_ids) + len(feedback) >= session.max_context:
+                break
+            builder.append_feedback(feedback)
+        return builder.build(
+            reward=reward * self._discount ** (builder.turns - 1), finish_reason=generation.finish_reason
+        )

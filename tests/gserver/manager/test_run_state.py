@@ -1,4 +1,4 @@
-"""WaitingQueues: everyone in turn, only those who are served wake, and nothing that was found is lost."""
+"""The waiting queue: everyone in turn, only those who are served wake, and nothing that was found is lost."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import pytest
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import PeerError
-from streamrl.gserver.manager import model_files
-from streamrl.launch.model import fetched_model, is_elsewhere
 from streamrl.models import ensure_checkpoint
+from streamrl.transport import model_files
+from streamrl.transport.model_files import fetched_model, is_elsewhere
 from tests.gserver.harness import managed, small_config
 
 SCRATCH = {"path": "scratch", "scratch": {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.transport.control import AskPlace, Drain, GroupInFlight, InFlight, Leave, Route
+from streamrl.transport.control import AskPlace, AskRoute, Drain, GroupInFlight, InFlight, Leave
 from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
@@ -97,7 +97,7 @@ async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
         await told_to_leave(run, 0)
         assert first.paused, "its requests are aborted, and none begins there any more"
         await first.die()
-        assert (await run.client.route(Route(worker=0, seq=0, failed=first.url))).gserver == second.url
+        assert (await run.client.route(AskRoute(worker=0, seq=0, failed=first.url))).gserver == second.url
 
 
 async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:

@@ -577,7 +577,7 @@ def capacity_memory(_: Results) -> str:
 
 def capacity_roles(_: Results) -> str:
     """Memory of one GPU of the trainer with adapters, a critic and a reference."""
-    header = "model | GPUs | trainer | trained | weights, gradients, optimizer | critic | reference | gathered"
+    header = "model | GPUs | trainer | roles | weights, gradients, optimizer | critic | reference | gathered"
     header += " | activations, logits | all | checkpoint"
     rows = []
     for machine, shape, one, roles in capacity.divisions_with_roles():
@@ -587,7 +587,7 @@ def capacity_roles(_: Results) -> str:
                 shape.name,
                 f"{machine.gpus}",
                 f"{one.layout} ({one.layout.backend})",
-                str(roles) or "the policy",
+                "policy" + (f", {roles}" if str(roles) else ""),
                 f"{(trainer.weights + trainer.gradients + trainer.optimizer) / GIB:.1f}",
                 f"{trainer.critic / GIB:.1f}" if roles.critic else MISSING,
                 f"{trainer.reference / GIB:.1f}" if roles.reference else MISSING,

@@ -216,6 +216,8 @@ def test_plan_of_a_model_shape() -> None:
     assert "Llama-3-70B: 70.6 billion weights; 64 GPUs of 141 GiB" in shown.stdout
     found = json.loads(streamrl(*words, "--json").stdout)
     assert {one["layout"]["tensor"] for one in found["divisions"]} == {8}
+    more = streamrl("plan", "--model-shape", "70B", "--gpus", "16", "--lora-rank", "16", "--reference")
+    assert "70.6 billion weights, adapters of rank 16, a reference; 16 GPUs" in " ".join(more.stdout.split())
     assert found["divisions"][0]["update"]["weights"] == 2 * found["shape"]["parameters"]
 
 

@@ -56,8 +56,8 @@ WATCHED = (
 """Metrics that are remembered."""
 
 SLOWER = 0.25
-"""What a slowed run's learning rate is multiplied by while the policy is far from its data, and `CALM` steps longer: it
-cannot be seen from those data what a step has done."""
+"""What a slowed run's learning rate is multiplied by while the policy is far from its data, which do not show what a
+step has done. No longer: with fresh data the policy has to learn again what it lost."""
 RECOVERY = 25
 """Steps near its data after which a slowed run is stale again, by half of what was too much."""
 
@@ -241,7 +241,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             share = bearable
         return msgspec.structs.replace(
             self,
-            lr_scale=SLOWER if self.since_lead < CALM else 1.0,
+            lr_scale=SLOWER if self.since_lead == 0 else 1.0,
             staleness_share=share,
             bearable_share=bearable,
         )

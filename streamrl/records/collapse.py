@@ -59,7 +59,7 @@ SLOWER = 0.25
 """What a slowed run's learning rate is multiplied by while the policy is far from its data, which do not show what a
 step has done. No longer: with fresh data the policy has to learn again what it lost."""
 RECOVERY = 25
-"""Steps near its data after which a slowed run is stale again, by half of what was too much."""
+"""Steps without a sign after which a slowed run is stale again, by half of what was too much."""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -122,7 +122,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
         """Return the watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
 
-        `turn`: what to tell to change; `slow`: slow the run down while the policy is far from its data.
+        `turn`: what to tell to change; `slow`: slow the run down while there are signs.
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
@@ -231,13 +231,14 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
 
     def _paced(self, *, slow: bool) -> CollapseWatch:
-        """With the pace of the next step. A reward that has fallen does not slow it: it has to be learned again."""
+        """With the pace of the next step: fresh data at any sign, and smaller steps while the policy is far from its
+        data. A reward that has fallen makes them no smaller: it has to be learned again."""
         if not slow:
             return self
         share, bearable = self.staleness_share, self.bearable_share
-        if self.since_lead == 0 and share > 0:
+        if self.since_sign == 0 and share > 0:
             share, bearable = 0.0, share / 2
-        elif self.since_lead >= RECOVERY:
+        elif self.since_sign >= RECOVERY:
             share = bearable
         return msgspec.structs.replace(
             self,

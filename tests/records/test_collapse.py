@@ -170,20 +170,20 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_interrupted(before,
 
 @given(any_steps)
 @settings(deadline=None)
-def test_a_slowed_run_has_fresh_data_until_it_is_near_them_again(steps):
+def test_a_slowed_run_has_fresh_data_until_there_was_no_sign_for_a_while(steps):
     watches = fed([HEALTHY] * 20 + steps, slow=True)
     for before, watch in zip([BEGINNING, *watches], watches, strict=False):
         assert watch.lr_scale == (SLOWER if watch.since_lead == 0 else 1)
         assert watch.staleness_share in (0, watch.bearable_share)
-        if watch.since_lead == 0:
+        if watch.since_sign == 0:
             assert watch.staleness_share == 0
-        if watch.since_lead >= RECOVERY:
+        if watch.since_sign >= RECOVERY:
             assert watch.staleness_share == watch.bearable_share
         began = before.staleness_share > watch.staleness_share
         assert watch.bearable_share == (before.staleness_share / 2 if began else before.bearable_share)
         assert 0 <= watch.staleness(7) <= 7
     calm = fed([HEALTHY] * RECOVERY, watches[-1], slow=True)[-1]
-    if calm.since_lead >= RECOVERY:
+    if calm.since_sign >= RECOVERY:
         assert (calm.lr_scale, calm.staleness_share) == (1, calm.bearable_share)
     assert {(watch.lr_scale, watch.staleness(7)) for watch in fed(steps)} <= {(1.0, 7)}
 
@@ -199,6 +199,15 @@ def test_a_run_that_relapses_comes_back_less_stale_each_time():
     near = next(n for n in range(first, len(watches)) if watches[n].since_lead == 1)
     assert paces[first - 1 : first + 1] == [(8, 1), (0, SLOWER)]
     assert [paces.index(pace, first) - near for pace in ((0, 1), (4, 1))] == [0, RECOVERY - 1]
+
+
+def test_a_reward_that_falls_alone_brings_fresh_data_and_no_smaller_steps():
+    watches = fed([HEALTHY] * 30 + [HEALTHY | FALLEN] * 5 + [HEALTHY] * 40, slow=True)
+    assert {watch.lr_scale for watch in watches} == {1}
+    found = [watch.staleness(4) for watch in watches]
+    first, last = found.index(0), max(n for n, watch in enumerate(watches) if watch.since_sign == 0)
+    assert states(watches)[first] == "warning"
+    assert found == [4] * first + [0] * (last + RECOVERY - first) + [2] * (len(found) - last - RECOVERY)
 
 
 def test_a_run_that_is_resumed_without_being_slowed_goes_at_its_whole_pace():

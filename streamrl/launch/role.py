@@ -116,8 +116,9 @@ def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: s
             return chosen
     if needed:
         raise ConfigError(
-            f"the manager goes on from {point.checkpoint} ({point.identity}), which is not among the checkpoints of "
-            f"{config.run_dir} here: bring a copy of it, or start the manager again with --resume"
+            f"the manager goes on from {point.checkpoint} ({point.identity}), which is not among the "
+            f"checkpoints of {config.run_dir.absolute()} on this machine: bring a copy of it from the machine of model "
+            "worker 0, or give all machines one disk for run.dir"
         )
     return list(overrides)
 

@@ -80,7 +80,7 @@ class Register(msgspec.Struct, frozen=True):
     model: str = ""
     """`weights_fingerprint` of what a gserver or a model worker begins with."""
     begins_from: str = ""
-    """`progress.identity` of what the trainer's processes go on from; empty: they begin anew."""
+    """`progress.identity` of what a process of the trainer, or a gserver, goes on from; empty: it begins anew."""
     joined_before: str = ""
     """`RegisterReply.manager` of the last join; empty: it is the first one."""
 

@@ -59,7 +59,8 @@ async def test_whoever_lacks_the_managers_checkpoint_is_told_and_one_who_can_do_
     async with managed(going_on(config, written(config, 4))) as run:
         written(config, 4, trained=5)  # of the same name, and another one
         with pytest.raises(
-            ConfigError, match=r"the manager goes on from step-000004 \(version 4, .*bring a copy of it"
+            ConfigError,
+            match=r"the manager goes on from step-000004 \(version 4, .*bring a copy of it",
         ):
             await taken(run, file, needed=True)
         assert await taken(run, file, needed=False) == []

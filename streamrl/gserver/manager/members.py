@@ -276,8 +276,13 @@ class Members:
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
 
     def _check_model(self, message: Register, *, who: str) -> None:
-        """The first one who tells of a model decides which is the run's."""
-        if not message.model:
+        """The first one who tells of a model decides which is the run's.
+
+        A gserver without the checkpoint that a run goes on from may begin with anything: it does not serve the run's
+        version, and is brought up to it before it is given groups.
+        """
+        behind = message.role == "gserver" and not message.begins_from and self._policy_version() > 0
+        if not message.model or (behind and self._resume_point.identity):
             return
         self._model = self._model or (message.model, f"{who} on {message.host}")
         model, first = self._model

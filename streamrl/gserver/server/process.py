@@ -70,6 +70,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 address=url,
                 config=config,
                 model=weights_fingerprint(model_dir),
+                begins_from=progress.identity(config),
                 stats=engine.stats,
             )
             await membership.join(patience=config.manager.join_timeout_seconds)

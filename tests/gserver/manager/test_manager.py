@@ -16,7 +16,9 @@ from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import serve
 from streamrl.ledger import Fate
+from streamrl.records import progress
 from streamrl.records.metrics import StepReport
+from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
 from streamrl.transport import manager_client
 from streamrl.transport.control import Admit, AskPlace, AskRoute, GroupChanges, InFlight, Register, Reject, Role
@@ -106,6 +108,27 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
         told = r"gserver/1 on \S+ begins with other weights than model_worker/0 on \S+: the folders"
         with pytest.raises(PeerError, match=told):
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
+
+
+async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(tmp_path: Path) -> None:
+    """On a machine that has no copy: it gets the weights before it is given groups."""
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    prompts = progress.prompts_digest(small_config(tmp_path))
+    progress.write(checkpoint, Progress(policy_version=3, trained=[(0, 6)], rejected=[], prompts=prompts))
+    config = small_config(tmp_path, run={"resume_from": str(checkpoint)})
+    identity = progress.identity(config)
+    async with managed(config) as run:
+
+        def message(role: Role, index: int, model: str, begins_from: str) -> Register:
+            return msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)
+
+        await run.client.register(message("gserver", 0, "the model's", ""), patience=1.0)
+        await run.client.register(message("model_worker", 0, "the checkpoint's", identity), patience=1.0)
+        await run.client.register(message("gserver", 1, "the model's", ""), patience=1.0)
+        await run.client.register(message("gserver", 2, "the checkpoint's", identity), patience=1.0)
+        with pytest.raises(PeerError, match=r"gserver/3 on \S+ begins with other weights"):
+            await run.client.register(message("gserver", 3, "another's", identity), patience=1.0)
 
 
 async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,11 +210,12 @@ class Master:
                 helpers.create_task(self._report_changes(), name="group changes"),
                 helpers.create_task(self._take_in(), name="arrivals"),
                 helpers.create_task(self._follow_given_up(), name="groups given up"),
-                helpers.create_task(self._follow_resyncs(), name="resyncs"),
             ]
             if self._config.evaluation.enabled:
                 background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
             await self._initialize()
+            # not before: gservers without a copy of the checkpoint may be there long before the weights are
+            background.append(helpers.create_task(self._follow_resyncs(), name="resyncs"))
             background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
             reason = await self._steps()
             await self._groups.until(lambda: not self._groups.untold)

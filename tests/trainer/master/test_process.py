@@ -179,6 +179,21 @@ def test_a_publication_that_fails_ends_the_run_with_its_error_while_a_batch_is_a
     virtually(work())
 
 
+def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tmp_path):
+    """As on machines that have no copy of the checkpoint that the run goes on from."""
+
+    async def work():
+        async with pretended(configured(tmp_path), Script(seconds=lasting(Initialize=50.0))) as run:
+            run.manager.lacking.add("gserver/0")
+            await run.master.run()
+            assert not run.manager.lacking
+        (loading,), first = run.workers.named("Initialize"), run.workers.named("Publish")[0]
+        assert first.call.resync
+        assert first.begin >= loading.end >= 50.0
+
+    virtually(work())
+
+
 def test_a_slow_publication_holds_up_the_next_update_but_not_what_comes_before_it(tmp_path):
     """That weights stay as they are while they are read is asserted by the pretended workers."""
     script = Script(seconds=lasting(reading=50.0, Publish=10.0, actor_inf=1.0, ref_inf=1.0, actor_train=1.0))

@@ -29,6 +29,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
+from streamrl.records import progress
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import LONG_POLL_SECONDS, Done, FailRun, FinishRun, Status
@@ -96,7 +97,7 @@ class Manager:
             on_version=self._version_served,
             on_record=self._update_ended,
             on_unrecoverable=lambda reason: self._state.end("failed", reason),
-            version=self._ledger.policy_version,
+            version=begun.policy_version if (begun := progress.of_run(config)) is not None else 0,
         )
         self.comparisons = Comparisons(fleet=self._fleet, client=client, version=lambda: self._ledger.policy_version)
         self.model = ModelFiles(config)

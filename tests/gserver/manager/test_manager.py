@@ -118,7 +118,10 @@ async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(
     progress.write(checkpoint, Progress(policy_version=3, trained=[(0, 6)], rejected=[], prompts=prompts))
     config = small_config(tmp_path, run={"resume_from": str(checkpoint)})
     identity = progress.identity(config)
-    async with managed(config) as run:
+    async with managed(config) as run, scripted() as (fresh,):
+        await run.register("gserver", 9, address=fresh.url)
+        needed = await run.client.resync_needed()
+        assert (needed.version, needed.gservers) == (3, ["gserver/9"])
 
         def message(role: Role, index: int, model: str, begins_from: str) -> Register:
             return msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)

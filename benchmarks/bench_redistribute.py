@@ -38,7 +38,7 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.trainer.redistributor import Name, Piece, deal, redistribute
+from streamrl.trainer.redistributor import ArrayFacts, Name, deal, redistribute
 from streamrl.trainer.worker.data import ArrayStore, DataManager
 from streamrl.transport.collective import destroy_group, form_group, open_store
 
@@ -54,14 +54,14 @@ PACKED = {
 }
 PER_SIBLING = {"seqlens": "int32", "rewards": "float32"}
 TIMEOUT_SECONDS = 120.0
-Needs = tuple[list[Piece], dict[Name, set[int]], dict[Name, set[int]]]
+Needs = tuple[list[ArrayFacts], dict[Name, set[int]], dict[Name, set[int]]]
 
 
-def describe_groups(count: int) -> list[Piece]:
+def describe_groups(count: int) -> list[ArrayFacts]:
     """The arrays of `count` groups, eight for each."""
     packed = [(key, dtype, (SIBLINGS * TOKENS,)) for key, dtype in PACKED.items()]
     short = [(key, dtype, (SIBLINGS,)) for key, dtype in PER_SIBLING.items()]
-    return [Piece(seq, key, dtype, shape) for seq in range(count) for key, dtype, shape in packed + short]
+    return [ArrayFacts(seq, key, dtype, shape) for seq in range(count) for key, dtype, shape in packed + short]
 
 
 def to_plan(case: str, count: int) -> Needs:
@@ -133,7 +133,7 @@ def measure_planning(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
 # --- carrying out --------------------------------------------------------------------------------
 
 
-def to_carry_out(case: str, pieces: list[Piece], ranks: int) -> tuple[dict[Name, set[int]], dict[Name, set[int]]]:
+def to_carry_out(case: str, pieces: list[ArrayFacts], ranks: int) -> tuple[dict[Name, set[int]], dict[Name, set[int]]]:
     names = [(piece.seq, piece.key) for piece in pieces]
     match case:
         case "members":

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from streamrl.planner.capacity import Division, Job, Machine, Roles, TrainerLayout, division
+from streamrl.planner.capacity import Division, Machine, Roles, TrainerLayout, Workload, division
 from streamrl.planner.shapes import Shape, shape_of
 
-JOB = Job(context=32768, mean_context=8192)
+JOB = Workload(context=32768, mean_context=8192)
 DIVISIONS = (
     ("7B", 8, TrainerLayout(data=6), 2, 1),
     ("7B", 8, TrainerLayout(data=3, context=2), 2, 1),

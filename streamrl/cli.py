@@ -411,7 +411,7 @@ def plan(
                 memory_tb_s=memory_tb_s,
                 host_gbit_s=host_gbit_s,
             ),
-            capacity.Job(
+            capacity.Workload(
                 context=context,
                 mean_context=mean_context or max(1, context // 4),
                 microbatch_tokens=microbatch_tokens,

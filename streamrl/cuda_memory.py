@@ -38,7 +38,7 @@ class Handle(msgspec.Struct, frozen=True):
     event_sync_required: bool
 
 
-class Place(msgspec.Struct, frozen=True):
+class WeightPlace(msgspec.Struct, frozen=True):
     """Where a weight lies."""
 
     offset: int
@@ -51,7 +51,7 @@ class SharedWeights(msgspec.Struct, frozen=True):
     """Content of `FILE`."""
 
     handle: Handle
-    places: dict[str, Place]
+    places: dict[str, WeightPlace]
     """By Hugging Face name."""
 
     def views(self, storage: UntypedStorage) -> Iterator[tuple[str, Tensor]]:
@@ -68,12 +68,12 @@ class SharedWeights(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(SharedWeights)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[dict[str, Place], int]:
+def lay_out(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[dict[str, WeightPlace], int]:
     """Return a place for each weight, and how many bytes all of them take."""
-    places: dict[str, Place] = {}
+    places: dict[str, WeightPlace] = {}
     end = 0
     for name, shape in shapes.items():
-        places[name] = Place(end, tuple(shape), str(dtype).removeprefix("torch."))
+        places[name] = WeightPlace(end, tuple(shape), str(dtype).removeprefix("torch."))
         size = math.prod(shape) * dtype.itemsize
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return places, end

@@ -101,7 +101,7 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True):
 ONLY_POLICY = Roles()
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What the GPUs are to do."""
 
     context: int = 16384
@@ -183,7 +183,7 @@ class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, int(self.kv_room / self.kv_token))
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """What one weight update moves, in bytes, and how long it takes."""
 
     weights: int
@@ -211,7 +211,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the trainer can train on."""
     generated_per_second: float
     """Tokens that the gservers can generate."""
-    update: Update
+    update: UpdateTraffic
     checkpoint: int
     """Bytes: float32 weights and both moments of all that is trained."""
     lacking: float
@@ -230,7 +230,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: Shape
     machine: Machine
-    job: Job
+    job: Workload
     divisions: list[Division]
     reason: str
 
@@ -352,13 +352,13 @@ def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemor
 # --- traffic and rates ---------------------------------------------------------------------------
 
 
-def update_traffic(shape: Shape, machine: Machine, *, gservers: int, senders: int) -> Update:
+def update_traffic(shape: Shape, machine: Machine, *, gservers: int, senders: int) -> UpdateTraffic:
     """Return what an update by broadcast moves: each of the `senders` sends its part along the ranks, each of which
     passes it on once, so the links of the receivers, over which all weights come, decide how long it takes."""
     weights = 2 * shape.parameters
     sent = weights / senders if gservers else 0.0
     received = float(weights) if gservers else 0.0
-    return Update(
+    return UpdateTraffic(
         weights=weights,
         senders=senders,
         sent_per_link=sent,
@@ -391,7 +391,7 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
 
 
 def division(
-    shape: Shape, machine: Machine, job: Job, *, layout: TrainerLayout, gservers: int, server_tensor: int
+    shape: Shape, machine: Machine, job: Workload, *, layout: TrainerLayout, gservers: int, server_tensor: int
 ) -> Division:
     """Work out one division; raises `ModelError` where the model cannot be cut so, `ConfigError` where GPUs lack."""
     check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=job.roles)
@@ -476,7 +476,7 @@ def _check_server(shape: Shape, tensor: int, *, gpus_per_host: int) -> None:
 def capacity_plan(
     shape: Shape,
     machine: Machine,
-    job: Job,
+    job: Workload,
     *,
     data: int | None = None,
     tensor: int | None = None,
@@ -695,7 +695,7 @@ def _title(plan: CapacityPlan) -> str:
     )
 
 
-def memory_rows(one: Division, machine: Machine, job: Job) -> Iterator[tuple[str, float, str]]:
+def memory_rows(one: Division, machine: Machine, job: Workload) -> Iterator[tuple[str, float, str]]:
     """Where, how many bytes, and what they are, for one GPU of each pool."""
     trainer, server = one.trainer, one.server
     yield "trainer", trainer.weights, "weights"

@@ -33,7 +33,7 @@ HOME_TOLERANCE = 1 / 100
 """Groups stay where they are while the largest load is within this share of the least possible one."""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ArrayFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array, described."""
 
     seq: int
@@ -55,14 +55,14 @@ class Broadcast(msgspec.Struct, frozen=True, tag=True):
     source: int
     destinations: list[int]
     """Ascending."""
-    pieces: list[Piece]
+    pieces: list[ArrayFacts]
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """One rank is fed by several others."""
 
     destination: int
-    parts: list[tuple[int, list[Piece]]]
+    parts: list[tuple[int, list[ArrayFacts]]]
     """Source, ascending, and what it sends."""
 
 
@@ -70,7 +70,7 @@ class Scatter(msgspec.Struct, frozen=True, tag=True):
     """One rank sends others different arrays."""
 
     source: int
-    parts: list[tuple[int, list[Piece]]]
+    parts: list[tuple[int, list[ArrayFacts]]]
     """Destination, ascending, and what it gets."""
 
 
@@ -83,7 +83,7 @@ class Transfer(NamedTuple):
 
     source: int
     destinations: list[int]
-    pieces: list[Piece]
+    pieces: list[ArrayFacts]
 
     def __str__(self) -> str:
         size = sum(piece.nbytes for piece in self.pieces)
@@ -128,7 +128,7 @@ def concerning(plan: Iterable[Step], rank: int) -> Plan:
 
 
 def redistribute(
-    pieces: Iterable[Piece],
+    pieces: Iterable[ArrayFacts],
     *,
     holders: Mapping[Name, Collection[int]],
     wanted: Mapping[Name, Collection[int]],
@@ -140,16 +140,16 @@ def redistribute(
     the same source and destinations travel together. Raises `TransferError` for a wanted array that
     is not among `pieces`, is there twice, or has no holder.
     """
-    described: dict[Name, Piece] = {}
+    described: dict[Name, ArrayFacts] = {}
     for piece in pieces:
         if described.setdefault((piece.seq, piece.key), piece) is not piece:
             raise TransferError(f"seq {piece.seq} {piece.key} is described twice")
     for seq, key in wanted.keys() - described.keys():
         raise TransferError(f"seq {seq} {key} is wanted but its dtype and shape are not known")
     loads: dict[int, int] = defaultdict(int)
-    routes: dict[tuple[int, tuple[int, ...]], list[Piece]] = defaultdict(list)
+    routes: dict[tuple[int, tuple[int, ...]], list[ArrayFacts]] = defaultdict(list)
     in_order: dict[frozenset[int], tuple[int, ...]] = {}
-    open_choice: list[tuple[Piece, tuple[int, ...], tuple[int, ...]]] = []
+    open_choice: list[tuple[ArrayFacts, tuple[int, ...], tuple[int, ...]]] = []
     for name, piece in described.items():
         having = frozenset(holders.get(name, ()))
         lacking = frozenset(wanted.get(name, ())) - having
@@ -176,7 +176,7 @@ def redistribute(
     return [*_point_to_point(routes), *_broadcasts(routes)]
 
 
-def _point_to_point(routes: Mapping[tuple[int, tuple[int, ...]], list[Piece]]) -> Iterator[Step]:
+def _point_to_point(routes: Mapping[tuple[int, tuple[int, ...]], list[ArrayFacts]]) -> Iterator[Step]:
     """The routes with one destination, as few gathers and scatters: the busiest rank's first, again and again."""
     pairs = {(source, ranks[0]): pieces for (source, ranks), pieces in routes.items() if len(ranks) == 1}
     while pairs:
@@ -197,7 +197,7 @@ def _point_to_point(routes: Mapping[tuple[int, tuple[int, ...]], list[Piece]]) -
             yield Gather(rank, parts)
 
 
-def _broadcasts(routes: Mapping[tuple[int, tuple[int, ...]], list[Piece]]) -> Iterator[Broadcast]:
+def _broadcasts(routes: Mapping[tuple[int, tuple[int, ...]], list[ArrayFacts]]) -> Iterator[Broadcast]:
     """The routes with several destinations; sources take turns, so that those apart may send at once."""
     turns: dict[int, int] = defaultdict(int)
     ordered = []

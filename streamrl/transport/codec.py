@@ -1,7 +1,7 @@
 """A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
 Each array has a frame of its own and is never copied, unless the group is small: then a frame
-costs more than copying what is in it, and `Packer` puts the arrays into a single one. A received
+costs more than copying what is in it, and `FramePacker` puts the arrays into a single one. A received
 array lies in the message's own memory and is read-only. Invariant: what `decode` returns keeps
 every rule of `streamrl.types`, so nothing behind the stream has to check again.
 """
@@ -136,7 +136,7 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int, permit: str = "") ->
     return [head, *arrays]
 
 
-class Packer:
+class FramePacker:
     """Puts the arrays of small groups into one frame, whose memory it uses again and again."""
 
     def __init__(self) -> None:

@@ -176,7 +176,7 @@ class _Link:
         self._under_way = 0
         self._flushing: asyncio.Handle | None = None
         self._checking: asyncio.TimerHandle | None = None
-        self._packer = codec.Packer()
+        self._packer = codec.FramePacker()
         self._address = peer.address
         self._connected = time.monotonic()
         self._loop = asyncio.get_running_loop()

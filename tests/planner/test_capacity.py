@@ -22,10 +22,10 @@ from streamrl.planner.capacity import (
     GIB,
     ONLY_POLICY,
     Division,
-    Job,
     Machine,
     Roles,
     TrainerLayout,
+    Workload,
     as_json,
     capacity_plan,
     check_layout,
@@ -117,7 +117,7 @@ def test_weight_updates_carry_every_weight_to_every_server(
     st.sampled_from([1024, 16384, 131072]),
 )
 def test_a_plan_fits_and_a_refusal_says_what_is_missing(shape: Shape, gpus: int, memory: float, context: int) -> None:
-    machine, job = Machine(gpus=gpus, gpu_memory_gib=memory), Job(context=context, mean_context=context // 4)
+    machine, job = Machine(gpus=gpus, gpu_memory_gib=memory), Workload(context=context, mean_context=context // 4)
     try:
         plan = capacity_plan(shape, machine, job)
     except ConfigError as refusal:
@@ -138,7 +138,7 @@ def test_a_plan_fits_and_a_refusal_says_what_is_missing(shape: Shape, gpus: int,
 
 def test_what_is_given_is_kept() -> None:
     plan = capacity_plan(
-        KNOWN["Llama-3-70B"], Machine(gpus=64), Job(), tensor=8, pipeline=2, gservers=2, server_tensor=8
+        KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), tensor=8, pipeline=2, gservers=2, server_tensor=8
     )
     assert {(d.layout.tensor, d.layout.pipeline, d.gservers, d.server_tensor) for d in plan.divisions} == {(8, 2, 2, 8)}
     console = Console(width=120, file=io.StringIO(), record=True)
@@ -161,7 +161,7 @@ def test_what_is_given_is_kept() -> None:
 )
 def test_what_cannot_be_is_refused(given: dict[str, int], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
-        capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Job(), **given)
+        capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), **given)
 
 
 @given(SHAPES, st.integers(1, 64), st.integers(0, 64))
@@ -198,8 +198,8 @@ def test_roles_take_memory_and_time_of_their_own(
 def test_a_plan_with_other_roles_says_so() -> None:
     shape, machine = KNOWN["Llama-3-70B"], Machine(gpus=16)
     with pytest.raises(ConfigError, match="does not fit"):
-        capacity_plan(shape, machine, Job())
-    job = Job(roles=Roles(lora_rank=16, reference=True))
+        capacity_plan(shape, machine, Workload())
+    job = Workload(roles=Roles(lora_rank=16, reference=True))
     plan = capacity_plan(shape, machine, job)
     assert {one.layout.backend for one in plan.divisions} == {"torch"}
     assert plan.divisions[0].checkpoint == 12 * shape.adapter(16)
@@ -212,12 +212,14 @@ def test_a_plan_with_other_roles_says_so() -> None:
 
 def test_a_division_of_too_many_gpus_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"need 10 GPUs, 2 more than --gpus 8"):
-        division(KNOWN["Qwen3-0.6B"], Machine(gpus=8), Job(), layout=TrainerLayout(data=8), gservers=2, server_tensor=1)
+        division(
+            KNOWN["Qwen3-0.6B"], Machine(gpus=8), Workload(), layout=TrainerLayout(data=8), gservers=2, server_tensor=1
+        )
 
 
 def test_what_does_not_fit_names_the_lack() -> None:
     found: Division = division(
-        KNOWN["Llama-3-70B"], Machine(gpus=2), Job(), layout=TrainerLayout(), gservers=1, server_tensor=1
+        KNOWN["Llama-3-70B"], Machine(gpus=2), Workload(), layout=TrainerLayout(), gservers=1, server_tensor=1
     )
     assert found.lacks == "a GPU of the trainer"
     assert found.lacking > 16 * 70e9 - 80 * GIB

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from streamrl.errors import TransferError
 from streamrl.trainer.redistributor import (
     HOME_TOLERANCE,
+    ArrayFacts,
     Broadcast,
     Gather,
-    Piece,
     Plan,
     Scatter,
     concerning,
@@ -31,7 +31,7 @@ def plan_of(found: Needs) -> Plan:
 
 
 def piece(seq, key="rewards", length=8):
-    return Piece(seq, key, "float32", (length,))
+    return ArrayFacts(seq, key, "float32", (length,))
 
 
 def needs_of(*entries):
@@ -150,8 +150,8 @@ def test_all_to_all_is_one_gather_for_each_rank():
         ([piece(7)], {}, {(7, "rewards"): [1, 0]}, "seq 7 rewards is wanted by rank 0, 1 but no rank holds it"),
         ([], {(7, "rewards"): [0]}, {(7, "rewards"): [1]}, "seq 7 rewards is wanted but its dtype"),
         ([piece(7), piece(7, length=3)], {}, {}, "seq 7 rewards is described twice"),
-        ([Piece(7, "x", "object", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'object' do not travel"),
-        ([Piece(7, "x", "no such", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'no such' do not travel"),
+        ([ArrayFacts(7, "x", "object", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'object' do not travel"),
+        ([ArrayFacts(7, "x", "no such", (3,))], {(7, "x"): [0]}, {(7, "x"): [1]}, "dtype 'no such' do not travel"),
     ],
 )
 def test_what_cannot_be_planned_is_named(pieces, holders, wanted, message):

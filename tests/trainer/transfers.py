@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from streamrl.trainer.redistributor import Name, Piece
+from streamrl.trainer.redistributor import ArrayFacts, Name
 from streamrl.trainer.worker.data import Array
 
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
@@ -19,7 +19,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (64,), (3, 5), (2, 
 class Needs(NamedTuple):
     """Who has what, and who is to have what."""
 
-    pieces: list[Piece]
+    pieces: list[ArrayFacts]
     holders: dict[Name, set[int]]
     wanted: dict[Name, set[int]]
 
@@ -28,7 +28,7 @@ class Needs(NamedTuple):
 def needs(draw: st.DrawFn, *, ranks: int = 5) -> Needs:
     everybody = st.integers(0, ranks - 1)
     names = draw(st.lists(st.tuples(st.integers(0, 20), st.sampled_from(KEYS)), unique=True, max_size=25))
-    pieces = [Piece(*name, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES))) for name in names]
+    pieces = [ArrayFacts(*name, draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES))) for name in names]
     holders = {name: draw(st.sets(everybody, min_size=1)) for name in names}
     wanted = {name: draw(st.sets(everybody)) for name in names}
     return Needs(pieces, holders, wanted)
@@ -38,7 +38,7 @@ def random_needs(seed: int, *, ranks: int, groups: int) -> Needs:
     """The same in every process."""
     rng = np.random.default_rng(seed)
     pieces = [
-        Piece(seq, key, str(rng.choice(DTYPES)), SHAPES[rng.integers(len(SHAPES))])
+        ArrayFacts(seq, key, str(rng.choice(DTYPES)), SHAPES[rng.integers(len(SHAPES))])
         for seq in range(groups)
         for key in KEYS
     ]
@@ -50,7 +50,7 @@ def random_needs(seed: int, *, ranks: int, groups: int) -> Needs:
     return Needs(pieces, {name: some(1) for name in names}, {name: some(0) for name in names})
 
 
-def make_array(piece: Piece) -> Array:
+def make_array(piece: ArrayFacts) -> Array:
     """Values that depend on the array's name alone."""
     rng = np.random.default_rng([piece.seq, *piece.key.encode()])
     return rng.integers(0, 100, piece.shape).astype(piece.dtype)

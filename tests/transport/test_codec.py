@@ -40,7 +40,7 @@ def assert_equal(one: TrajectoryGroup, other: TrajectoryGroup) -> None:
             assert mine == theirs
 
 
-PACKER = codec.Packer()
+PACKER = codec.FramePacker()
 
 
 @given(groups())

@@ -252,7 +252,7 @@ def ask(*offered: int, withdrawn: Sequence[int] = ()) -> bytes:
     return msgspec.msgpack.encode(Ask(offered=list(offered), permits=permits, withdrawn=list(withdrawn)))
 
 
-HEADER, TOGETHER = map(bytes, codec.Packer().pack(frames_of(make_group(1))))
+HEADER, TOGETHER = map(bytes, codec.FramePacker().pack(frames_of(make_group(1))))
 FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 

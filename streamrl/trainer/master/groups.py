@@ -28,7 +28,7 @@ from streamrl.ledger import Fate, ReadyGroups, Selection, next_in_order
 from streamrl.seqs import SeqQueue, SeqSet
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.redistributor import Piece, Plan, deal, redistribute
+from streamrl.trainer.redistributor import ArrayFacts, Plan, deal, redistribute
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -345,8 +345,8 @@ class GroupTable:
             group.holders = {**group.holders, key: holders[seq, key].union(members)}
         return plan
 
-    def _piece(self, seq: int, key: str) -> Piece:
+    def _piece(self, seq: int, key: str) -> ArrayFacts:
         meta = self._groups[seq].meta
         lengths = {"prompt_length": 1, "packed_routed_experts": meta.tokens * meta.routes}
         length = lengths.get(key, meta.size if key in OF_TRAJECTORIES else meta.tokens)
-        return Piece(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))
+        return ArrayFacts(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))

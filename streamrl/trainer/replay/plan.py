@@ -169,7 +169,7 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tu
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 
-class Batch:
+class ReplayBatch:
     """One recorded training batch, of all ranks."""
 
     def __init__(self, steps: Sequence[RecordedStep]) -> None:
@@ -235,7 +235,7 @@ class ReplayPlan:
         self._hooks = {mfc.name: hooks_of(mfc, policy_version=policy_version) for mfc in mfcs}
         self._anew = not {"trainer.data_parallel", "algorithm.minibatches"}.isdisjoint(changed)
 
-    def calls(self, batch: Batch) -> list[BatchCall]:
+    def calls(self, batch: ReplayBatch) -> list[BatchCall]:
         """This rank's calls for `batch`, in order."""
         found: list[BatchCall] = []
         for mfc in self._mfcs:
@@ -245,7 +245,7 @@ class ReplayPlan:
                 found += self._inferences(mfc, batch)
         return found
 
-    def _inferences(self, mfc: MFC, batch: Batch) -> list[BatchCall]:
+    def _inferences(self, mfc: MFC, batch: ReplayBatch) -> list[BatchCall]:
         recorded = [
             [c.seqs for c in step.calls if c.mfc == mfc.name and isinstance(c, Inference)] for step in batch.steps
         ]
@@ -258,7 +258,7 @@ class ReplayPlan:
         data = self._data_rank(mfc.role)
         return [Inference(mfc.name, share[data], pre, post) for share in shares]
 
-    def _train(self, mfc: MFC, batch: Batch) -> TrainStep:
+    def _train(self, mfc: MFC, batch: ReplayBatch) -> TrainStep:
         recorded = [
             call for step in batch.steps for call in step.calls if call.mfc == mfc.name and isinstance(call, TrainStep)
         ]

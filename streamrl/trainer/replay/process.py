@@ -38,8 +38,8 @@ from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.figures import batch_metrics, token_ages, train_metrics
 from streamrl.trainer.replay.plan import (
     OUTCOME,
-    Batch,
     Difference,
+    ReplayBatch,
     ReplayOutcome,
     ReplayPlan,
     changes,
@@ -110,7 +110,7 @@ class Rank:
                 store=FileStore(str(meeting_place), self._world),
             )
         graph = graph_of(config)
-        mfcs = computed(graph, Batch(recording.load(self._first)).keys)
+        mfcs = computed(graph, ReplayBatch(recording.load(self._first)).keys)
         assembly = Assembly(
             config,
             roles=frozenset(mfc.role for mfc in mfcs),
@@ -144,7 +144,7 @@ class Rank:
             for step in range(self._first, last_step + 1):
                 if stopping.is_set():
                     return
-                report = self._step(Batch(self._recording.load(step)), last_step, began=began)
+                report = self._step(ReplayBatch(self._recording.load(step)), last_step, began=began)
                 if writer is not None:
                     writer.write(report)
         finally:
@@ -155,7 +155,7 @@ class Rank:
         if self._index == 0:
             self._tell(last_step)
 
-    def _step(self, batch: Batch, last_step: int, *, began: float) -> StepReport:
+    def _step(self, batch: ReplayBatch, last_step: int, *, began: float) -> StepReport:
         begin = time.time()
         calls = self._plan.calls(batch)
         self._hold(batch, {seq for call in calls for seq in seqs_of(call)})
@@ -194,7 +194,7 @@ class Rank:
             seqs=[meta.seq for meta in batch.metas],
         )
 
-    def _hold(self, batch: Batch, seqs: set[int]) -> None:
+    def _hold(self, batch: ReplayBatch, seqs: set[int]) -> None:
         """Have groups and what is given about them where a run's workers have them."""
         for seq in sorted(seqs):
             self._dataset.offer(batch.group(seq))
@@ -226,7 +226,7 @@ class Rank:
             found.append(room.cpu().numpy().tobytes())
         return found
 
-    def _compare(self, batch: Batch, everyone: list[Answers]) -> None:
+    def _compare(self, batch: ReplayBatch, everyone: list[Answers]) -> None:
         """Note the first figure of any head that is not as recorded."""
         if self._changed or self._difference is not None:
             return

@@ -31,7 +31,7 @@ from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
-from streamrl.trainer.redistributor import Piece, Plan, Transfer, concerning, numpy_dtype, transfers
+from streamrl.trainer.redistributor import ArrayFacts, Plan, Transfer, concerning, numpy_dtype, transfers
 from streamrl.transport.collective import destroy_group, form_group, join_store
 from streamrl.types import NO_VERSION, TrajectoryGroup
 
@@ -277,7 +277,7 @@ class DataManager:
         return answers[0]
 
 
-def layout(pieces: Iterable[Piece]) -> tuple[list[int], int]:
+def layout(pieces: Iterable[ArrayFacts]) -> tuple[list[int], int]:
     """Return where each array begins in a buffer that holds them all, and the bytes of the buffer."""
     offsets = []
     end = 0
@@ -287,7 +287,7 @@ def layout(pieces: Iterable[Piece]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def pack(pieces: Iterable[Piece], offsets: Iterable[int], size: int, store: ArrayStore) -> NDArray[np.uint8]:
+def pack(pieces: Iterable[ArrayFacts], offsets: Iterable[int], size: int, store: ArrayStore) -> NDArray[np.uint8]:
     """Return the bytes of `pieces` from `store`, at `offsets`, in `[size]`; raises `TransferError` if one differs."""
     flat = np.empty(size, dtype=np.uint8)
     for piece, offset in zip(pieces, offsets, strict=True):

@@ -28,7 +28,7 @@ from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay import process as replaying
-from streamrl.trainer.replay.plan import Batch, Difference, ReplayOutcome, ReplayPlan, changes, computed, stretch
+from streamrl.trainer.replay.plan import Difference, ReplayBatch, ReplayOutcome, ReplayPlan, changes, computed, stretch
 from streamrl.trainer.replay.recording import RecordedStep, read_recording
 from streamrl.trainer.roles.advantages import assign_credit
 from streamrl.trainer.roles.items import TrainItem
@@ -409,7 +409,7 @@ def test_without_changes_the_calls_are_the_recorded_ones(data: st.DataObject) ->
         mine = [made[seq] for dealt, _ in parts for seq in dealt[rank]]
         known = {"ref_logprobs": [np.zeros(group.tokens, np.float32) for group in mine]}
         steps.append(RecordedStep(version + 1, rank, [*calls, train], [], mine, known))
-    batch = Batch(steps)
+    batch = ReplayBatch(steps)
     mfcs = computed(graph, batch.keys)
     assert [mfc.name for mfc in mfcs] == (["actor_inf"] if minibatches > 1 else []) + ["actor_train"]
     for rank in range(ranks):

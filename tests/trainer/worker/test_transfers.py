@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.errors import TransferError
-from streamrl.trainer.redistributor import Broadcast, Gather, Piece, concerning, redistribute
+from streamrl.trainer.redistributor import ArrayFacts, Broadcast, Gather, concerning, redistribute
 from streamrl.trainer.worker.data import ArrayStore, DataManager, layout, pack
 from streamrl.transport.collective import open_store
 from tests.forked import Forked
@@ -19,8 +19,8 @@ from tests.trainer.transfers import make_array, random_needs
 
 RANKS = 4
 PLANS = 40
-LARGE = Piece(1, "packed_input_ids", "int32", (3_000_000,))
-ABSENT = Piece(2, "values", "float32", (4,))
+LARGE = ArrayFacts(1, "packed_input_ids", "int32", (3_000_000,))
+ABSENT = ArrayFacts(2, "values", "float32", (4,))
 GENEROUS = 60.0
 SHORT = 3.0
 
@@ -115,8 +115,10 @@ def lose_peers(rank, port, answers):
         manager.execute(gather, store)
         found["gone"] = failure(lambda: other.execute([Broadcast(3, [0, 1], [ABSENT])], store))
     else:
-        found["missing"] = failure(lambda: other.execute([Broadcast(2, [3], [Piece(9, "x", "bool", (1,))])], store))
-        wrong = Piece(ABSENT.seq, ABSENT.key, "float32", (5,))
+        found["missing"] = failure(
+            lambda: other.execute([Broadcast(2, [3], [ArrayFacts(9, "x", "bool", (1,))])], store)
+        )
+        wrong = ArrayFacts(ABSENT.seq, ABSENT.key, "float32", (5,))
         found["differs"] = failure(lambda: other.execute([Broadcast(2, [3], [wrong])], store))
         time.sleep(2 * SHORT)
     manager.close()
@@ -161,10 +163,10 @@ def test_a_lone_worker_needs_no_store():
 
 def test_arrays_are_packed_at_aligned_offsets():
     pieces = [
-        Piece(0, "a", "bool", (3,)),
-        Piece(0, "b", "float64", ()),
-        Piece(0, "c", "int32", (0, 2)),
-        Piece(0, "d", "int32", (2, 2)),
+        ArrayFacts(0, "a", "bool", (3,)),
+        ArrayFacts(0, "b", "float64", ()),
+        ArrayFacts(0, "c", "int32", (0, 2)),
+        ArrayFacts(0, "d", "int32", (2, 2)),
     ]
     offsets, size = layout(pieces)
     assert (offsets, size) == ([0, 8, 16, 16], 32)

@@ -11,7 +11,7 @@ from torch import UntypedStorage
 
 from streamrl import cuda_memory
 from streamrl.checksum import tensor_sums
-from streamrl.cuda_memory import Handle, Place, SharedWeights
+from streamrl.cuda_memory import Handle, SharedWeights, WeightPlace
 from streamrl.errors import ModelError
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.worker.weight_memory import WeightMemory
@@ -76,9 +76,14 @@ def test_places_do_not_overlap_and_are_aligned() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [Place(0, (9999,), "float32"), Place(-256, (1,), "float32"), Place(4, (1,), "float32"), Place(0, (1,), "x")],
+    [
+        WeightPlace(0, (9999,), "float32"),
+        WeightPlace(-256, (1,), "float32"),
+        WeightPlace(4, (1,), "float32"),
+        WeightPlace(0, (1,), "x"),
+    ],
 )
-def test_a_weight_that_does_not_lie_in_the_memory_is_refused(place: Place) -> None:
+def test_a_weight_that_does_not_lie_in_the_memory_is_refused(place: WeightPlace) -> None:
     memory = torch.zeros(1024, dtype=torch.uint8)
     content = SharedWeights(StandIn().share(memory.untyped_storage()), {"a": place})
     with pytest.raises(ModelError, match=r"a .* does not lie in shared memory of 1024 bytes"):

@@ -143,6 +143,11 @@ def _sglang_problems(config: Config) -> list[str]:
             problems.append(
                 f"gserver.sglang.args: {flag}: SGLang asks callers for no key then; raise gserver.count instead"
             )
+        elif flag == "w8a8_int8" or word == "--quantization=w8a8_int8":
+            problems.append(
+                "gserver.sglang.args: --quantization=w8a8_int8 serves checkpoints that are int8 already, and rounds "
+                "nothing that an update brings; take fp8, which does"
+            )
         elif flag == "--trust-remote-code":
             problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
     return problems
@@ -197,8 +202,30 @@ def _lora_problems(config: Config) -> list[str]:
         problems.append("trainer.offload: with model.lora the reference is the actor's model, and takes no memory")
     if config.algorithm.ref_update_every:
         problems.append("algorithm.ref_update_every: with model.lora the reference is the model without its adapter")
-    if config.gserver.engine == "sglang" and config.weights.lora == "adapter":
-        problems.append('weights.lora = "adapter" is of the embedded engine; SGLang servers need "merged"')
+    return problems + (_named_adapter_problems(config, set(lora.target_modules)) if config.named_adapters else [])
+
+
+def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
+    """What SGLang cannot do with an adapter of the layers `modules`."""
+    otherwise = 'or weights.lora = "merged"'
+    problems = []
+    if config.weights.mode in ("collective", "cuda_ipc"):
+        problems.append(
+            f'weights.mode = "{config.weights.mode}": SGLang loads adapters from files; take "shared_memory", "disk" '
+            f"where hosts share one, {otherwise}"
+        )
+    if config.weights.pause_mode == "retract":
+        problems.append(
+            'weights.pause_mode = "retract": a request of SGLang\'s keeps its adapter; take "in_place" (it does to its '
+            f'end) or "abort" (it goes on with the new one), {otherwise}'
+        )
+    fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj", "k_proj"), "gate_proj": ("up_proj",)}
+    problems += [
+        f"model.lora.target_modules: SGLang takes no adapter of {' or '.join(others)} without one of {needed}; "
+        f"add it, {otherwise}"
+        for needed, others in fused.items()
+        if needed not in modules and not modules.isdisjoint(others)
+    ]
     return problems
 
 

@@ -295,7 +295,7 @@ class SglangConfig(Section, frozen=True):
     """How long a server may take until it answers."""
 
 
-QUANTIZATION_FLAGS = ("--quantization", "--torchao-config")
+QUANTIZATION_FLAGS = ("--quantization",)
 """With these SGLang quantises the weights that it is sent."""
 
 
@@ -605,6 +605,12 @@ class Config(Section, frozen=True):
         if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
             limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
+
+    @property
+    def named_adapters(self) -> bool:
+        """Whether gservers have adapters beside the model, and each request says by name which one it wants."""
+        adapted = self.model.lora is not None and self.weights.lora == "adapter"
+        return adapted and self.gserver.engine == "sglang"
 
     @property
     def logprob_diff_warning(self) -> float:

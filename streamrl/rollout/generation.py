@@ -37,6 +37,7 @@ from streamrl.transport.control import GroupInFlight, InFlight
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     MIXED_WEIGHTS,
+    NO_ADAPTER,
     FinishReason,
     GenerateReply,
     GenerateRequest,
@@ -44,6 +45,7 @@ from streamrl.transport.generation import (
     MetaInfo,
     SamplingParams,
     VersionSpan,
+    adapter_name,
     decoded_routes,
 )
 from streamrl.transport.manager_client import ControlClient
@@ -96,11 +98,14 @@ class Generator:
         decode: Decode,
         eos_token_ids: Collection[int],
         policy_version: Callable[[], int],
+        named_adapters: bool = False,
         return_routed_experts: bool = False,
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
         longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
-        the version that gservers serve, or an older one. `return_routed_experts`: ask which experts compute tokens."""
+        the version that gservers serve, or an older one. `named_adapters`: as in `Config`. `return_routed_experts`: ask
+        which experts compute tokens."""
+        self._named_adapters = named_adapters
         self._return_routed_experts = return_routed_experts
         self._tokens_per_request = tokens_per_request
         self._endings = Endings(
@@ -152,6 +157,7 @@ class Generator:
                 rid=f"{rid}/{response.interruptions}-{uuid.uuid4().hex[:8]}",
                 return_logprob=True,
                 return_routed_experts=self._return_routed_experts,
+                lora_path=adapter_name(version) if self._named_adapters else None,
             )
             broken: StreamRLError | None = None
             try:
@@ -160,14 +166,17 @@ class Generator:
                 else:
                     reply, broken = await self._streamed(gserver, request, on_tokens)
             except (PeerError, DeadlineExceeded) as error:
-                if isinstance(error, PeerError) and 400 <= error.status < 500:
+                if isinstance(error, PeerError) and 400 <= error.status < 500 and not _lacks_adapter(error, request):
                     raise
                 await _pause(retry, rid, error)
                 await route.replace(gserver)
                 response.interruptions += 1
                 continue
             mixed = serves_mixed_weights(reply)
-            reply = with_version_spans(unmixed(reply), oldest=version)
+            reply = unmixed(reply)
+            if self._named_adapters:
+                reply = of_version(reply, version)
+            reply = with_version_spans(reply, oldest=version)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
             if broken is not None:
@@ -476,6 +485,19 @@ def with_version_spans(reply: GenerateReply, *, oldest: int) -> GenerateReply:
     version = min(oldest, _version(meta.weight_version))
     spans = [VersionSpan(str(version), 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(meta, weight_versions=spans))
+
+
+def of_version(reply: GenerateReply, version: int) -> GenerateReply:
+    """Return `reply` to a request that named the adapter of `version`, which it had to its end, whatever the engine
+    called its weights meanwhile."""
+    spans = [VersionSpan(str(version), 0, len(reply.output_ids))]
+    return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
+
+
+def _lacks_adapter(error: PeerError, request: GenerateRequest) -> bool:
+    """Whether the gserver has no adapter of the name in `request`: it was unloaded since the worker heard of it, or has
+    not come there."""
+    return request.lora_path is not None and NO_ADAPTER in str(error)
 
 
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:

@@ -129,6 +129,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
         decode=chat.decode,
         eos_token_ids=eos_token_ids(model_dir),
         policy_version=lambda: joined.membership.policy_version,
+        named_adapters=config.named_adapters,
         return_routed_experts=replays_routing(config, model_dir),
     )
     maker = GroupMaker(

@@ -456,6 +456,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     folder: str
     machine: str = ""
     """The only one that can read it, as in `Register`; empty: every host has the folder."""
+    adapter: bool = False
+    """Whether they are an adapter's, in peft's format."""
 
     def readable_on(self, machine: str) -> bool:
         return self.machine in ("", machine)

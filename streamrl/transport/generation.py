@@ -31,7 +31,17 @@ INITIAL_WEIGHT_VERSION = "default"
 MIXED_WEIGHTS = "mixed"
 """What a server calls its weights while others are written over them: nothing sampled from them may be used."""
 
+ADAPTER_PREFIX = "streamrl-v"
+"""Begins the names of adapters that were published to SGLang servers; the policy version follows."""
+NO_ADAPTER = "LoRA adapter"
+"""Part of what SGLang says to a request whose adapter it has not."""
+
 Reply = TypeVar("Reply")
+
+
+def adapter_name(version: int) -> str | None:
+    """Return what SGLang servers call the adapter of a policy version; None: version 0 is the model without one."""
+    return f"{ADAPTER_PREFIX}{version}" if version else None
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -71,6 +81,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     top_logprobs_num: int = 0
     return_routed_experts: bool = False
     """Whether the reply says which experts computed which tokens."""
+    lora_path: str | list[str | None] | None = None
+    """Name of the adapter (SGLang only), for each of several prompts one; None: none is added to the model."""
     stream: bool = False
 
 
@@ -304,6 +316,41 @@ class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
     abort_all_requests: bool = False
 
 
+class LoadLoraAdapter(msgspec.Struct, frozen=True):
+    """Load the adapter in a folder, in peft's format, beside those that are loaded. SGLang only."""
+
+    lora_name: str
+    """As requests will name it; must not be loaded."""
+    lora_path: str
+
+
+class UnloadLoraAdapter(msgspec.Struct, frozen=True):
+    """Unload an adapter, once the requests that use it have ended: nothing can be loaded until then. SGLang only."""
+
+    lora_name: str
+
+
+class LoadedAdapters(msgspec.Struct, frozen=True):
+    """Reply to both; a refusal has the HTTP status 400."""
+
+    loaded_adapters: dict[str, str] | None = None
+    """Name → folder of all that are loaded."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model that can be named, or an adapter."""
+
+    id: str
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
+
+
+class ModelCards(msgspec.Struct, frozen=True):
+    """Part of SGLang's /v1/models."""
+
+    data: list[ModelCard]
+
+
 class UpdateWeightVersion(msgspec.Struct, frozen=True):
     """Give the weights that are served another name."""
 
@@ -470,6 +517,7 @@ class GenerationClient:
             sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]
             rid=[request.rid for request in requests],  # type: ignore[misc]
             return_logprob=requests[0].return_logprob,
+            lora_path=[request.lora_path for request in requests] if any(r.lora_path for r in requests) else None,  # type: ignore[misc]
             stream=True,
         )
         unanswered = set(range(len(requests)))

@@ -65,7 +65,15 @@ class GserverKeys(NamedTuple):
 
 
 GENERATION_CALLS = frozenset(
-    ("/generate", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+    (
+        "/generate",
+        "/health_generate",
+        "/model_info",
+        "/get_model_info",
+        "/server_info",
+        "/get_server_info",
+        "/v1/models",
+    )
 )
 """Paths for which the generation key is enough; for /health there is none, and all others change the gserver."""
 

@@ -15,6 +15,7 @@ from streamrl.transport.control import Broadcast, Sender, TensorSpec
 from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,
+    LoadedAdapters,
     MetaInfo,
     ModelInfo,
     Outcome,
@@ -60,6 +61,8 @@ class ScriptedGserver:
         self.bucket_seconds: list[float] = []
         """How long it takes to receive each bucket."""
         self.pending_version = ""
+        self.adapters: dict[str, str] = {}
+        """Name → folder of what it has loaded, as SGLang would."""
         self.sums: dict[str, str] = {}
         """Checksums of what it says has come."""
         self.sums_of_others: list[dict[str, str]] = []
@@ -166,6 +169,16 @@ class ScriptedGserver:
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
                 self.weight_version = self.bodies[path][-1]["new_version"]
+            case "/load_lora_adapter":
+                body = self.bodies[path][-1]
+                if body["lora_name"] in self.adapters:
+                    raise _refused("Failed to load LoRA adapter because it is already loaded")
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                return LoadedAdapters(dict(self.adapters))
+            case "/unload_lora_adapter":
+                if self.adapters.pop(self.bodies[path][-1]["lora_name"], None) is None:
+                    raise _refused("LoRA does not exist")
+                return LoadedAdapters(dict(self.adapters))
             case "/generate":
                 return self._score(self.bodies[path][-1])
             case "/offer_weights":
@@ -213,6 +226,10 @@ async def scripted(count: int = 1, **options: Any) -> AsyncIterator[list[Scripte
     finally:
         for gserver in gservers:
             await gserver.close()
+
+
+def _refused(message: str) -> web.HTTPBadRequest:
+    return web.HTTPBadRequest(body=msgspec.json.encode({"success": False, "error_message": message}))
 
 
 def _json(content: msgspec.Struct) -> web.Response:

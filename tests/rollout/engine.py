@@ -98,9 +98,13 @@ def _parts(message: GenerateRequest) -> list[GenerateRequest]:
         return [message]
     assert isinstance(message.sampling_params, list)
     assert message.input_ids is not None
+    adapters = message.lora_path or [None] * len(message.rid)
+    assert isinstance(adapters, list)
     return [
-        msgspec.structs.replace(message, input_ids=ids, sampling_params=params, rid=rid)
-        for ids, params, rid in zip(message.input_ids, message.sampling_params, message.rid, strict=True)
+        msgspec.structs.replace(message, input_ids=ids, sampling_params=params, rid=rid, lora_path=adapter)
+        for ids, params, rid, adapter in zip(
+            message.input_ids, message.sampling_params, message.rid, adapters, strict=True
+        )
     ]
 
 

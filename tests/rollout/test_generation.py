@@ -49,6 +49,7 @@ def make_generator(
     patience: float,
     part: int,
     policy_version: Callable[[], int] = lambda: 0,
+    named_adapters: bool = False,
     **sampling: Any,
 ) -> Generator:
     """For a model whose tokens are characters, and whose token 0 ends a response."""
@@ -61,6 +62,7 @@ def make_generator(
         decode=lambda tokens: "".join(map(chr, tokens)),
         eos_token_ids={0},
         policy_version=policy_version,
+        named_adapters=named_adapters,
     )
 
 
@@ -189,6 +191,52 @@ async def test_tokens_of_a_server_that_tells_no_spans_are_never_said_to_be_young
     async with serving(update_meanwhile) as engine:
         generation = await generate(client, engine.url, policy_version=lambda: now)
     assert generation.versions == [version] * 3
+
+
+async def test_a_request_names_the_adapter_of_its_version_and_has_it_to_its_end(client: GenerationClient) -> None:
+    versions = iter((0, 3, 5))
+    answers = [
+        answer([10, 11], finish="abort", version="2"),
+        answer([12], finish="abort", version="5", spans=[("4", 0, 0), ("5", 0, 1)]),
+        answer([2], version="6"),
+    ]
+    async with serving(script(*answers)) as engine:
+        generation = await generate(client, engine.url, policy_version=lambda: next(versions), named_adapters=True)
+    assert [request.lora_path for request in engine.requests] == [None, "streamrl-v3", "streamrl-v5"]
+    assert generation.versions == [0, 0, 3, 5]
+
+
+async def test_an_adapter_that_is_not_there_is_asked_for_elsewhere_or_later(client: GenerationClient) -> None:
+    def missing() -> Any:
+        return failure(400, "Got LoRA adapter that has never been loaded: streamrl-v4")
+
+    versions = iter((4, 5, 6))
+    async with serving(script(missing())) as engine, serving(script(missing(), answer([2]))) as other:
+        generation = await generate(
+            client,
+            engine.url,
+            routes=FixedRoutes(other.url, ""),
+            policy_version=lambda: next(versions),
+            named_adapters=True,
+        )
+    assert generation.versions == [6]
+    async with serving(script(missing())) as engine:
+        with pytest.raises(PeerError, match="never been loaded"):
+            await generate(client, engine.url)  # nobody has named one
+
+
+async def test_siblings_that_travel_together_name_their_adapters(client: GenerationClient) -> None:
+    versions = iter((0, 7))
+    async with serving(lambda request, number: answer([2])) as engine:
+        generator = make_generator(
+            client, patience=20.0, part=4096, policy_version=lambda: next(versions), named_adapters=True
+        )
+        route = GroupRoute(engine.url, find_another=FixedRoutes().find_another)
+        made = await asyncio.gather(
+            *(generator.generate(PROMPT, max_new_tokens=8, rid=f"3.0.{i}", route=route) for i in range(2))
+        )
+    assert [request.lora_path for request in engine.requests] == [None, "streamrl-v7"]
+    assert [generation.versions for generation in made] == [[0], [7]]
 
 
 async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:

@@ -23,7 +23,7 @@ from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.control import Compare, Compared, Done, Scores
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
 
 NO_MODEL = "simulated"
 """The engine that has no model."""
@@ -32,7 +32,11 @@ NO_MODEL = "simulated"
 class Comparisons:
     """Asks gservers for scores and keeps them. `version` returns the policy version that is served."""
 
-    def __init__(self, *, fleet: Fleet, client: GenerationClient, version: Callable[[], int]) -> None:
+    def __init__(
+        self, *, fleet: Fleet, client: GenerationClient, version: Callable[[], int], named_adapters: bool = False
+    ) -> None:
+        """`named_adapters`: as in `Config`."""
+        self._named_adapters = named_adapters
         self._fleet = fleet
         self._client = client
         self._version = version
@@ -94,7 +98,7 @@ class Comparisons:
             score = Scores(gserver.name, problem="its engine is simulated, it has no model")
         else:
             try:
-                reply = await self._client.generate(gserver.address, _request(question))
+                reply = await self._client.generate(gserver.address, self._request(question))
             except StreamRLError as error:
                 score = Scores(gserver.name, problem=str(error))
             else:
@@ -103,14 +107,14 @@ class Comparisons:
         self._scores.setdefault(question.version, {})[gserver] = score
         del self._running[gserver]
 
-
-def _request(question: Compare) -> GenerateRequest:
-    return GenerateRequest(
-        input_ids=list(question.tokens),
-        sampling_params=SamplingParams(max_new_tokens=0),
-        return_logprob=True,
-        logprob_start_len=question.start - 1,  # SGLang says nothing of the first
-    )
+    def _request(self, question: Compare) -> GenerateRequest:
+        return GenerateRequest(
+            input_ids=list(question.tokens),
+            sampling_params=SamplingParams(max_new_tokens=0),
+            return_logprob=True,
+            logprob_start_len=question.start - 1,  # SGLang says nothing of the first
+            lora_path=adapter_name(question.version) if self._named_adapters else None,
+        )
 
 
 def read_scores(reply: GenerateReply, question: Compare, *, gserver: str) -> Scores:

@@ -83,7 +83,11 @@ class Manager:
             group_size=config.rollout.group_size,
             permit=self.access.permit,
         )
-        calls = WeightCalls(client, timeout=config.weights.timeout_seconds)
+        calls = WeightCalls(
+            client,
+            timeout=config.weights.timeout_seconds,
+            request_seconds=config.rollout.request_timeout_seconds,
+        )
         self._checks = GserverChecks(
             calls=calls,
             version=lambda: self._ledger.policy_version,
@@ -99,7 +103,12 @@ class Manager:
             on_unrecoverable=lambda reason: self._state.end("failed", reason),
             version=begun.policy_version if (begun := progress.of_run(config)) is not None else 0,
         )
-        self.comparisons = Comparisons(fleet=self._fleet, client=client, version=lambda: self._ledger.policy_version)
+        self.comparisons = Comparisons(
+            fleet=self._fleet,
+            client=client,
+            version=lambda: self._ledger.policy_version,
+            named_adapters=config.named_adapters,
+        )
         self.model = ModelFiles(config)
         self.members = Members(
             config=config,

@@ -304,6 +304,9 @@ class Gserver(Member):
         """Its last resync failed, and it has not been heard of since: it may have died of it."""
         self.tells_received = True
         """Whether one that stages no weights can tell checksums of those that came, as far as known."""
+        self.adapters: dict[str, float] = {}
+        """Name → when requests began to name another one, by the monotonic clock (inf: not yet), of the adapters that
+        an SGLang server has loaded beside its model."""
         self._info: ServerInfo | None = None
 
     def handle(self, event: GserverEvent) -> None:

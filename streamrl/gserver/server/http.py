@@ -114,6 +114,8 @@ def parse(body: bytes, *, limits: EngineLimits, text: TextCodec) -> GenerationRe
         request = msgspec.convert(tree, GenerateRequest)
     except UNDECODABLE as error:
         raise Refused(f"the body is not a generate request: {error}") from error
+    if request.lora_path is not None:
+        raise Refused("lora_path: a request here has the adapter that is served when it begins, and cannot name one")
     prompts, single = _prompts(request, text)
     params = _params(request, len(prompts))
     responses = sum(p.n for p in params)

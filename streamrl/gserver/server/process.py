@@ -131,8 +131,11 @@ async def running(
 ) -> AsyncIterator[tuple[Served, str]]:
     """What answers requests, and the URL at which it does. `keys`: what it asks callers for;
     `secret`: the run's, for the certificate of an encrypted server."""
-    # With requests in place SGLang does not flush: later requests would go on from keys of old weights.
-    prompt_cache = config.weights.pause_mode != "in_place"
+    # With requests in place SGLang does not flush: later requests would go on from keys of old weights. Those of each
+    # adapter it keeps apart.
+    prompt_cache = config.weights.pause_mode != "in_place" or config.named_adapters
+    lora = config.model.lora if config.named_adapters else None
+    adapter = _first_adapter(config) if lora is not None else None
     addresses = config.gserver.sglang.addresses
     if config.gserver.engine == "sglang" and addresses:
         if index >= len(addresses):
@@ -149,6 +152,8 @@ async def running(
             stuck_seconds=config.gserver.stuck_seconds,
             update_seconds=config.weights.timeout_seconds,
             key=read_key(config.gserver.api_key_env, setting="gserver.api_key_env"),
+            lora=lora,
+            adapter=adapter,
         ) as joined:
             yield joined, joined.url
     elif config.gserver.engine == "sglang":
@@ -167,6 +172,8 @@ async def running(
             prompt_cache=prompt_cache,
             group_seconds=config.weights.timeout_seconds,
             keys=keys,
+            lora=lora,
+            adapter=adapter,
         ) as server:
             yield server, server.url
     else:
@@ -243,8 +250,13 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
         rounds=settings.simulated_int8,
         lora=config.model.lora if config.weights.lora == "adapter" else None,
-        adapter=Path(config.run.resume_from) if config.run.resume_from else None,
+        adapter=_first_adapter(config),
     )
+
+
+def _first_adapter(config: Config) -> Path | None:
+    """The adapter that a run with [model.lora] goes on from; None: it begins without one."""
+    return Path(config.run.resume_from).expanduser().absolute() if config.run.resume_from else None
 
 
 def _seed(config: Config, index: int) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config import GserverConfig
+from streamrl.config import GserverConfig, LoraConfig
 from streamrl.gserver.sglang import entry
 from streamrl.transport.addresses import LOOPBACK
+from streamrl.transport.generation import adapter_name
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.tls import CertificateFiles
 
@@ -48,6 +49,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Whether prompts are kept for later requests, which needs weight updates to flush them."""
     certificate: CertificateFiles | None = None
     """With which it speaks TLS; None: plain text."""
+    lora: LoraConfig | None = None
+    """Of the adapters that it will load beside the model; None: none will come."""
+    adapter: Path | None = None
+    """The adapter that it starts with, under the name of `weight_version`."""
 
 
 def command(settings: GserverConfig, launch: Launch) -> list[str]:
@@ -70,6 +75,9 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         "--enable-metrics",
         "--log-level-http=warning",
     ]
+    if launch.lora is not None:
+        flags += _lora_flags(launch, launch.lora)
+        flags += ["--lora-backend=torch_native"] if kind == "cpu" else []
     if launch.certificate is not None:
         flags += [f"--ssl-certfile={launch.certificate.certificate}", f"--ssl-keyfile={launch.certificate.key}"]
     if not launch.prompt_cache:
@@ -82,6 +90,12 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     python = settings.sglang.python or sys.executable
     # -P: SGLang must not find the modules beside the entry.
     return [python, "-P", str(Path(entry.__file__).resolve()), *flags, *settings.sglang.args]
+
+
+def _lora_flags(launch: Launch, lora: LoraConfig) -> list[str]:
+    flags = ["--enable-lora", f"--max-lora-rank={lora.rank}", "--lora-target-modules", *sorted(lora.target_modules)]
+    name = adapter_name(int(launch.weight_version)) if launch.weight_version.isdigit() else None
+    return flags if name is None or launch.adapter is None else [*flags, "--lora-paths", f"{name}={launch.adapter}"]
 
 
 def environment(

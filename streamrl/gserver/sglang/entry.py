@@ -2,8 +2,8 @@
 update, support for machines without a GPU, then SGLang itself.
 
 It is run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; of streamrl it
-imports only what needs nothing that SGLang does not bring (`received.py`). Processes that SGLang starts afresh import
-it again, and so get the same changes. Its arguments are those of SGLang's server.
+imports only what needs nothing that SGLang does not bring (`received.py`, `after_import.py`). Processes that SGLang
+starts afresh import it again, and so get the same changes. Its arguments are those of SGLang's server.
 
 Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only writing end is the
 gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the gserver's session: Linux may
@@ -16,6 +16,8 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
   operators can be imported and raise when they are called, which the torch backends never do.
 - The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. Their schemas
   are declared, which is enough to import it.
+- SGLang's adapters ask for memory that is pinned for copies to a GPU, which torch does not give where there is none.
+  They get ordinary memory.
 - SGLang starts its scheduler and its detokenizer afresh, as it must with CUDA. Here they are forked: nothing is
   imported again, so a server starts with a third of the CPU time and takes less memory.
 """
@@ -64,6 +66,8 @@ ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
 KERNELS_VERSION = "0.4.10"
+PINNING = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
+"""Modules that ask for pinned memory."""
 DETECTION_OPERATORS = ("nms", "qnms")
 
 
@@ -131,11 +135,15 @@ def serve_only_what_a_run_needs() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", "") in CALLS]
 
 
-def take_checksums_of_updates() -> None:
-    """Install `received.py`, also where streamrl is not installed: its modules are found from this file."""
+def find_streamrl() -> None:
+    """Have modules of streamrl found from this file, also where it is not installed."""
     package = types.ModuleType("streamrl")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]
     sys.modules["streamrl"] = package
+
+
+def take_checksums_of_updates() -> None:
+    """Install `received.py`."""
     from streamrl.gserver.sglang import received
 
     received.install()
@@ -146,7 +154,30 @@ def support_cpu() -> None:
     if importlib.util.find_spec(KERNELS) is None:
         sys.modules[KERNELS] = Kernels(KERNELS)
     declare_detection_operators()
+    pin_no_memory()
     fork_processes()
+
+
+def pin_no_memory() -> None:
+    """Have the modules of SGLang's adapters be given ordinary memory where they ask for pinned memory."""
+    import torch
+
+    from streamrl.gserver.sglang.after_import import AfterImport
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values, pin_memory=False, **options: make(*values, **options)
+
+    class Unpinned(types.ModuleType):
+        """Takes the place of `torch` in these modules."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    instead = Unpinned(torch.__name__)
+    for name in ("empty", "tensor", "zeros"):
+        setattr(instead, name, unpinned(getattr(torch, name)))
+    sys.meta_path[:0] = [AfterImport(name, lambda module: setattr(module, "torch", instead)) for name in PINNING]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()  # type: ignore[method-assign, assignment]
 
 
 def fork_processes() -> None:
@@ -189,6 +220,8 @@ if __name__ in ("__main__", "__mp_main__"):
     faulthandler.register(STACKS_SIGNAL)
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))
+if __name__ in ("__main__", "__mp_main__"):
+    find_streamrl()
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
     support_cpu()
 if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:

@@ -14,9 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.errors import ConfigError, ModelError, PeerLost
+from streamrl.config import LoraConfig
+from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
 from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor, monitoring
-from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, UpdateWeightsFromDisk
+from streamrl.transport.generation import (
+    ADAPTER_PREFIX,
+    AbortRequest,
+    GenerationClient,
+    LoadedAdapters,
+    LoadLoraAdapter,
+    ModelCards,
+    PauseGeneration,
+    UnloadLoraAdapter,
+    UpdateWeightsFromDisk,
+    adapter_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +44,9 @@ class Settings(msgspec.Struct, frozen=True):
     context_length: int | None = None
     pp_size: int = 1
     dp_size: int = 1
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    lora_target_modules: list[str] | None = None
 
 
 class JoinedServer:
@@ -64,12 +79,15 @@ async def joined_server(
     stuck_seconds: float,
     update_seconds: float,
     key: str = "",
+    lora: LoraConfig | None = None,
+    adapter: Path | None = None,
 ) -> AsyncIterator[JoinedServer]:
     """Have the server at `url` serve `model_dir` as `weight_version`, and watch it.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
     later requests; `load_seconds`: how long it may take to load weights; `stuck_seconds`, `update_seconds`: as in
-    `monitoring`; `key`: what it asks callers for.
+    `monitoring`; `key`: what it asks callers for; `lora`: of the adapters that it is to load beside the model, and
+    `adapter` the first of them.
     Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
     when it cannot load the model.
     """
@@ -78,8 +96,10 @@ async def joined_server(
         try:
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
-            await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache)
+            await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache, lora=lora)
             await load(client, url, model_dir, weight_version)
+            if lora is not None:
+                await _load_adapter(client, url, adapter, weight_version)
         finally:
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
@@ -87,7 +107,9 @@ async def joined_server(
             yield JoinedServer(monitor, url=url)
 
 
-async def _check_flags(client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool) -> None:
+async def _check_flags(
+    client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool, lora: LoraConfig | None
+) -> None:
     settings = await client.get(url, "/server_info", Settings, timeout=ANSWER_SECONDS)
     problems = []
     if _is_old(settings.version):
@@ -107,6 +129,14 @@ async def _check_flags(client: GenerationClient, url: str, *, max_context: int, 
             f"--pp-size={settings.pp_size} --dp-size={settings.dp_size}: only tensor parallel ranks have places in a "
             "weight group; start it with --tp-size in place of --pp-size, and several servers in place of --dp-size"
         )
+    if lora is not None:
+        modules = set(settings.lora_target_modules or ())
+        fits = settings.enable_lora and (settings.max_lora_rank or 0) >= lora.rank
+        if not fits or not ({"all"} == modules or modules >= set(lora.target_modules)):
+            problems.append(
+                f"it does not take adapters of [model.lora]: start it with --enable-lora --max-lora-rank={lora.rank} "
+                f"--lora-target-modules {' '.join(sorted(lora.target_modules))}"
+            )
     if problems:
         raise ConfigError(f"the SGLang server at {url} does not fit the run: {'; '.join(problems)}")
 
@@ -116,6 +146,23 @@ def _is_old(version: str) -> bool:
     found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
     numbers = tuple(int(part) for part in found.groups()) if found else ()
     return numbers < OLDEST_VERSION and numbers != (0, 0, 0)
+
+
+async def _load_adapter(client: GenerationClient, url: str, adapter: Path | None, weight_version: str) -> None:
+    """Unload the adapters of runs before this one, whose names will come again, and load the first.
+
+    Raises `ModelError` if it does not load.
+    """
+    cards = await client.get(url, "/v1/models", ModelCards)
+    for card in cards.data:
+        if card.parent is not None and card.id.startswith(ADAPTER_PREFIX):
+            await client.post(url, "/unload_lora_adapter", UnloadLoraAdapter(card.id), LoadedAdapters)
+    name = adapter_name(int(weight_version)) if weight_version.isdigit() else None
+    if adapter is not None and name is not None:
+        try:
+            await client.post(url, "/load_lora_adapter", LoadLoraAdapter(name, str(adapter)), LoadedAdapters)
+        except PeerError as error:
+            raise ModelError(f"the adapter in {adapter} cannot be served: {error}") from error
 
 
 async def load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:

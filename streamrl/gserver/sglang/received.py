@@ -10,19 +10,17 @@ Written for sglang 0.5.23. Imports nothing that SGLang does not bring.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from streamrl.checksum import tensor_sums
+from streamrl.gserver.sglang.after_import import AfterImport
 
 ACTION = "received"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 CHECKER = "sglang.srt.utils.weight_checker"
+ADAPTERS = "sglang.srt.lora.lora"
 
 
 def install() -> None:
@@ -31,7 +29,11 @@ def install() -> None:
     A process that SGLang forks has them then; one that it starts afresh has not.
     """
     received = ReceivedTensors()
-    sys.meta_path[:0] = [_AfterImport(UPDATER, received.note_updates), _AfterImport(CHECKER, received.reply_with_sums)]
+    sys.meta_path[:0] = [
+        AfterImport(UPDATER, received.note_updates),
+        AfterImport(ADAPTERS, received.note_adapters),
+        AfterImport(CHECKER, received.reply_with_sums),
+    ]
 
 
 class ReceivedTensors:
@@ -66,6 +68,16 @@ class ReceivedTensors:
         updater.update_weights_from_disk = update_weights_from_disk
         loader.load_weights_only = staticmethod(load_weights_only)
 
+    def note_adapters(self, module: Any) -> None:
+        """Patch the function of `ADAPTERS` that is given each tensor of an adapter's file."""
+        process = module.LoRAAdapter._process_weight
+
+        def process_weight(of: Any, name: str, tensor: Any) -> None:
+            self._sums[name] = tensor_sums(tensor)
+            process(of, name, tensor)
+
+        module.LoRAAdapter._process_weight = process_weight
+
     def reply_with_sums(self, module: Any) -> None:
         """Patch the function of `CHECKER` to return what was noted when it is asked for the action `received`."""
         handle = module.WeightChecker.handle
@@ -87,27 +99,3 @@ class ReceivedTensors:
         for name, tensor in tensors:
             self._sums[name] = tensor_sums(tensor)
             yield name, tensor
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls `then` with the module `name` as soon as that is imported."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._then(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.children import HeldLifeline, describe_exit, end_group, reading, wait_for_group
-from streamrl.config import GserverConfig, SecurityConfig
+from streamrl.config import GserverConfig, LoraConfig, SecurityConfig
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
@@ -64,6 +64,8 @@ async def sglang_server(
     group_seconds: float,
     keys: GserverKeys,
     encryption: tuple[Secret, SecurityConfig] | None = None,
+    lora: LoraConfig | None = None,
+    adapter: Path | None = None,
 ) -> AsyncIterator[SglangServer]:
     """Start a server, wait until it answers, and end it afterwards.
 
@@ -86,6 +88,8 @@ async def sglang_server(
         seed=seed % 2**31,
         weight_version=weight_version,
         prompt_cache=prompt_cache,
+        lora=lora,
+        adapter=adapter,
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))

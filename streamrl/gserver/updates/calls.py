@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,11 +19,14 @@ from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.transport.control import Broadcast, TensorSpec
 from streamrl.transport.generation import (
+    ADAPTER_PREFIX,
     AbortRequest,
     BeginWeightUpdate,
     DestroyWeightsUpdateGroup,
     GenerationClient,
     InitWeightsUpdateGroup,
+    LoadedAdapters,
+    LoadLoraAdapter,
     ModelInfo,
     OfferWeights,
     PauseGeneration,
@@ -31,6 +37,7 @@ from streamrl.transport.generation import (
     SendWeights,
     ServerInfo,
     StagedSums,
+    UnloadLoraAdapter,
     UpdateWeightsFromDisk,
     UpdateWeightsFromDistributed,
     UpdateWeightVersion,
@@ -41,6 +48,8 @@ log = logging.getLogger(__name__)
 
 UNKNOWN_ACTION = "Unsupported action"
 """SGLang's reply when /weights_checker is asked for something that it does not know."""
+MOST_OLD_ADAPTERS = 32
+"""So many adapters that are not named any more may stay loaded for requests that still have them."""
 NOTHING = "nothing"
 """Stands for the checksum of a tensor that did not come."""
 FORMING_MARGIN_SECONDS = 5.0
@@ -51,17 +60,19 @@ PROBE_SECONDS = 5.0
 class WeightCalls:
     """One method for each call; `timeout` is the deadline of each, in seconds."""
 
-    def __init__(self, client: GenerationClient, *, timeout: float) -> None:
+    def __init__(self, client: GenerationClient, *, timeout: float, request_seconds: float = 0.0) -> None:
+        """`request_seconds`: no request to a gserver lasts longer."""
         self._client = client
+        self._request_seconds = request_seconds
         self._timeout = timeout
         self._probe_timeout = min(PROBE_SECONDS, timeout)
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Give up calls that are made in the background."""
-        for task in self._leaving:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     # What it is
 
@@ -89,9 +100,12 @@ class WeightCalls:
     def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
         """Have `members` leave the group, in the background: nothing depends on it, and a failure is only logged."""
         for gserver in members:
-            task = asyncio.create_task(self._leave_group(gserver, name))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._in_background(self._leave_group(gserver, name))
+
+    def _in_background(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _leave_group(self, gserver: Gserver, name: str) -> None:
         try:
@@ -149,6 +163,51 @@ class WeightCalls:
             model_path=folder, weight_version=None if version is None else str(version), flush_cache=flush_cache
         )
         await self._post(gserver, "/update_weights_from_disk", message)
+
+    async def load_adapter(self, gserver: Gserver, folder: str, *, name: str) -> None:
+        """Have an SGLang server load the adapter in `folder` under `name`, beside those that are in use."""
+        try:
+            loaded = await self._load_adapter(gserver, folder, name)
+        except PeerError as refused:
+            if not 400 <= refused.status < 500:
+                raise
+            try:  # an attempt that broke off, or the run before, may have left one of this name
+                await self._unload_adapter(gserver, name)
+            except PeerError:
+                raise refused from None
+            loaded = await self._load_adapter(gserver, folder, name)
+        ours = [other for other in loaded.loaded_adapters or () if other.startswith(ADAPTER_PREFIX)]
+        gserver.adapters = {other: gserver.adapters.get(other, math.inf) for other in (*ours, name)}
+
+    def unload_old_adapters(self, gserver: Gserver, *, serves: str) -> None:
+        """From now on requests name the adapter `serves`. Have it unload those that no request can have any more.
+
+        In the background: nothing depends on it, and a failure is only logged.
+        """
+        now = time.monotonic()
+        old = {name: min(since, now) for name, since in gserver.adapters.items() if name != serves}
+        unused = sorted(old, key=old.__getitem__)[: max(0, len(old) - MOST_OLD_ADAPTERS)]
+        unused += [name for name, since in old.items() if now - since > self._request_seconds and name not in unused]
+        gserver.adapters = {serves: math.inf} | {name: since for name, since in old.items() if name not in unused}
+        if unused:
+            self._in_background(self._unload_adapters(gserver, unused))
+
+    async def _unload_adapters(self, gserver: Gserver, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                await self._unload_adapter(gserver, name)
+            except StreamRLError as error:
+                log.info("%s did not unload %s: %s", gserver.name, name, error)
+
+    async def _load_adapter(self, gserver: Gserver, folder: str, name: str) -> LoadedAdapters:
+        message = LoadLoraAdapter(lora_name=name, lora_path=folder)
+        return await self._client.post(
+            gserver.address, "/load_lora_adapter", message, LoadedAdapters, timeout=self._timeout
+        )
+
+    async def _unload_adapter(self, gserver: Gserver, name: str) -> None:
+        message = UnloadLoraAdapter(lora_name=name)
+        await self._client.post(gserver.address, "/unload_lora_adapter", message, LoadedAdapters, timeout=self._timeout)
 
     async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
         """Compare what it received with `trained` (name → checksum; empty: nothing is compared).

@@ -90,15 +90,22 @@ class Plan:
     """From this step on, until the swap is through, the weights that it serves may be of two versions."""
 
 
-def plan_for(*, way: Literal["broadcast", "snapshot"], staged: bool, joined: bool, verified: bool) -> Plan:
+Way = Literal["broadcast", "snapshot", "adapter"]
+"""How weights come: by broadcast, in files, or in files as an adapter."""
+
+
+def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool = False) -> Plan:
     """Return the steps of a gserver that has a stage for weights (`staged`), or has none (real SGLang).
 
-    `joined`: it is in the weight group already. `verified`: what it received is compared.
+    `joined`: it is in the weight group already. `verified`: what it received is compared. `cut`: its requests are to
+    end when an adapter comes; else each goes on with the one that it has.
     """
-    join = () if joined or way == "snapshot" else (Step.JOIN,)
+    join = (Step.JOIN,) if way == "broadcast" and not joined else ()
     check = (Step.VERIFY,) if verified else ()
     if staged:
         return Plan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
+    if way == "adapter":  # it is loaded beside others, and no request names it before the swap
+        return Plan(prepare=(Step.RECEIVE,), check=check, apply=(Step.PAUSE, Step.SWAP) if cut else (Step.SWAP,))
     if way == "snapshot":  # nothing touches it before its turn has come, when it reads the files
         return Plan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
     steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)

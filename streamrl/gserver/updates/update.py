@@ -32,10 +32,11 @@ from streamrl.gserver.updates.states import (
     Stage,
     Step,
     UpdateStates,
+    Way,
     plan_for,
 )
 from streamrl.transport.control import Broadcast, PublishReply, Snapshot
-from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights
+from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights, adapter_name
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +124,11 @@ class WeightUpdate:
         self._states: UpdateStates[Gserver] = UpdateStates(
             {
                 gserver: plan_for(
-                    way="broadcast" if isinstance(weights, Broadcast) else "snapshot",
+                    way=_way(weights),
                     staged=_stages_weights(gserver),
                     joined=group.formed,
                     verified=config.checksum,
+                    cut=config.pause_mode == "abort",
                 )
                 for gserver in group.members
             }
@@ -291,7 +293,7 @@ class WeightUpdate:
             case Step.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._config.pause_mode)
-                if self._config.pause_mode == "abort" and not _stages_weights(gserver):
+                if self._config.pause_mode == "abort" and self._writes_over(gserver):
                     # SGLang has replied to its requests, but may still run them, and would not flush its cache.
                     await self._calls.pause(gserver, "retract")
             case Step.MARK:
@@ -302,6 +304,8 @@ class WeightUpdate:
                 if isinstance(self._weights, Broadcast):
                     await self._calls.end(gserver)
                 await self._calls.name(gserver, str(self.version))
+                if _way(self._weights) == "adapter":
+                    self._calls.unload_old_adapters(gserver, serves=_adapter(self.version))
             case Step.CLEAR:
                 await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
             case Step.RESUME:
@@ -345,6 +349,9 @@ class WeightUpdate:
         self._received[gserver] = buckets
 
     async def _load(self, gserver: Gserver, files: Snapshot) -> None:
+        if files.adapter and not _stages_weights(gserver):
+            await self._calls.load_adapter(gserver, files.folder, name=_adapter(self.version))
+            return
         if not _stages_weights(gserver):
             await self._calls.wait_until_idle(gserver)  # SGLang's front end breaks down when two loads overlap
         await self._calls.load(
@@ -359,6 +366,10 @@ class WeightUpdate:
         weights does not have to be told."""
         return not _stages_weights(gserver) and self._config.pause_mode != "in_place"
 
+    def _writes_over(self, gserver: Gserver) -> bool:
+        """Return whether new weights are written over those that it serves."""
+        return not _stages_weights(gserver) and _way(self._weights) != "adapter"
+
     @property
     def _transfer(self) -> str:
         return self._weights.transfer if isinstance(self._weights, Broadcast) else ""
@@ -368,6 +379,18 @@ class WeightUpdate:
         if serves(label, self.version):
             return "new"
         return "old" if serves(label, self._old_version) else "other"
+
+
+def _way(weights: Broadcast | Snapshot) -> Way:
+    if isinstance(weights, Broadcast):
+        return "broadcast"
+    return "adapter" if weights.adapter else "snapshot"
+
+
+def _adapter(version: int) -> str:
+    name = adapter_name(version)
+    assert name is not None, "the first version that is published is 1"
+    return name
 
 
 def _stages_weights(gserver: Gserver) -> bool:

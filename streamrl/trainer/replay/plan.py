@@ -37,6 +37,7 @@ CHANGEABLE = (
     "trainer.dtype",
     "trainer.threads",
     "trainer.data_parallel",
+    "trainer.context_parallel",
     "trainer.shard",
     "trainer.offload",
     "trainer.max_tokens_per_microbatch",

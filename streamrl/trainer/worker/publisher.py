@@ -21,6 +21,7 @@ import torch
 from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import ConfigError, PublicationError
+from streamrl.lora import adapter_settings
 from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.trainer.calls import Published
@@ -205,10 +206,18 @@ def carriers_for(
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
+    lora = config.model.lora if weights.lora == "adapter" else None
+    adapter = adapter_settings(lora, config.model.path) if lora is not None else None
     if weights.mode == "disk":
-        return Carriers(WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum))
-    if weights.mode == "shared_memory":
-        return Carriers(WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum))
+        return Carriers(
+            WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)
+        )
+
+    def in_memory() -> WeightFiles:
+        return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)
+
+    if weights.mode == "shared_memory" or config.named_adapters:
+        return Carriers(in_memory())
     if weights.mode == "cuda_ipc":
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
@@ -224,8 +233,7 @@ def carriers_for(
     if obstacle:
         log.info("weights.mode: collective, because %s", obstacle)
         return Carriers(broadcaster)
-    near = WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum)
-    return Carriers(broadcaster, near=near)
+    return Carriers(broadcaster, near=in_memory())
 
 
 def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:

@@ -10,6 +10,7 @@ removed by the next one (`shared_memory`: what any run left whose process is gon
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import math
 import mmap
@@ -18,15 +19,17 @@ import shutil
 import signal
 import stat
 import tempfile
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from streamrl.checksum import copy_and_sum
 from streamrl.errors import PublicationError
+from streamrl.lora import SETTINGS, TENSORS
 from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout
 from streamrl.transport.collective import Weights
@@ -47,9 +50,21 @@ class WeightFiles:
 
     reads_once = True
 
-    def __init__(self, folder: Path, *, durable: bool, machine: str, dtype: torch.dtype, checksum: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durable: bool,
+        machine: str,
+        dtype: torch.dtype,
+        checksum: bool,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> None:
         """`durable`: each version is on the disk before it appears. `machine`: the only one that can read it, if
-        so. Removes what is in `folder`."""
+        so. `adapter`: the weights are an adapter's, with this content of its `adapter_config.json`. Removes what is in
+        `folder`."""
+        self._adapter = adapter
+        self._file_name = FILE if adapter is None else f"{TENSORS}.safetensors"
         self.dtype = dtype
         self.folder = folder
         self._durable = durable
@@ -65,19 +80,36 @@ class WeightFiles:
         """The files that may be written over, by the folders that they are in."""
 
     @classmethod
-    def on_disk(cls, run_dir: Path, folder: str, *, dtype: torch.dtype, checksum: bool) -> WeightFiles:
+    def on_disk(
+        cls,
+        run_dir: Path,
+        folder: str,
+        *,
+        dtype: torch.dtype,
+        checksum: bool,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightFiles:
         """Return one that writes to a disk: below `folder`, or in `run_dir` if that is empty."""
         where = Path(folder, run_dir.name) if folder else run_dir / "weights"
-        return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum)
+        return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum, adapter=adapter)
 
     @classmethod
-    def in_memory(cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, root: Path = SHARED_MEMORY) -> WeightFiles:
+    def in_memory(
+        cls,
+        run_dir: Path,
+        *,
+        dtype: torch.dtype,
+        checksum: bool,
+        adapter: Mapping[str, Any] | None = None,
+        root: Path = SHARED_MEMORY,
+    ) -> WeightFiles:
         """Return one that writes to this host's memory, under a name that nobody can guess or take before; nobody else
         can read what is there. Removes what dead runs of the same user left there."""
         for folder in root.glob(f"{PREFIX}*"):
             _remove_if_abandoned(folder)
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=root))
-        return cls(folder, durable=False, machine=machine_identity(), dtype=dtype, checksum=checksum)
+        machine = machine_identity()
+        return cls(folder, durable=False, machine=machine, dtype=dtype, checksum=checksum, adapter=adapter)
 
     def prepare(self, version: int, weights: Weights) -> None:
         """Write `weights`; raises `PublicationError` when there is no room."""
@@ -87,6 +119,8 @@ class WeightFiles:
         unfinished = self.folder / f".v{version:06d}.unfinished"
         try:
             self._make_folder(unfinished)
+            if self._adapter is not None:
+                (unfinished / SETTINGS).write_text(json.dumps(self._adapter))
             self._sums = self._write(unfinished, weights)
             self.sent_numbers += sum(math.prod(shape) for _, shape in weights.specs())
             self.sent_bytes = self.sent_numbers * self.dtype.itemsize
@@ -100,7 +134,7 @@ class WeightFiles:
         self._latest = target
 
     def announce(self) -> Snapshot:
-        return Snapshot(folder=str(self._latest), machine=self._machine)
+        return Snapshot(folder=str(self._latest), machine=self._machine, adapter=self._adapter is not None)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Everything is there already."""
@@ -158,7 +192,7 @@ class WeightFiles:
             sums = self._copiers.each(write, found)
         if self._durable:
             file.memory.flush()
-            _synchronise(folder / FILE)
+            _synchronise(folder / self._file_name)
         return sums if self._checksum else {}
 
     def _file(self, folder: Path, size: int) -> _MappedFile:
@@ -167,7 +201,7 @@ class WeightFiles:
             self._close_file(folder)
         if folder not in self._files:
             try:
-                self._files[folder] = _MappedFile(folder / FILE, size, populate=not self._durable)
+                self._files[folder] = _MappedFile(folder / self._file_name, size, populate=not self._durable)
             except OSError as error:
                 free = shutil.disk_usage(self.folder).free
                 raise PublicationError(

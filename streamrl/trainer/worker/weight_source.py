@@ -117,10 +117,14 @@ class WeightSource:
         yield from _drained(self._model.gather_weights(dtype=self._dtype))
 
     def ask(self, order: Order) -> list[Reply]:
-        """Have every rank carry out `order`; return their replies, by rank."""
-        self._tell(order)
-        reply = self._carry_out(order)
-        return [reply] if self._group is None else self._collect(reply)
+        """Have every rank carry out `order`; return their replies, by rank. Raises `PublicationError` when a rank is
+        gone."""
+        try:
+            self._tell(order)
+            reply = self._carry_out(order)
+            return [reply] if self._group is None else self._collect(reply)
+        except RuntimeError as error:  # of torch's collectives
+            raise PublicationError(f"a model worker does not take part in {type(order).__name__}: {error}") from error
 
     def end(self) -> None:
         """Nothing more is to be done for this version."""

@@ -55,6 +55,18 @@ async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
         assert body["sampling_params"]["max_new_tokens"] == 0
 
 
+async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tmp_path: Path) -> None:
+    config = small_config(tmp_path, model={"lora": {"rank": 2}}, gserver={"engine": "sglang"})
+    async with managed(config) as run, scripted(version="0") as (gserver,):
+        await join(run, gserver)
+        for version in range(2):
+            if version:
+                assert (await publish(run, version)).done
+            await run.client.compare(question(version))
+            assert (await scores_of(run, version, count=1))[0].logprobs == SCORES
+        assert [body["lora_path"] for body in gserver.bodies["/generate"]] == [None, "streamrl-v1"]
+
+
 async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)

@@ -184,6 +184,7 @@ OK = {"input_ids": [1, 2, 3]}
         ({**OK, "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         ({**OK, "logprob_start_len": -2}, "logprob_start_len"),
         ({**OK, "rid": ["a", "b"]}, "rid"),
+        ({**OK, "lora_path": "an adapter"}, "lora_path: a request here has the adapter that is served"),
         ([1, 2], "JSON object"),
         ("text", "JSON object"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.config import GserverConfig, from_dict
+from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
 from streamrl.gserver.sglang.monitor import Figures
@@ -73,6 +73,25 @@ def test_ranks_of_a_server() -> None:
     assert "--tp-size=4" in command(settings(tensor_parallel=4), msgspec.structs.replace(ON_CPU, device="cuda:4"))
 
 
+def test_adapters_that_will_come_and_the_one_that_is_there() -> None:
+    lora = LoraConfig(rank=4, target_modules=["v_proj", "q_proj"])
+    words = command(settings(), msgspec.structs.replace(ON_CPU, lora=lora, adapter=Path("/a")))
+    begin = words.index("--enable-lora")
+    assert words[begin : begin + 5] == [
+        "--enable-lora",
+        "--max-lora-rank=4",
+        "--lora-target-modules",
+        "q_proj",
+        "v_proj",
+    ]
+    assert "--lora-backend=torch_native" in words
+    assert "--lora-paths" not in words, "version 0 is the model without an adapter"
+    resumed = msgspec.structs.replace(ON_CPU, lora=lora, adapter=Path("/a"), weight_version="12", device="cuda:0")
+    words = command(settings(), resumed)
+    assert words[words.index("--lora-paths") + 1] == "streamrl-v12=/a"
+    assert not any("lora-backend" in word for word in words)
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
@@ -83,6 +102,7 @@ def test_ranks_of_a_server() -> None:
         ("--dp=2", "raise gserver.count"),
         ("--nnodes=2", "on one machine"),
         ("--trust-remote-code", "no remote code"),
+        ("--quantization=w8a8_int8", "rounds nothing that an update brings"),
     ],
 )
 def test_flags_that_streamrl_decides_are_refused(flag: str, said: str) -> None:

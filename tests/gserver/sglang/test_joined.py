@@ -39,6 +39,10 @@ class Elsewhere:
     async def server_info(self, _: web.Request) -> web.Response:
         return web.json_response(self._flags)
 
+    async def models(self, _: web.Request) -> web.Response:
+        adapters = [{"id": name, "parent": "model"} for name in ("streamrl-v3", "its owner's")]
+        return web.json_response({"object": "list", "data": [{"id": "model", "parent": None}, *adapters]})
+
     async def change(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, await request.json()))
         message = "" if self._loads else "size mismatch"
@@ -54,6 +58,7 @@ async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]
             web.get("/model_info", server.model_info),
             web.get("/metrics", server.figures),
             web.get("/server_info", server.server_info),
+            web.get("/v1/models", server.models),
             web.post("/{call}", server.change),
         ]
     )
@@ -68,9 +73,9 @@ async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]
         await runner.cleanup()
 
 
-def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.0) -> Config:
+def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.0, **sections: Any) -> Config:
     gserver = {"engine": "sglang", "sglang": {"addresses": [url + "/"]}, "stuck_seconds": stuck_seconds}
-    return from_dict({"gserver": gserver, "weights": {"pause_mode": pause_mode}})
+    return from_dict({"gserver": gserver, "weights": {"pause_mode": pause_mode}} | sections)
 
 
 @pytest.fixture
@@ -88,6 +93,31 @@ async def test_it_is_given_the_runs_weights_and_left_running(model_dir: Path) ->
             assert server.calls[1][1]["model_path"] == str(model_dir)
             assert server.calls[1][1]["weight_version"] == "default"
         assert len(server.calls) == len(JOINING)
+
+
+LORA = {"model": {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}, "pause_mode": "in_place"}
+LORA_FLAGS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj", "q_proj", "v_proj"]}
+
+
+async def test_adapters_of_the_run_before_are_gone_before_others_get_their_names(model_dir: Path) -> None:
+    async with (
+        elsewhere(flags=LORA_FLAGS) as (server, _),
+        running(joining(server.url, **LORA), index=0, model_dir=model_dir),
+    ):
+        assert [path for path, _ in server.calls] == [*JOINING, "/unload_lora_adapter"]
+        assert server.calls[-1][1] == {"lora_name": "streamrl-v3"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"enable_lora": None}, {"max_lora_rank": 2}, {"lora_target_modules": ["q_proj"]}, {"lora_target_modules": None}],
+)
+async def test_one_that_takes_no_such_adapters_is_refused(model_dir: Path, flags: dict[str, Any]) -> None:
+    async with elsewhere(flags=LORA_FLAGS | flags) as (server, _):
+        with pytest.raises(ConfigError, match="--enable-lora --max-lora-rank=4 --lora-target-modules q_proj v_proj"):
+            async with running(joining(server.url, **LORA), index=0, model_dir=model_dir):
+                pass
+        assert not server.calls
 
 
 async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,21 @@ from streamrl.gserver.updates.states import (
     Stage,
     Step,
     UpdateStates,
+    Way,
     culprits,
     plan_for,
 )
 
 MOST_EVENTS = 500
-Way = Literal["broadcast", "snapshot"]
-WAYS: list[Way] = ["broadcast", "snapshot"]
+WAYS: list[Way] = ["broadcast", "snapshot", "adapter"]
 
 plans = st.builds(
-    plan_for, way=st.sampled_from(WAYS), staged=st.booleans(), joined=st.booleans(), verified=st.booleans()
+    plan_for,
+    way=st.sampled_from(WAYS),
+    staged=st.booleans(),
+    joined=st.booleans(),
+    verified=st.booleans(),
+    cut=st.booleans(),
 )
 Outcome = Literal["taken", "refused", "answer lost", "silent"]
 OUTCOMES: list[Outcome] = ["taken", "refused", "answer lost", "silent"]
@@ -59,7 +64,7 @@ class Pretended:
             case Step.PAUSE:
                 self.paused, self.requests_ended = True, False
             case Step.SWAP:
-                assert self.paused or self.let_go
+                assert self.paused or self.let_go or self.plan.apply == (Step.SWAP,)
                 assert self.weights == "new" if self.plan.mixes else self.staged
                 self.weights, self.label = "new", "new"
             case Step.RESUME:
@@ -180,7 +185,17 @@ def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: Step) ->
     return taken
 
 
-@pytest.mark.parametrize("way", WAYS)
+def test_adapters_come_without_a_pause_unless_requests_are_to_end() -> None:
+    for cut in (False, True):
+        states = UpdateStates({"a": plan_for(way="adapter", staged=False, joined=False, verified=True, cut=cut)})
+        assert [step for _, step in drive(states, states.start())] == [Step.RECEIVE]
+        after = [step for _, step in drive(states, states.commit())]
+        pause, resume = ([Step.PAUSE], [Step.RESUME]) if cut else ([], [])
+        assert after == [Step.VERIFY, *pause, Step.SWAP, *resume]
+        assert states.done
+
+
+@pytest.mark.parametrize("way", ["broadcast", "snapshot"])
 @pytest.mark.parametrize("staged", [True, False])
 def test_nobody_is_paused_before_the_commit_unless_it_must(way: Way, staged: bool) -> None:
     states = UpdateStates({"a": plan_for(way=way, staged=staged, joined=False, verified=True)})

@@ -415,6 +415,10 @@ def test_without_changes_the_calls_are_the_recorded_ones(data: st.DataObject) ->
     for rank in range(ranks):
         plan = ReplayPlan(config, mfcs, rank=rank, policy_version=version, changed=[])
         assert plan.calls(batch) == steps[rank].calls
+    shared = overridden(config, ["trainer.context_parallel=2"])
+    for rank in range(2 * ranks):  # two of them share the rows of one that was recorded
+        plan = ReplayPlan(shared, mfcs, rank=rank, policy_version=version, changed=changes(config, shared))
+        assert plan.calls(batch) == steps[rank // 2].calls
     single = overridden(config, ["trainer.data_parallel=1", "algorithm.minibatches=3"])
     anew = ReplayPlan(
         single, computed(graph_of(single), batch.keys), rank=0, policy_version=version, changed=changes(config, single)

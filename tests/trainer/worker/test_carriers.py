@@ -64,6 +64,13 @@ def test_otherwise_weights_are_broadcast(
     assert f"weights.mode: collective, because {why}" in caplog.text
 
 
+def test_adapters_go_to_sglang_in_files_wherever_it_is(tmp_path: Path) -> None:
+    for machines in ((HERE,), (AWAY,), ()):
+        files = carrier(tmp_path, machines=machines, model=MODEL | {"lora": {"rank": 2}}, gserver={"engine": "sglang"})
+        assert isinstance(files, WeightFiles)
+        files.close()
+
+
 @pytest.mark.parametrize("machines", [(AWAY,), (HERE, AWAY), ()])
 def test_gservers_elsewhere_get_a_broadcast(tmp_path: Path, machines: Sequence[str]) -> None:
     assert isinstance(carrier(tmp_path, machines=machines), Broadcaster)

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from streamrl.checksum import tensor_sums
+from streamrl.config import LoraConfig
 from streamrl.errors import PublicationError
+from streamrl.lora import adapter_settings, check_adapter
 from streamrl.safetensors_files import mapped
 from streamrl.trainer.worker.weight_files import PREFIX, WeightFiles
 from streamrl.transport.control import PublishBeginReply
@@ -48,6 +50,23 @@ def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: torch.dtype)
     assert sums == {name: tensor_sums(tensor) for name, tensor in found.items()}
     carrier.close()
     assert not (tmp_path / "weights").exists()
+
+
+def test_an_adapter_is_written_as_peft_has_it(tmp_path: Path) -> None:
+    settings = adapter_settings(LoraConfig(rank=2), "base")
+    carrier = WeightFiles(
+        tmp_path / "weights", durable=True, machine="", dtype=torch.float32, checksum=True, adapter=settings
+    )
+    for version in (1, 2, 3):  # the third is written over the first
+        carrier.prepare(version, FixedWeights(some(version)))
+        snapshot = carrier.announce()
+        assert snapshot.adapter
+        found = sorted(path.name for path in Path(snapshot.folder).iterdir())
+        assert found == ["adapter_config.json", "adapter_model.safetensors"]
+        tensors = load_file(Path(snapshot.folder) / "adapter_model.safetensors")
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in some(version).items())
+        check_adapter(Path(snapshot.folder), LoraConfig(rank=2))
+    carrier.close()
 
 
 def test_the_last_two_versions_stay(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from streamrl.checksum import tensor_sums
+from streamrl.errors import PublicationError
+from streamrl.gserver.server.engine import Refused
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.backends.base import dealt, spread
 from streamrl.trainer.layout import Layout
 from streamrl.transport.collective import open_store
 from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, ReceiveWeights
+from tests.forked import Forked
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 from tests.trainer.worker.kept import Kept
@@ -171,3 +176,89 @@ def test_weights_are_dealt_evenly(sizes: list[int], count: int, most: int) -> No
     assert max(load.values()) <= sum(sizes) / len(senders) + max(sizes, default=0)
     if sizes:
         assert 0 in chosen, "rank 0 speaks for all, so it is one of them"
+
+
+class _Dying:
+    """A model whose process ends at once while it sends its part."""
+
+    def __init__(self, model: Any, *, after: int) -> None:
+        self._model = model
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def gather_weights(self, **how: Any) -> Any:
+        for number, weight in enumerate(self._model.gather_weights(**how)):
+            if number == self._after:
+                os._exit(0)
+            yield weight
+
+
+def _publish_with_one_that_dies(rank: int, port: int, models: Path, answers: Any) -> None:
+    from datetime import timedelta
+
+    from streamrl.config import WeightsConfig
+    from streamrl.trainer.backends.torch import TorchModel
+    from streamrl.trainer.worker.weight_source import Senders, WeightSource
+    from streamrl.transport.collective import Broadcaster
+    from streamrl.transport.control import PublishBeginReply
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    limit = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    model: Any = TorchModel(make_spec(models / "llama"), world=2)
+    own = Broadcaster(
+        WeightsConfig(bucket_mb=BUCKET_MB), backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    source = WeightSource(
+        _Dying(model, after=len(model.weight_specs()) // 2) if rank else model,  # type: ignore[arg-type]
+        rank=rank,
+        world=2,
+        timeout_seconds=TIMEOUT_SECONDS,
+        dtype=torch.bfloat16,
+        own=own,
+        most_senders=2,
+    )
+    if rank:
+        source.serve()
+        return
+    senders = Senders(torch.bfloat16)
+    senders.prepare(1, source)
+    answers.send(msgspec.json.encode(senders.announce()))
+    try:
+        senders.send(PublishBeginReply(group_name="g", world_size=2))
+    except Exception as error:  # whatever it is: it does not wait for the dead one
+        answers.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.timeout(120)
+async def test_the_death_of_a_sender_is_noticed_by_all_and_nothing_of_it_is_served(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    names = load_file(tmp_path / "llama" / "model.safetensors")
+    store = open_store("127.0.0.1")
+    kept = Kept()
+    receiver = WeightReceiver(
+        expected=Expected({name: tuple(tensor.shape) for name, tensor in names.items()}, torch.bfloat16),
+        aside=kept,
+        device=torch.device("cpu"),
+        timeout=TIMEOUT_SECONDS,
+    )
+    with Forked(_publish_with_one_that_dies, [(rank, store.port, tmp_path) for rank in range(2)]) as ranks:
+        (content,) = await asyncio.to_thread(ranks.take, 1)
+        announced = msgspec.json.decode(content, type=Broadcast)
+        first, second = (Meeting(sender.address, sender.port) for sender in announced.senders)
+        await receiver.join_group(
+            InitWeightsUpdateGroup(first.address, first.port, 1, 2, "g", "gloo", further_senders=[second])
+        )
+        await receiver.begin(announced.transfer)
+        buckets = [sender.buckets for sender in announced.senders]
+        began = time.monotonic()
+        with pytest.raises(PublicationError, match="broadcast of"):
+            await receiver.receive_all(ReceiveWeights("g", buckets, [0, 0], "1"), lambda _: None)
+        (told,) = await asyncio.to_thread(ranks.take, 1)
+        assert time.monotonic() - began < TIMEOUT_SECONDS / 2, "nobody has waited for a deadline"
+        assert told.startswith("PublicationError: "), told
+    with pytest.raises(Refused, match="tensors were not received"):
+        await receiver.take()
+    await receiver.close()

@@ -54,7 +54,7 @@ CALLS = frozenset(
         *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
         *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
         *("/update_weights_from_distributed", "/update_weights_from_disk", "/update_weight_version"),
-        "/weights_checker",
+        *("/weights_checker", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models"),
     )
 )
 """Calls of SGLang's that a run makes, besides `/metrics`, which SGLang adds when it starts."""

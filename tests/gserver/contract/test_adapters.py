@@ -109,10 +109,10 @@ async def served(folder: Path) -> AsyncIterator[Served]:
     model_dir = ensure_checkpoint(config, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, gserver_process(run, folder, model_dir, 0) as process:
-        ended = asyncio.create_task(process.wait())
+        ended = asyncio.create_task(process.ended())
         live = asyncio.create_task(run.until(lambda s: live_gservers(s) == {0}, timeout=START_SECONDS))
         await asyncio.wait({ended, live}, return_when=asyncio.FIRST_COMPLETED)
-        assert not ended.done(), "the gserver has ended; its log is in the test's output"
+        assert not ended.done(), f"the gserver has ended; its last words:\n{process.output[-4000:]}"
         ended.cancel()
         live.result()
         url = (await run.process("gserver", 0)).address

@@ -103,7 +103,7 @@ def _write(tensors: list[torch.Tensor], file: Path) -> None:
 
 def _save(writer: CheckpointWriter, folder: Path, snapshot: Any) -> None:
     writer.begin(folder, snapshot)
-    if failure := writer.settle(limit=SECONDS):
+    if failure := writer.finish(limit=SECONDS):
         raise SystemExit(failure)
 
 

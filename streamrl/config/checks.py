@@ -168,6 +168,13 @@ def _layout_problems(config: Config) -> list[str]:
             )
         if chosen.backend == "torch" and chosen.tensor_parallel * chosen.pipeline_parallel > 1:
             problems.append(f'{where}: tensor_parallel and pipeline_parallel need backend = "megatron"')
+        if chosen.backend == "torch" and chosen.expert_parallel > 1:
+            problems.append(f'{where}: expert_parallel needs backend = "megatron"')
+        elif math.prod(sizes[:3]) % chosen.expert_parallel:
+            problems.append(
+                f"{where}: expert_parallel = {chosen.expert_parallel} does not divide data_parallel * context_parallel "
+                f"* tensor_parallel = {math.prod(sizes[:3])}"
+            )
         if config.run.record and chosen != role_config(trainer, "actor"):
             problems.append(f"run.record: {where} has another backend or layout than [trainer], which is not recorded")
         if role == "actor" and role in trainer.roles:

@@ -22,6 +22,7 @@ class RoleConfig(Section, frozen=True):
     context_parallel: Positive | None = None
     tensor_parallel: Positive | None = None
     pipeline_parallel: Positive | None = None
+    expert_parallel: Positive | None = None
 
 
 class OptimizerConfig(Section, frozen=True):
@@ -49,6 +50,9 @@ class TrainerConfig(Section, frozen=True):
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
     """There are as many model workers as the product of the four; the torch backend has only the first two."""
+    expert_parallel: Positive = 1
+    """Model workers over which the experts of a layer are spread; a divisor of the product of the first three
+    (megatron)."""
     roles: dict[RoleName, RoleConfig] = field(default_factory=dict)
     """Other backends or layouts for some roles, on the same model workers: [trainer.roles.critic]."""
     graph: str = ASYNCHRONOUS
@@ -71,8 +75,8 @@ class TrainerConfig(Section, frozen=True):
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
     replay_routing: bool = True
-    """Where the model has experts and the embedded engine samples: train each token with the experts that computed it
-    there, as far as they are known."""
+    """Where the model has experts: train each token with those that computed it in the engine, as far as they are
+    known."""
     share_prefix: bool = True
     """Compute once what trajectories of a group begin with in common: the prompt, an agent's turns."""
     gradient_checkpointing: bool = False
@@ -201,6 +205,7 @@ class RoleLayout(NamedTuple):
     context_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
+    expert_parallel: int
 
 
 def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
@@ -211,9 +216,15 @@ def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
     """
     own = trainer.roles.get(role, RoleConfig())
     backend = own.backend or trainer.backend
-    sizes = (own.data_parallel, own.context_parallel, own.tensor_parallel, own.pipeline_parallel)
+    sizes = (
+        own.data_parallel,
+        own.context_parallel,
+        own.tensor_parallel,
+        own.pipeline_parallel,
+        own.expert_parallel,
+    )
     if own.backend == "torch" and all(size is None for size in sizes):
-        return RoleLayout("torch", trainer.workers // trainer.context_parallel, trainer.context_parallel, 1, 1)
+        return RoleLayout("torch", trainer.workers // trainer.context_parallel, trainer.context_parallel, 1, 1, 1)
     if all(size is None for size in sizes):
         return RoleLayout(
             backend,
@@ -221,5 +232,6 @@ def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
             trainer.context_parallel,
             trainer.tensor_parallel,
             trainer.pipeline_parallel,
+            trainer.expert_parallel,
         )
     return RoleLayout(backend, *(size or 1 for size in sizes))

@@ -164,8 +164,8 @@ def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str,
         ) from error
     shape, layout = read_shape(folder), layout_of(config.trainer, role)
     shape.check(layout)
-    head, count = _head(role), layout.pipeline
-    stages = [stage_weights(shape, head, stage=stage, stages=count) for stage in range(count)]
+    head = _head(role)
+    stages = [stage_weights(shape, head, stage=stage, layout=layout) for stage in range(layout.pipeline)]
     return list(whole_shapes(stages).items())
 
 

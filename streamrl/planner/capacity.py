@@ -123,7 +123,7 @@ class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Ranks over which experts are spread; a part of data · context."""
+    """Ranks over which experts are spread; a divisor of data · context · tensor, which cuts no expert."""
 
     @property
     def world(self) -> int:
@@ -303,8 +303,8 @@ def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> Hel
     for first in range(0, shape.layers, layers):
         end = min(first + layers, shape.layers)
         dense = (shape.dense_between(first, end) + ends + shape.hidden_size) / layout.tensor
-        experts = shape.sparse_between(first, end) * shape.experts * shape.expert / layout.tensor / layout.expert
-        shared = dense / spread + experts / max(1, spread // layout.expert)
+        experts = shape.sparse_between(first, end) * shape.experts * shape.expert / layout.expert
+        shared = dense / spread + experts / max(1, spread * layout.tensor // layout.expert)
         found = max(found, Held(dense + experts, shared if shard else dense + experts))
     return found
 
@@ -445,10 +445,9 @@ def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int, rol
             ("heads", shape.heads, "tensor", layout.tensor),
             ("key-value heads", shape.kv_heads, "tensor", layout.tensor),
             ("intermediate size", shape.intermediate_size, "tensor", layout.tensor),
-            ("experts' intermediate size", shape.moe.intermediate_size if shape.moe else 0, "tensor", layout.tensor),
             ("layers", shape.layers, "pipeline", layout.pipeline),
             ("experts", shape.experts, "expert", layout.expert),
-            ("data × context", layout.data * layout.context, "expert", layout.expert),
+            ("data × context × tensor", layout.data * layout.context * layout.tensor, "expert", layout.expert),
         )
         if count % parts
     ]
@@ -603,9 +602,7 @@ def _layouts(
                     continue
                 if data is None and copies * tensors * stages * contexts != gpus:
                     continue
-                experts = (
-                    [expert] if expert else _powers(min(shape.experts, copies * contexts)) if shape.experts else [1]
-                )
+                experts = [expert] if expert else _powers(min(max(1, shape.experts), copies * contexts * tensors))
                 for spread in experts:
                     layout = TrainerLayout(
                         data=copies, tensor=tensors, pipeline=stages, context=contexts, expert=spread
@@ -673,8 +670,6 @@ def shown(plan: CapacityPlan) -> RenderableType:
         f"checkpoint: {best.checkpoint / GIB:,.1f} GiB (float32 weights and both moments of all that is trained)",
     ]
     note = "Computed from the model's shape; nothing was measured (docs/scale.md)."
-    if plan.shape.experts:
-        note += " Of the backends only torch trains experts yet: divisions for Megatron say what it would need."
     return Group(
         Text(_title(plan), style="bold"),
         parts,

@@ -1,4 +1,4 @@
-"""How the model workers share one model: data, context, tensor and pipeline parallelism. Pure.
+"""How the model workers share one model: data, context, tensor, pipeline and expert parallelism. Pure.
 
 Ranks are numbered as Megatron numbers them: tensor rank fastest, then context, then data, then pipeline.
 """
@@ -25,17 +25,28 @@ class Coordinates(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Sizes of the four dimensions; their product is the number of model workers."""
+    """Sizes of four dimensions, whose product is the number of model workers, and how far experts are spread."""
 
     data: int = 1
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    """Ranks over which the experts of a layer are spread; a divisor of `stage`."""
 
     @property
     def world(self) -> int:
         """Model workers."""
         return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """Model workers of one pipeline stage."""
+        return self.data * self.context * self.tensor
+
+    def expert_rank(self, rank: int) -> int:
+        """Which share of a layer's experts `rank` has."""
+        return rank % self.expert
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where `rank` stands."""
@@ -64,7 +75,8 @@ class Layout(msgspec.Struct, frozen=True):
         return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
 
     def __str__(self) -> str:
-        return f"data {self.data} × context {self.context} × tensor {self.tensor} × pipeline {self.pipeline}"
+        sizes = f"data {self.data} × context {self.context} × tensor {self.tensor} × pipeline {self.pipeline}"
+        return sizes if self.expert == 1 else f"{sizes}, experts over {self.expert}"
 
 
 def layout_of(trainer: TrainerConfig, role: str) -> Layout:
@@ -77,5 +89,6 @@ def layout_of(trainer: TrainerConfig, role: str) -> Layout:
                 context=chosen.context_parallel,
                 tensor=chosen.tensor_parallel,
                 pipeline=chosen.pipeline_parallel,
+                expert=chosen.expert_parallel,
             )
     raise ModelError(f"there is no role {role!r}; there are {', '.join(ROLES)}")

@@ -319,6 +319,11 @@ def test_sections_are_frozen() -> None:
             {"backend": "megatron", "tensor_parallel": 2, "roles": {"critic": {"data_parallel": 3}}},
             "trainer.roles.critic: data_parallel . context_parallel . tensor_parallel . pipeline_parallel is 3, but",
         ),
+        ({"data_parallel": 2, "expert_parallel": 2}, 'trainer: expert_parallel needs backend = "megatron"'),
+        (
+            {"backend": "megatron", "data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4},
+            "trainer: expert_parallel = 4 does not divide data_parallel . context_parallel . tensor_parallel = 2",
+        ),
         ({"roles": {"actor": {"backend": "megatron"}}}, "the actor is what .trainer. itself describes"),
         ({"offload": ["actor"]}, "the actor is never idle"),
         ({"graph": "synchronous"}, "needs staleness.max_staleness = 0"),
@@ -336,19 +341,20 @@ def test_a_role_has_its_own_layout_or_that_of_the_trainer() -> None:
                 "backend": "megatron",
                 "tensor_parallel": 2,
                 "pipeline_parallel": 2,
+                "expert_parallel": 2,
                 "roles": {"ref": {"backend": "torch"}, "critic": {"data_parallel": 2, "tensor_parallel": 2}},
             }
         }
     ).trainer
     assert trainer.workers == 4
-    assert role_config(trainer, "actor") == ("megatron", 1, 1, 2, 2)
-    assert role_config(trainer, "reward") == ("megatron", 1, 1, 2, 2)
-    assert role_config(trainer, "ref") == ("torch", 4, 1, 1, 1)
-    assert role_config(trainer, "critic") == ("megatron", 2, 1, 2, 1)
+    assert role_config(trainer, "actor") == ("megatron", 1, 1, 2, 2, 2)
+    assert role_config(trainer, "reward") == ("megatron", 1, 1, 2, 2, 2)
+    assert role_config(trainer, "ref") == ("torch", 4, 1, 1, 1, 1)
+    assert role_config(trainer, "critic") == ("megatron", 2, 1, 2, 1, 1)
 
 
 def test_a_torch_role_shares_rows_over_as_many_workers_as_the_others() -> None:
     layout = {"backend": "megatron", "context_parallel": 2, "tensor_parallel": 2}
     trainer = from_dict({"trainer": {**layout, "roles": {"ref": {"backend": "torch"}}}}).trainer
     assert trainer.workers == 4
-    assert role_config(trainer, "ref") == ("torch", 2, 2, 1, 1)
+    assert role_config(trainer, "ref") == ("torch", 2, 2, 1, 1, 1)

@@ -59,7 +59,7 @@ def layouts(draw: st.DrawFn, shape: Shape) -> TrainerLayout:
         context=draw(POWERS),
         expert=draw(POWERS) if shape.experts else 1,
     )
-    if layout.data * layout.context % layout.expert:
+    if layout.data * layout.context * layout.tensor % layout.expert:
         layout = msgspec.structs.replace(layout, expert=1)
     check_layout(shape, layout, gpus_per_host=8)
     return layout

@@ -29,3 +29,13 @@ def test_members_divide_the_ranks_and_each_has_its_head(layout):
         assert head in members[data]
         assert layout.coordinates(head) == (data, 0, 0, layout.pipeline - 1)
     assert layout.heads == sorted(layout.heads)
+
+
+def test_experts_are_spread_within_each_stage():
+    layout = Layout(data=2, tensor=2, pipeline=2, expert=2)
+    assert layout.world == 8
+    assert layout.stage == 4
+    for stage in range(2):
+        ranks = [rank for rank in range(8) if layout.coordinates(rank).pipeline == stage]
+        assert sorted(layout.expert_rank(rank) for rank in ranks) == [0, 0, 1, 1]
+    assert str(layout).endswith("pipeline 2, experts over 2")

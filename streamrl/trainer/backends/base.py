@@ -136,9 +136,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Draws a new adapter."""
     router_aux_loss_coef: float = 0.0
-    """What the load-balancing loss of layers with experts is multiplied by in training (torch)."""
+    """What the load-balancing loss of layers with experts is multiplied by in training."""
     replay_routing: bool = False
-    """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known (torch)."""
+    """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known."""
 
 
 class Output(NamedTuple):
@@ -148,6 +148,11 @@ class Output(NamedTuple):
     """Head `tokens`: log-probability of the target. Head `scalar`: the unit's value at the predictor."""
     entropy: Tensor
     """Head `tokens`: of the whole distribution. Head `scalar`: zeros."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are; Megatron's schedules ask, as they would a tensor."""
+        return self.values.device
 
 
 class Update(NamedTuple):

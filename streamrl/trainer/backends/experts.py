@@ -64,7 +64,7 @@ class SparseMlp(nn.Module):
             shares = shares / shares.sum(-1, keepdim=True)
         if routing.balance:
             loss = routing.balance * balancing_loss(probabilities[routing.real], self.load)
-            shares = _AddLoss.apply(shares, loss)  # type: ignore[no-untyped-call]
+            shares = AddLoss.apply(shares, loss)  # type: ignore[no-untyped-call]
         return self._mixed(x, chosen, shares.to(scores.dtype)).view_as(hidden)
 
     def _mixed(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def balancing_loss(probabilities: Tensor, load: Tensor) -> Tensor:
     return experts * torch.dot(load / max(1, tokens), probabilities.sum(0) / max(1, tokens))
 
 
-class _AddLoss(torch.autograd.Function):
+class AddLoss(torch.autograd.Function):
     """Gives the first argument, and in the backward pass adds the second, a scalar, to what is differentiated."""
 
     @staticmethod

@@ -274,9 +274,8 @@ class Checks:
         self._weights_equal(model, reference, tolerance=4e-3)
         model.close()
 
-    def state_moves_to(self, layout: Layout, *, shard: bool, other_shard: bool) -> None:
+    def state_moves_to(self, layout: Layout, *, shard: bool, other_shard: bool, kind: str = "qwen3") -> None:
         """Weights and state saved under one layout go on under another as if nothing had been."""
-        kind = "qwen3"
         first = self._make(make_spec(self._models / kind, shard=shard), self._layout)
         reference = Reference(self._models / kind)
         for step in range(2):

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.trainer.layout import Layout
 from tests.trainer.backends.common import Checks
-from tests.trainer.backends.reference import KINDS, SCALAR, save_models
+from tests.trainer.backends.reference import EXPERTS, KINDS, SCALAR, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
 pytest.importorskip("megatron.core")
@@ -18,7 +18,7 @@ TP_PP, TP_DP, PP_DP = Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2), La
 TP_PP_DP = Layout(tensor=2, pipeline=2, data=2)
 ALL = [*KINDS, SCALAR]
 WORLDS = {
-    1: {Layout(): ALL},
+    1: {Layout(): [*ALL, EXPERTS]},
     2: {TP: ALL, PP: ALL, DP: ["llama_tied", "qwen2", "qwen3", SCALAR]},
     4: {TP_PP: ["odd", "qwen3", "llama"], TP_DP: [SCALAR, "qwen2"], PP_DP: ["llama_tied", "qwen3"]},
     8: {TP_PP_DP: ["llama_tied", "qwen2"]},

@@ -15,6 +15,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
 
 from streamrl.trainer.backends.megatron import network
+from streamrl.trainer.backends.megatron.experts import Experts
 from streamrl.trainer.backends.megatron.network import TreeAttention, block_modules
 
 
@@ -51,18 +52,26 @@ def expected(provider, *, qk_norm):
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_on_a_gpu_they_are_transformer_engines_where_it_is_installed(installed, qk_norm):
-    stage = block_modules(layers=3, qk_norm=qk_norm, device=torch.device("cuda", 0))
+    stage = block_modules([0, 0, 0], qk_norm=qk_norm, device=torch.device("cuda", 0))
     assert len(stage.layer_specs) == 3
     assert made_of(stage) == expected(TESpecProvider(), qk_norm=qk_norm)
 
 
 @pytest.mark.usefixtures("installed")
 def test_on_a_cpu_they_are_megatrons_own_although_it_is_installed():
-    stage = block_modules(layers=1, qk_norm=True, device=torch.device("cpu"))
+    stage = block_modules([0], qk_norm=True, device=torch.device("cpu"))
     assert made_of(stage) == expected(LocalSpecProvider(), qk_norm=True)
 
 
 def test_they_are_megatrons_own_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(network, "find_spec", lambda name: None)
-    stage = block_modules(layers=1, qk_norm=True, device=torch.device("cuda", 0))
+    stage = block_modules([0], qk_norm=True, device=torch.device("cuda", 0))
     assert made_of(stage) == expected(LocalSpecProvider(), qk_norm=True)
+
+
+def test_experts_are_megatrons_own_also_beside_transformer_engines_attention(installed):
+    stage = block_modules([4, 0], qk_norm=True, device=torch.device("cuda", 0))
+    sparse, dense = (layer.submodules for layer in stage.layer_specs)
+    assert sparse.self_attention.submodules.linear_qkv is TESpecProvider().column_parallel_linear()
+    assert dense.mlp.submodules.linear_fc1 is TESpecProvider().column_parallel_linear()
+    assert sparse.mlp is Experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.errors import ModelError
 from streamrl.trainer.layout import Layout
-from tests.trainer.backends.reference import KINDS, save_models
+from tests.experts import as_in_files
+from tests.trainer.backends.reference import EXPERTS, KINDS, save_models
 
 pytest.importorskip("megatron.core")
 
@@ -106,17 +108,38 @@ def test_query_groups_stay_together(size: int, times: int, queries: int, head_di
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("kind", "stages"), [*product(KINDS, [1, 2]), (EXPERTS, 1), (EXPERTS, 3)])
 def test_stages_hold_the_weights_of_transformers(models: Path, kind: str, stages: int) -> None:
     shape = read_shape(models / kind)
-    plan = [stage_weights(shape, "tokens", stage=stage, stages=stages) for stage in range(stages)]
+    plan = [stage_weights(shape, "tokens", stage=stage, layout=Layout(pipeline=stages)) for stage in range(stages)]
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / kind))
-    wanted = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in as_in_files(dict(theirs.named_parameters())).items()}
     assert list(whole_shapes(plan).items()) == list(wanted.items())
     copies = [weight.sources[0][0] for weights in plan for weight in weights if weight.copy]
     assert copies == (["model.embed_tokens.weight"] if shape.tied and stages == 2 else [])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(data=2, tensor=2), Layout(data=4, expert=2), Layout(tensor=2, context=2, data=2, expert=4)],
+)
+def test_each_number_of_a_weight_is_taken_from_one_rank(models: Path, layout: Layout) -> None:
+    shape = read_shape(models / EXPERTS)
+    for weight in stage_weights(shape, "tokens", stage=0, layout=layout):
+        replicas = {rank: weight.replica(layout, rank) for rank in range(layout.world)}
+        held = [rank for rank in replicas if weight.is_held(layout, rank)]
+        assert len(held) == layout.world // (layout.expert if "experts" in weight.parameter else 1)
+        assert {rank for rank, replica in replicas.items() if replica} <= set(held)
+        cuts = 1 if weight.cut.parallel_dim is None else layout.tensor
+        for cut in range(cuts):
+            found = [
+                replica
+                for rank, replica in replicas.items()
+                if replica and layout.coordinates(rank).tensor % cuts == cut
+            ]
+            copies = len(found)
+            assert sorted(found) == [(copies, which) for which in range(copies)], weight.parameter
 
 
 @pytest.mark.parametrize(
@@ -140,7 +163,17 @@ def test_what_is_not_supported_is_refused(models: Path, tmp_path: Path, change: 
 def test_layouts_that_do_not_fit_are_refused(models: Path) -> None:
     shape = read_shape(models / "llama")
     shape.check(Layout(tensor=2, pipeline=2, data=3))
-    for layout, named in ((Layout(tensor=4), "num_key_value_heads = 2"), (Layout(pipeline=3), "num_hidden_layers = 2")):
+    refused = [
+        (Layout(tensor=4), "num_key_value_heads = 2"),
+        (Layout(pipeline=3), "num_hidden_layers = 2"),
+        (Layout(data=2, expert=2), "it has no experts"),
+    ]
+    for layout, named in refused:
+        with pytest.raises(ModelError, match=named):
+            shape.check(layout)
+    shape = read_shape(models / EXPERTS)
+    shape.check(Layout(data=2, tensor=2, expert=4))
+    for layout, named in ((Layout(data=3, expert=3), "num_experts = 4"), (Layout(data=3, expert=2), "does not divide")):
         with pytest.raises(ModelError, match=named):
             shape.check(layout)
 

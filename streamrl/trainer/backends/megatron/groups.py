@@ -37,6 +37,7 @@ def install() -> None:
     for name, replacement in _REPLACEMENTS.items():
         setattr(torch.cuda, name, replacement)
     _keep_random_state_on_cpu()
+    _dispatch_without_streams()
 
 
 def as_cuda() -> AbstractContextManager[Any]:
@@ -84,6 +85,21 @@ def _keep_random_state_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
+def _dispatch_without_streams() -> None:
+    """How many tokens go to which expert is copied to the host on a stream of its own; here it is there already."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    def as_lists(dispatcher: Any, _: str, tokens_per_expert: Any = None) -> Any:
+        for name in ("input_splits", "output_splits"):
+            counts = getattr(dispatcher, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(dispatcher, name, counts.tolist())
+        return tokens_per_expert
+
+    Dispatcher.cuda_dtoh_stream = False  # there is none, nor is one to be made
+    Dispatcher._maybe_dtoh_and_synchronize = as_lists
+
+
 # --- groups ---
 
 _NAMES = [n for n in vars(parallel_state) if n.startswith("_") and n.isupper()] + ["_global_process_group_list"]
@@ -105,6 +121,8 @@ class LayoutGroups:
                 layout.tensor,
                 layout.pipeline,
                 context_parallel_size=layout.context,
+                expert_model_parallel_size=layout.expert,
+                expert_tensor_parallel_size=1,
                 distributed_timeout_minutes=timeout_seconds / 60,
                 create_gloo_process_groups=False,
             )

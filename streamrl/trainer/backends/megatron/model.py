@@ -23,11 +23,12 @@ from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.files import read_weights
+from streamrl.trainer.backends.megatron.experts import ReplayingRouter
 from streamrl.trainer.backends.megatron.groups import layout_groups
-from streamrl.trainer.backends.megatron.network import Network, to_batch, transformer_config
+from streamrl.trainer.backends.megatron.network import IDLE, Batch, Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
-from streamrl.trainer.backends.megatron.weights import WholeTensors, stage_weights
+from streamrl.trainer.backends.megatron.weights import Weight, WholeTensors, stage_weights
 from streamrl.trainer.backends.optimizer import MOMENTS, named, read_state
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
@@ -49,21 +50,25 @@ class MegatronModel:
             raise ModelError(f"{layout} needs {layout.world} ranks, but there are {dist.get_world_size()}")
         self._spec = spec
         self._layout = layout
+        self._rank = rank
         self._place = layout.coordinates(rank)
         self._offloaded: Offloaded | None = None
-        stages = [
-            stage_weights(self._shape, spec.head, stage=stage, stages=layout.pipeline)
-            for stage in range(layout.pipeline)
-        ]
+        stages = [stage_weights(self._shape, spec.head, stage=stage, layout=layout) for stage in range(layout.pipeline)]
         self._groups = layout_groups(layout, timeout_seconds=timeout_seconds)
         with self._groups.active():
             self._context = self._context_group()
             network = self._build()
             by_name = dict(network.named_parameters())
             self._weights = stages[self._place.pipeline]
-            self._parameters: list[Tensor] = [by_name[weight.parameter] for weight in self._weights]
-            for weight, parameter in zip(self._weights, self._parameters, strict=True):
-                _mark(parameter, weight.cut.parallel_dim)
+            self._parameters: dict[int, Tensor] = {
+                number: by_name[weight.parameter]
+                for number, weight in enumerate(self._weights)
+                if weight.is_held(layout, rank)
+            }
+            """What this rank holds of the parameters of its stage, by their number."""
+            for number, parameter in self._parameters.items():
+                _mark(parameter, self._weights[number])
+            self._routers = [module for module in network.modules() if isinstance(module, ReplayingRouter)]
             self._trainable = None
             self._module: Any = network
             if spec.lr is not None:
@@ -77,7 +82,7 @@ class MegatronModel:
             rank=rank,
             device=spec.device,
             group=self._transfers,
-            ranges=[self._contribution(parameter) for parameter in self._parameters],
+            ranges=[self._contribution(number) for number in range(len(self._weights))],
         )
         self._load_first()
 
@@ -96,12 +101,17 @@ class MegatronModel:
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
         self._trained()
+        tokens = sum(micro.tokens for micro in micros)
+        share = self._spec.router_aux_loss_coef / (max(1, tokens) * self._layout.data)
+        for router in self._routers:
+            router.balance = share / len(self._shape.sparse)
         self._run(micros, loss)
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         trainable = self._trained()
         with self._computing():
-            return trainable.update(before_update, lr_scale=lr_scale)
+            done = trainable.update(before_update, lr_scale=lr_scale)
+        return done._replace(expert_load=self._take_load())
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._whole.specs()
@@ -158,7 +168,7 @@ class MegatronModel:
         self._check_onloaded()
         moments = {key: self._held_moments(key) for key in MOMENTS}
         updates = read_state(folder, moments, self._whole.specs())
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             state = trainable.state(parameter)
             if state:
                 state["step"].fill_(float(updates))
@@ -167,7 +177,7 @@ class MegatronModel:
     def offload(self) -> None:
         if self._offloaded is not None:
             return
-        tensors = [*self._parameters, *([] if self._trainable is None else self._trainable.tensors())]
+        tensors = [*self._parameters.values(), *([] if self._trainable is None else self._trainable.tensors())]
         self._offloaded = Offloaded(tensors)
 
     def onload(self) -> None:
@@ -205,13 +215,13 @@ class MegatronModel:
 
     def _load_first(self) -> None:
         """The weights of the checkpoint, each rank its slices, and of those the optimizer's."""
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.data.zero_()  # what pads the vocabulary stays so
         read_weights(self._spec.folder, self._whole.specs(), self._held_weights(), head=self._spec.head)
 
     def _held_weights(self) -> Iterator[Part]:
         """All that this rank holds of the weights: as they are computed with, and in float32 as they are optimized."""
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in self._parameters.items():
             yield from self._whole.parts(number, parameter.data.view(-1))
             master = self._master(parameter)
             if master is not None and master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
@@ -219,18 +229,18 @@ class MegatronModel:
 
     def _held_moments(self, key: str) -> Iterator[Part]:
         """All that this rank holds of a moment."""
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in self._parameters.items():
             yield from self._parts_of(number, self._trained().state(parameter).get(key))
 
     def _saved(self) -> Iterator[tuple[int, Tensor]]:
         """The parameters of which this rank saves what it optimizes. What several ranks have, one of them saves."""
         sharded = self._trainable is not None and self._spec.shard
-        alike = self._layout.data * self._layout.context  # ranks that have the same unless it is sharded
-        which = self._place.data * self._layout.context + self._place.context
-        for number, (weight, parameter) in enumerate(zip(self._weights, self._parameters, strict=True)):
-            of_this_tensor_rank = weight.cut.parallel_dim is not None or self._place.tensor == 0
-            own = sharded or number % alike == which
-            if of_this_tensor_rank and own and not weight.copy:
+        for number, parameter in self._parameters.items():
+            replica = self._weights[number].replica(self._layout, self._rank)
+            if replica is None or self._weights[number].copy:
+                continue
+            copies, which = replica  # unless it is sharded
+            if sharded or number % copies == which:
                 yield number, parameter
 
     def _parts_of(self, number: int, held: Tensor | None) -> Iterator[Part]:
@@ -244,23 +254,26 @@ class MegatronModel:
         """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
         divisor = self._spec.temperature if temperature is None else temperature
         outputs: list[Output] = []
-        if not micros:
+        idle = self._others_have_more(len(micros))
+        if not micros and not idle:
             return outputs
         nothing = torch.zeros((), dtype=torch.int, device=self._spec.device)
+        real = len(micros)
+        micros = [*micros, *[IDLE] * idle]
 
         def step(batches: Iterator[tuple[int, MicroBatch]], module: Any) -> tuple[Tensor | Output, Callable[..., Any]]:
             number, micro = next(batches)
 
             def finish(output: Output, non_loss_data: bool = False) -> Any:
                 if loss is None:
-                    outputs.append(output)
+                    outputs.extend([output] if number < real else [])
                     return None
-                value = loss(number, output)
+                value = loss(number, output) if number < real else output.values.sum()
                 if not value.requires_grad:  # nothing to learn here, but the stages before wait for a gradient
                     value = value + output.values[:0].sum()
                 return value, nothing, {}
 
-            return module(to_batch(micro, self._shape, self._spec.device, self._context, temperature=divisor)), finish
+            return module(self._batch(micro, temperature=divisor)), finish
 
         with self._computing():
             get_forward_backward_func()(
@@ -275,6 +288,37 @@ class MegatronModel:
             )
         return outputs
 
+    def _batch(self, micro: MicroBatch, *, temperature: float) -> Batch:
+        return to_batch(
+            micro,
+            self._shape,
+            self._spec.device,
+            self._context,
+            temperature=temperature,
+            replays=self._spec.replay_routing,
+        )
+
+    def _others_have_more(self, mine: int) -> int:
+        """How many micro-batches more another rank has: those whose experts it needs have to compute as well."""
+        if self._layout.expert == 1:
+            return 0
+        most = torch.tensor(mine, device=self._spec.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most) - mine
+
+    def _take_load(self) -> float:
+        """Return `Update.expert_load` since the last call. Collective."""
+        if not self._shape.sparse:
+            return 0.0
+        load = torch.zeros(len(self._shape.sparse), self._shape.experts, dtype=torch.double, device=self._spec.device)
+        for router in self._routers:
+            if router.load is not None:
+                load[self._shape.sparse.index(router.layer_number - 1)] = router.load
+            router.load = None
+        if self._layout.world > 1:
+            dist.all_reduce(load)
+        return float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())
+
     def _trained(self) -> Trainable:
         if self._trainable is None:
             raise TrainingError(f"the model of {self._spec.folder} is not trained: it has no learning rate")
@@ -288,11 +332,16 @@ class MegatronModel:
         if self._offloaded is not None:
             raise TrainingError(f"the model of {self._spec.folder} is offloaded; bring it back first")
 
-    def _contribution(self, parameter: Tensor) -> tuple[int, int]:
-        """Which elements of `parameter` this rank gives when it is gathered."""
+    def _contribution(self, number: int) -> tuple[int, int]:
+        """Which elements of parameter `number` of its stage this rank gives when it is gathered."""
+        replica = self._weights[number].replica(self._layout, self._rank)
+        if replica is None:
+            return 0, 0
+        parameter = self._parameters[number]
         if self._trainable is not None and self._spec.shard:
             return self._trainable.own_range(parameter)
-        return (0, parameter.numel()) if self._place.data == self._place.context == 0 else (0, 0)
+        _, which = replica
+        return (0, parameter.numel()) if which == 0 else (0, 0)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         return parameter if self._trainable is None else self._trainable.master(parameter)
@@ -309,8 +358,11 @@ class MegatronModel:
         return (0, parameter.numel()) if self._trainable is None else self._trainable.own_range(parameter)
 
 
-def _mark(parameter: Any, parallel_dim: int | None) -> None:
-    """Tell Megatron whether tensor ranks hold different parts: it counts the others once in the gradient norm."""
-    parameter.tensor_model_parallel = parallel_dim is not None
+def _mark(parameter: Any, weight: Weight) -> None:
+    """Tell Megatron over which ranks gradients are summed, and whether tensor ranks hold different parts: it counts the
+    others once in the gradient norm."""
+    parallel_dim = weight.cut.parallel_dim
+    parameter.allreduce = weight.share is None  # else: over the ranks that have the same experts
+    parameter.tensor_model_parallel = parallel_dim is not None or weight.share is not None
     parameter.partition_dim = -1 if parallel_dim is None else parallel_dim
     parameter.partition_stride = 1

@@ -1,8 +1,9 @@
 """One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
 Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own elsewhere. Its fused
-norm-and-linear is left aside, so parameters have the same names either way. Rows of a micro-batch are tries of
-trajectories, so attention and rotary positions are our own. The head is computed at the predicted positions alone.
+norm-and-linear is left aside, so parameters have the same names either way. Experts are Megatron's own everywhere
+(`experts.py`). Rows of a micro-batch are tries of trajectories, so attention and rotary positions are our own. The head
+is computed at the predicted positions alone.
 
 Log-probabilities and entropies come from logits whose vocabulary is cut over the tensor ranks. No rank ever sees all
 logits of a token: each sums over its own part, and the sums are added up.
@@ -10,6 +11,7 @@ logits of a token: each sums over its own part, and the sums are added up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import ModelSpec, Output
 from streamrl.trainer.backends.context import ContextGroup, Share
+from streamrl.trainer.backends.megatron.experts import Experts, facts_of
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
@@ -40,14 +43,24 @@ from streamrl.trainer.packing import MicroBatch
 # --- layers ---
 
 
-def block_modules(*, layers: int, qk_norm: bool, device: torch.device) -> Any:
-    """The modules of one pipeline stage with `layers` layers on `device`; `qk_norm`: queries and keys have norms."""
+def block_modules(experts: Sequence[int], *, qk_norm: bool, device: torch.device) -> Any:
+    """The modules of one pipeline stage on `device`, of which each layer has so many of `experts`, or none.
+
+    `qk_norm`: queries and keys have norms.
+    """
+    layers = [_layer_modules(count, qk_norm=qk_norm, device=device) for count in experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=layers[0].submodules.input_layernorm)
+
+
+def _layer_modules(experts: int, *, qk_norm: bool, device: torch.device) -> Any:
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     modules = layer.submodules
     modules.self_attention.submodules.core_attention = TreeAttention
     if transformer_engine_runs_on(device):
         _take_from_transformer_engine(modules, qk_norm=qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=modules.input_layernorm)
+    if experts:
+        modules.mlp = Experts
+    return layer
 
 
 def transformer_engine_runs_on(device: torch.device) -> bool:
@@ -179,12 +192,33 @@ class Batch(NamedTuple):
     """`[predicted]`: where the predictors are, and the token ids that they predict."""
     temperature: float
     """Logits are divided by it."""
+    facts: Tensor | None
+    """What `facts_of` says of each token; None: the model has no experts."""
+
+
+IDLE = MicroBatch(
+    input_ids=np.zeros((1, 1), np.int64),
+    position_ids=np.zeros((1, 1), np.int64),
+    visible_until=np.ones((1, 1), np.int64),
+    row_index=np.zeros(0, np.int64),
+    column_index=np.zeros(0, np.int64),
+    group_index=np.zeros(0, np.int64),
+    target_index=np.zeros(0, np.int64),
+    target_ids=np.zeros(0, np.int64),
+)
+"""What a rank computes, for nothing, while its experts get the others' tokens."""
 
 
 def to_batch(
-    micro: MicroBatch, shape: ModelShape, device: torch.device, context: ContextGroup, *, temperature: float
+    micro: MicroBatch,
+    shape: ModelShape,
+    device: torch.device,
+    context: ContextGroup,
+    *,
+    temperature: float,
+    replays: bool = False,
 ) -> Batch:
-    """This rank's share of `micro` on `device`."""
+    """This rank's share of `micro` on `device`. `replays`: tokens are computed by the experts that it names."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
@@ -200,6 +234,7 @@ def to_batch(
         rows=tensor(own.row_index),
         targets=tensor(own.target_ids),
         temperature=temperature,
+        facts=facts_of(share, counted=micro is not IDLE, replayed=replays, device=device) if shape.sparse else None,
     )
 
 
@@ -225,7 +260,15 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
         variable_seq_lengths=layout.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        num_moe_experts=shape.experts or None,
+        moe_ffn_hidden_size=shape.expert_size or None,
+        moe_router_topk=shape.experts_per_token or 2,
+        moe_router_pre_softmax=not shape.normalised,
+        moe_router_load_balancing_type="none",  # it is added by the router
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also where there are no experts
         bf16=spec.dtype == torch.bfloat16,
         params_dtype=spec.dtype,
         pipeline_dtype=spec.dtype,
@@ -264,7 +307,7 @@ class Network(LanguageModule):  # type: ignore[misc]
                 config, padded, max_sequence_length=0, position_embedding_type="rope", tp_group=groups.tp
             )
         modules = block_modules(
-            layers=shape.layers // config.pipeline_model_parallel_size, qk_norm=shape.qk_norm, device=spec.device
+            shape.experts_of_stage(groups.pp.rank(), stages=groups.pp.size()), qk_norm=shape.qk_norm, device=spec.device
         )
         self.decoder = TransformerBlock(config, modules, pre_process=first, post_process=last, pg_collection=groups)
         if last and spec.head == "scalar":
@@ -292,7 +335,11 @@ class Network(LanguageModule):  # type: ignore[misc]
         """`[length, rows, hidden]` for the next stage; from the last, its output."""
         embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
         hidden = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=batch.rotation, attention_bias=batch.tree
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=batch.rotation,
+            attention_bias=batch.tree,
+            padding_mask=batch.facts,
         )
         self.decoder.set_input_tensor(None)  # else it lives on between steps, and while the model is offloaded
         if not self.post_process:

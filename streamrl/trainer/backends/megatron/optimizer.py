@@ -6,12 +6,14 @@ and biases out of the weight decay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -36,21 +38,17 @@ class Trainable:
             network,
         )
         """What computes the forward pass, adding up gradients in the backward pass."""
-        self._adam = torch.optim.AdamW(
-            [{"params": list(network.parameters()), "is_expert_parallel": False}],
-            lr=peak_lr,
-            betas=spec.optimizer.betas,
-            eps=spec.optimizer.eps,
-            weight_decay=spec.optimizer.weight_decay,
-            fused=True,
-        )
-        self._optimizer = _mixed_precision(self._adam, self.ddp, spec)
+        parts = {experts: [p for p in network.parameters() if p.allreduce != experts] for experts in (False, True)}
+        self._parts = {experts: _Part(own, self.ddp, spec, experts=experts) for experts, own in parts.items() if own}
+        """The optimizers of experts, which each rank has others of, and of the rest."""
+        self._has_experts = config.num_moe_experts is not None
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
         """Sum, clip and apply the gradients, as `ParallelModel.update`."""
         finalize_model_grads([self.ddp])
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
+        for part in self._parts.values():
+            part.optimizer.prepare_grads()
+        norm = self._grad_norm()
         try:
             if not torch.isfinite(torch.tensor(norm)):
                 raise TrainingError(
@@ -62,18 +60,31 @@ class Trainable:
             lr = lr_scale * learning_rate(
                 self.updates, peak=self._peak_lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
             )
-            for group in self._adam.param_groups:
-                group["lr"] = lr
-            self._optimizer.step_with_ready_grads()
+            for part in self._parts.values():
+                for group in part.adam.param_groups:
+                    group["lr"] = lr
+                part.optimizer.step_with_ready_grads()
             self.updates += 1
         finally:
             self.ddp.zero_grad_buffer()
-            self._optimizer.zero_grad()
+            for part in self._parts.values():
+                part.optimizer.zero_grad()
         return Update(grad_norm=norm, lr=lr)
+
+    def _grad_norm(self) -> float:
+        """Of all gradients of the model. A stage without experts takes part in the sum over those of others."""
+        squares = 0.0
+        for experts in (False, True) if self._has_experts else (False,):
+            part = self._parts.get(experts)
+            own = [] if part is None else part.optimizer.get_main_grads_for_grad_norm()
+            group = _norm_group(sharded=self._spec.shard, experts=experts)
+            squares += float(get_grad_norm_fp32(own, grad_stats_parallel_group=group)) ** 2
+        return math.sqrt(squares)
 
     def _clip(self, norm: float) -> None:
         share = self._spec.optimizer.grad_clip / (norm + 1e-6)
-        gradients = [parameter.grad for parameter in self._optimizer.get_parameters() if parameter.grad is not None]
+        parameters = [parameter for part in self._parts.values() for parameter in part.optimizer.get_parameters()]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if share < 1 and gradients:
             torch._foreach_mul_(gradients, share)
 
@@ -81,16 +92,18 @@ class Trainable:
         """Which elements of `parameter`, flattened, are optimized on this rank."""
         if not self._spec.shard:
             return 0, parameter.numel()
-        if parameter not in self._optimizer.model_param_gbuf_map:
+        optimizer = self._part(parameter).optimizer
+        if parameter not in optimizer.model_param_gbuf_map:
             return 0, 0
-        found = self._optimizer._get_model_param_range_map(parameter)["param"]
+        found = optimizer._get_model_param_range_map(parameter)["param"]
         return found.start, found.end
 
     def master(self, parameter: Tensor) -> Tensor | None:
         """The float32 elements of `parameter` that are optimized on this rank; None if there are none."""
         if self._spec.shard:
-            place = self._optimizer.model_param_group_index_map.get(parameter)
-            return None if place is None else self._adam.param_groups[place[0]]["params"][place[1]]
+            part = self._part(parameter)
+            place = part.optimizer.model_param_group_index_map.get(parameter)
+            return None if place is None else part.adam.param_groups[place[0]]["params"][place[1]]
         found: Tensor = getattr(parameter, "main_param", parameter)
         return found
 
@@ -99,7 +112,7 @@ class Trainable:
         master = self.master(parameter)
         if master is None:
             return {}
-        state: dict[str, Tensor] = self._adam.state[master]
+        state: dict[str, Tensor] = self._part(parameter).adam.state[master]
         if not state:
             state["step"] = torch.tensor(0.0, device=master.device)
             for name in MOMENTS:
@@ -108,13 +121,33 @@ class Trainable:
 
     def tensors(self) -> list[Tensor]:
         """All that lives on the device besides the parameters."""
-        buffers = [data for buffer in self.ddp.buffers for data in (buffer.param_data, buffer.grad_data)]
-        masters = [parameter for group in self._adam.param_groups for parameter in group["params"]]
-        states = [value for state in self._adam.state.values() for value in state.values()]
-        return [tensor for tensor in (*buffers, *masters, *states) if tensor is not None]
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        found = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data)]
+        for part in self._parts.values():
+            found += [parameter for group in part.adam.param_groups for parameter in group["params"]]
+            found += [value for state in part.adam.state.values() for value in state.values()]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _part(self, parameter: Any) -> _Part:
+        return self._parts[not parameter.allreduce]
 
 
-def _mixed_precision(adam: torch.optim.AdamW, ddp: Any, spec: ModelSpec) -> Any:
+class _Part:
+    """Megatron's optimizer of some parameters, and torch's inside it."""
+
+    def __init__(self, parameters: list[Tensor], ddp: Any, spec: ModelSpec, *, experts: bool) -> None:
+        self.adam = torch.optim.AdamW(
+            [{"params": parameters, "is_expert_parallel": experts}],
+            lr=spec.lr or 0.0,
+            betas=spec.optimizer.betas,
+            eps=spec.optimizer.eps,
+            weight_decay=spec.optimizer.weight_decay,
+            fused=True,
+        )
+        self.optimizer = _mixed_precision(self.adam, ddp, spec, experts=experts)
+
+
+def _mixed_precision(adam: torch.optim.AdamW, ddp: Any, spec: ModelSpec, *, experts: bool) -> Any:
     """Megatron's optimizer around `adam`."""
     config = OptimizerConfig(
         bf16=spec.dtype == torch.bfloat16,
@@ -123,24 +156,34 @@ def _mixed_precision(adam: torch.optim.AdamW, ddp: Any, spec: ModelSpec) -> Any:
         clip_grad=0.0,
     )
     if spec.shard:
+        if experts:
+            buffers, alike = ddp.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()
+        else:
+            buffers, alike = ddp.buffers, parallel_state.get_data_parallel_group(with_context_parallel=True)
         optimizer = DistributedOptimizer(
             adam,
             config,
             None,
             None,
             model_chunks=[ddp],
-            per_model_buffers={0: ddp.buffers},
-            data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            per_model_buffers={0: buffers},
+            data_parallel_group=alike,
             data_parallel_group_gloo=None,
-            data_parallel_group_idx=parallel_state.get_model_parallel_group().rank(),
+            data_parallel_group_idx=_norm_group(sharded=False, experts=experts).rank(),
             distributed_optimizer_instance_id=0,
         )
-        optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    elif spec.dtype == torch.bfloat16:
+        optimizer = Float16OptimizerWithFloat16Params(adam, config, None, None)
     else:
-        if spec.dtype == torch.bfloat16:
-            optimizer = Float16OptimizerWithFloat16Params(adam, config, None, None)
-        else:
-            optimizer = FP32Optimizer(adam, config, None)
-        optimizer.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+        optimizer = FP32Optimizer(adam, config, None)
     optimizer.tp_group = parallel_state.get_tensor_model_parallel_group()
     return optimizer
+
+
+def _norm_group(*, sharded: bool, experts: bool) -> Any:
+    """The ranks that have different parts of the gradients, of the experts' or the others'."""
+    if sharded:
+        return parallel_state.get_intra_distributed_optimizer_instance_group()
+    if experts:
+        return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return parallel_state.get_model_parallel_group()

@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from streamrl.errors import ModelError
+from streamrl.models import MODEL_TYPES
 from streamrl.trainer.layout import Layout
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A Llama, Qwen2 or Qwen3 model without mixture of experts."""
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
 
     folder: Path
     vocabulary: int
@@ -34,6 +35,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     inverse_frequencies: tuple[float, ...]
     """Frequencies of the rotary embedding, `head_dim / 2`."""
+    sparse: tuple[int, ...] = ()
+    """The numbers of the layers that have experts, in order."""
+    experts: int = 0
+    """How many experts such a layer has."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """As `intermediate_size`, of one expert."""
+    normalised: bool = True
+    """Whether the shares of the experts that compute a token add up to 1."""
+
+    def experts_of_stage(self, stage: int, *, stages: int) -> list[int]:
+        """Return how many experts each layer of pipeline stage `stage` has."""
+        each = self.layers // stages
+        return [self.experts if number in self.sparse else 0 for number in range(stage * each, (stage + 1) * each)]
 
     def rotation(self, positions: Tensor) -> Tensor:
         """`[length, rows, 1, head_dim]` float32: the angles of `positions`, `[rows, length]`."""
@@ -57,6 +72,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         rows = -(-self.vocabulary // layout.tensor)
         if rows * (layout.tensor - 1) >= self.vocabulary:
             problems.append(f"vocab_size = {self.vocabulary} is too small for tensor = {layout.tensor}")
+        if layout.expert > 1 and not self.sparse:
+            problems.append(f"expert = {layout.expert}, and it has no experts")
+        elif self.sparse and self.experts % layout.expert:
+            problems.append(f"num_experts = {self.experts} is no multiple of expert = {layout.expert}")
+        if layout.stage % layout.expert:
+            problems.append(f"expert = {layout.expert} does not divide data × context × tensor = {layout.stage}")
         if problems:
             raise ModelError(f"{self.folder} cannot be trained as {layout}: {'; '.join(problems)}")
 
@@ -83,15 +104,32 @@ def read_shape(folder: Path) -> ModelShape:
         rms_norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
         qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         inverse_frequencies=_inverse_frequencies(config, head_dim),
+        **(_of_experts(config) if config.model_type == "qwen3_moe" else {}),
     )
+
+
+def _of_experts(config: Any) -> dict[str, Any]:
+    """The fields of `ModelShape` that models without experts lack."""
+    sparse = tuple(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    return {
+        "sparse": sparse,
+        "experts": config.num_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "expert_size": config.moe_intermediate_size,
+        "normalised": bool(config.norm_topk_prob),
+    }
 
 
 def _refuse_unsupported(config: Any, folder: Path) -> None:
     problems = []
-    if config.model_type not in ("llama", "qwen2", "qwen3"):
-        problems.append(f"model_type = {config.model_type!r} (supported: llama, qwen2, qwen3)")
+    if config.model_type not in MODEL_TYPES:
+        problems.append(f"model_type = {config.model_type!r} (supported: {', '.join(MODEL_TYPES)})")
     if config.hidden_act != "silu":
         problems.append(f"hidden_act = {config.hidden_act!r} (supported: silu)")
     problems += [

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -58,12 +57,12 @@ class Cut(Protocol):
 
 
 class Replicated(msgspec.Struct, frozen=True):
-    """One tensor, on every rank."""
+    """Whole tensors, one after the other, on every rank."""
 
     parallel_dim: int | None = None
 
     def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
-        return [Block(0, (0,) * len(shapes[0]), shapes[0])]
+        return [Block(source, (0,) * len(shape), shape) for source, shape in enumerate(shapes)]
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -124,6 +123,25 @@ class Weight(msgspec.Struct, frozen=True):
     cut: Cut
     copy: bool = False
     """Whether another stage holds the original: loaded, but never gathered."""
+    share: int | None = None
+    """The share of a layer's experts that it is part of, which is whole on the ranks that have it
+    (`Layout.expert_rank`); None: it is part of no expert, and all ranks of the stage have some of it."""
+
+    def is_held(self, layout: Layout, rank: int) -> bool:
+        """Whether `rank`, of its stage, has something of it."""
+        return self.share is None or self.share == layout.expert_rank(rank)
+
+    def replica(self, layout: Layout, rank: int) -> tuple[int, int] | None:
+        """How many ranks hold the same of it as `rank`, and which of them that is; None: `rank` has nothing that is to
+        be taken from it, since it holds nothing or what tensor rank 0 has as well."""
+        place = layout.coordinates(rank)
+        if not self.is_held(layout, rank):
+            return None
+        if self.share is not None:
+            return layout.stage // layout.expert, rank % layout.stage // layout.expert
+        if self.cut.parallel_dim is None and place.tensor:
+            return None
+        return layout.data * layout.context, place.data * layout.context + place.context
 
     def blocks(self, rank: int, size: int) -> list[Block]:
         """What the shard of tensor rank `rank` of `size` is made of, from its first row on."""
@@ -196,8 +214,9 @@ def _boxes(size: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tu
         low += count
 
 
-def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> list[Weight]:
-    """All parameters of pipeline stage `stage` of `stages`, in an order near that of transformers."""
+def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) -> list[Weight]:
+    """All parameters that ranks of pipeline stage `stage` hold, in an order near that of transformers."""
+    stages = layout.pipeline
     embedding = (EMBEDDING, (shape.vocabulary, shape.hidden_size))
     vocabulary = Vocabulary()
     weights = []
@@ -205,7 +224,7 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> 
         weights.append(Weight("embedding.word_embeddings.weight", (embedding,), vocabulary))
     each = shape.layers // stages
     for local in range(each):
-        weights += _layer_weights(shape, f"decoder.layers.{local}.", f"model.layers.{stage * each + local}.")
+        weights += _layer_weights(shape, local, stage * each + local, layout=layout)
     if stage < stages - 1:
         return weights
     weights.append(
@@ -220,8 +239,10 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, stages: int) -> 
     return weights
 
 
-def _layer_weights(shape: ModelShape, megatron: str, theirs: str) -> Iterator[Weight]:
-    hidden, inner, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout) -> Iterator[Weight]:
+    """Of layer `number`, which is `local` in its stage."""
+    megatron, theirs = f"decoder.layers.{local}.", f"model.layers.{number}."
+    hidden, d = shape.hidden_size, shape.head_dim
     rows = {"q": shape.heads * d, "k": shape.kv_heads * d, "v": shape.kv_heads * d}
     groups = QueryGroups(groups=shape.kv_heads)
     attention, own = f"{megatron}self_attention.", f"{theirs}self_attn."
@@ -236,14 +257,32 @@ def _layer_weights(shape: ModelShape, megatron: str, theirs: str) -> Iterator[We
     if shape.qk_norm:
         for x in "qk":
             yield Weight(f"{attention}{x}_layernorm.weight", ((f"{own}{x}_norm.weight", (d,)),), Replicated())
-    yield Weight(
-        f"{megatron}mlp.linear_fc1.weight",
-        tuple((f"{theirs}mlp.{x}_proj.weight", (inner, hidden)) for x in ("gate", "up")),
-        Stacked(),
-    )
-    yield Weight(f"{megatron}mlp.linear_fc2.weight", ((f"{theirs}mlp.down_proj.weight", (hidden, inner)),), Columns())
+    if number in shape.sparse:
+        each = shape.experts // layout.expert
+        for expert in range(shape.experts):
+            share, place = divmod(expert, each)
+            yield from _feed_forward(
+                f"{megatron}mlp.experts.local_experts.{place}.",
+                f"{theirs}mlp.experts.{expert}.",
+                (shape.expert_size, hidden),
+                share=share,
+            )
+        yield Weight(
+            f"{megatron}mlp.router.weight", ((f"{theirs}mlp.gate.weight", (shape.experts, hidden)),), Replicated()
+        )
+    else:
+        yield from _feed_forward(f"{megatron}mlp.", f"{theirs}mlp.", (shape.intermediate_size, hidden))
     for norm, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
         yield Weight(f"{megatron}{norm}.weight", ((f"{theirs}{name}.weight", (hidden,)),), Replicated())
+
+
+def _feed_forward(megatron: str, theirs: str, shape: tuple[int, int], *, share: int | None = None) -> Iterator[Weight]:
+    """`shape`: of its gate, `(inner, hidden)`."""
+    gate_up = tuple((f"{theirs}{x}_proj.weight", shape) for x in ("gate", "up"))
+    down = ((f"{theirs}down_proj.weight", shape[::-1]),)
+    rows, columns = (Stacked(), Columns()) if share is None else (Replicated(), Replicated())
+    yield Weight(f"{megatron}linear_fc1.weight", gate_up, rows, share=share)
+    yield Weight(f"{megatron}linear_fc2.weight", down, columns, share=share)
 
 
 def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...]]:
@@ -289,7 +328,8 @@ class WholeTensors:
         group: dist.ProcessGroup,
         ranges: Sequence[tuple[int, int]],
     ) -> None:
-        """`stages`: parameters of each pipeline stage; `ranges`: which elements of each own one this rank contributes.
+        """`stages`: parameters of each pipeline stage; `ranges`: which elements of each of its own stage this rank
+        contributes.
 
         Collective over `group`, which holds all ranks.
         """
@@ -356,9 +396,11 @@ class WholeTensors:
         weights = self._stages[self._stage]
         takers: dict[str, list[int]] = {}
         for number, weight in enumerate(weights):
-            for name, _ in weight.sources:
+            for name, _ in weight.sources if weight.is_held(self._layout, self._rank) else ():
                 takers.setdefault(name, []).append(number)
-        waiting: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(weights))}
+        waiting: dict[int, dict[str, Tensor]] = {
+            number: {} for number, weight in enumerate(weights) if weight.is_held(self._layout, self._rank)
+        }
         for name, whole in wholes:
             self._check(name, whole)
             for number in takers.get(name, ()):
@@ -392,14 +434,16 @@ class WholeTensors:
             raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
 
     def _receive(self, stage: int, number: int, weight: Weight, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
-        """The shards of one parameter, by tensor rank."""
-        shape = weight.shard_shape(self._layout.tensor)
+        """The shards of one parameter, by tensor rank; one, where they are the same."""
+        cuts = 1 if weight.cut.parallel_dim is None else self._layout.tensor
+        shape = weight.shard_shape(cuts)
         shards, pending = [], []
-        for tensor_rank in range(self._layout.tensor):
+        for cut in range(cuts):
             shard = torch.empty(shape, dtype=dtype)
             flat = shard.view(-1)
-            for data, context in product(range(self._layout.data), range(self._layout.context)):
-                source = self._layout.rank(data=data, context=context, tensor=tensor_rank, pipeline=stage)
+            for source in range(stage * self._layout.stage, (stage + 1) * self._layout.stage):
+                if self._layout.coordinates(source).tensor % cuts != cut:
+                    continue
                 start, end = self._ranges[source][number]
                 if start == end:
                     continue

@@ -30,6 +30,7 @@ from streamrl.importing import without_garbage_collection
 from streamrl.local_cache import cache_home, making
 from streamrl.lora import SETTINGS as ADAPTER_SETTINGS
 from streamrl.lora import check_adapter
+from streamrl.types import NO_EXPERT
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,24 @@ def routing_of(folder: Path) -> tuple[int, int] | None:
     if settings.get("model_type") != "qwen3_moe":
         return None
     return settings["num_hidden_layers"] * settings["num_experts_per_tok"], expert_count(settings)
+
+
+def dense_layers(folder: Path) -> list[int]:
+    """Return the numbers of the layers without experts in a model in `folder` that has layers with experts."""
+    settings = _settings(folder / "config.json")
+    if settings.get("model_type") != "qwen3_moe":
+        return []
+    step, given = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers") or ()
+    return [layer for layer in range(settings["num_hidden_layers"]) if layer in given or (layer + 1) % step]
+
+
+def replays_routing(config: Config, folder: Path) -> bool:
+    """Return whether the trainer wants to know which experts computed a token, and gservers of the model in `folder`
+    can tell: it has experts, and no more than have numbers on the wire."""
+    if not config.trainer.replay_routing or config.gserver.engine == "simulated":
+        return False
+    routing = routing_of(folder)
+    return routing is not None and routing[1] <= NO_EXPERT
 
 
 def expert_count(settings: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError, first_error
-from streamrl.models import eos_token_ids, routing_of
+from streamrl.models import eos_token_ids, replays_routing
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
 from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
@@ -143,12 +143,6 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
         activity=joined.activity,
     )
     return maker, prompts
-
-
-def replays_routing(config: Config, model_dir: Path) -> bool:
-    """Return whether the trainer wants to know which experts computed a token, and gservers can tell."""
-    asked = config.trainer.replay_routing and config.gserver.engine == "embedded"
-    return asked and routing_of(model_dir) is not None
 
 
 async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer) -> Workflow:

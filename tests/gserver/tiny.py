@@ -88,8 +88,8 @@ SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def make_model(shape: str = "qwen3", *, seed: int = 0, max_position: int = 2048) -> Any:
-    """A transformers model with random weights that make a lively distribution."""
+def make_model(shape: str = "qwen3", *, seed: int = 0, max_position: int = 2048, **changes: Any) -> Any:
+    """A transformers model with random weights that make a lively distribution. `changes`: to the shape's settings."""
     config, model, settings = SHAPES[shape]
     module = model(
         config(
@@ -101,7 +101,7 @@ def make_model(shape: str = "qwen3", *, seed: int = 0, max_position: int = 2048)
             max_position_embeddings=max_position,
             eos_token_id=EOS,
             bos_token_id=None,
-            **{"num_hidden_layers": 2, **settings},
+            **{"num_hidden_layers": 2, **settings, **changes},
         )
     ).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from aiohttp import web
 from streamrl.checksum import dtype_name
 from streamrl.config import Config
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, ModelError
 from streamrl.export import hugging_face_folder, merge_adapter
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
@@ -24,7 +24,7 @@ from streamrl.gserver.server.sender import WeightSender
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
-from streamrl.models import weights_fingerprint
+from streamrl.models import dense_layers, replays_routing, weights_fingerprint
 from streamrl.records import progress
 from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
@@ -137,6 +137,11 @@ async def running(
     lora = config.model.lora if config.named_adapters else None
     adapter = _first_adapter(config) if lora is not None else None
     addresses = config.gserver.sglang.addresses
+    if config.gserver.engine == "sglang" and (dense := dense_layers(model_dir)):
+        raise ModelError(
+            f"{model_dir}: SGLang serves Qwen3-MoE models as if all layers had experts, and layers {dense} have none; "
+            'set gserver.engine = "embedded"'
+        )
     if config.gserver.engine == "sglang" and addresses:
         if index >= len(addresses):
             raise ConfigError(
@@ -154,6 +159,7 @@ async def running(
             key=read_key(config.gserver.api_key_env, setting="gserver.api_key_env"),
             lora=lora,
             adapter=adapter,
+            routed_experts=replays_routing(config, model_dir),
         ) as joined:
             yield joined, joined.url
     elif config.gserver.engine == "sglang":
@@ -174,6 +180,7 @@ async def running(
             keys=keys,
             lora=lora,
             adapter=adapter,
+            routed_experts=replays_routing(config, model_dir),
         ) as server:
             yield server, server.url
     else:

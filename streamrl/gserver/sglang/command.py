@@ -47,6 +47,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     prompt_cache: bool
     """Whether prompts are kept for later requests, which needs weight updates to flush them."""
+    routed_experts: bool = False
+    """Whether replies say, if asked, which experts computed which tokens."""
     certificate: CertificateFiles | None = None
     """With which it speaks TLS; None: plain text."""
     lora: LoraConfig | None = None
@@ -82,6 +84,8 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         flags += [f"--ssl-certfile={launch.certificate.certificate}", f"--ssl-keyfile={launch.certificate.key}"]
     if not launch.prompt_cache:
         flags.append("--disable-radix-cache")
+    if launch.routed_experts:
+        flags.append(entry.ROUTED_EXPERTS)
     if kind == "cpu":
         cache = max(LEAST_CACHE_TOKENS, 2 * settings.max_context)
         flags += [*CPU_FLAGS, f"--max-total-tokens={cache}"]

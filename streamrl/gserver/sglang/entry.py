@@ -18,6 +18,7 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
   are declared, which is enough to import it.
 - SGLang's adapters ask for memory that is pinned for copies to a GPU, which torch does not give where there is none.
   They get ordinary memory.
+- To tell which experts computed a token, SGLang keeps their numbers in memory that it has CUDA pin. Here it is not.
 - SGLang starts its scheduler and its detokenizer afresh, as it must with CUDA. Here they are forked: nothing is
   imported again, so a server starts with a third of the CPU time and takes less memory.
 """
@@ -68,6 +69,7 @@ KERNELS = "sgl_kernel"
 KERNELS_VERSION = "0.4.10"
 PINNING = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
 """Modules that ask for pinned memory."""
+ROUTED_EXPERTS = "--enable-return-routed-experts"
 DETECTION_OPERATORS = ("nms", "qnms")
 
 
@@ -156,6 +158,15 @@ def support_cpu() -> None:
     declare_detection_operators()
     pin_no_memory()
     fork_processes()
+    if ROUTED_EXPERTS in sys.argv:
+        leave_memory_unpinned()
+
+
+def leave_memory_unpinned() -> None:
+    """Have SGLang ask CUDA for nothing where it makes memory of the host's."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *_, **__: None
 
 
 def pin_no_memory() -> None:

@@ -47,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True):
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
     lora_target_modules: list[str] | None = None
+    enable_return_routed_experts: bool = False
 
 
 class JoinedServer:
@@ -81,13 +82,14 @@ async def joined_server(
     key: str = "",
     lora: LoraConfig | None = None,
     adapter: Path | None = None,
+    routed_experts: bool = False,
 ) -> AsyncIterator[JoinedServer]:
     """Have the server at `url` serve `model_dir` as `weight_version`, and watch it.
 
     `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
     later requests; `load_seconds`: how long it may take to load weights; `stuck_seconds`, `update_seconds`: as in
     `monitoring`; `key`: what it asks callers for; `lora`: of the adapters that it is to load beside the model, and
-    `adapter` the first of them.
+    `adapter` the first of them; `routed_experts`: whether it will be asked which experts computed a token.
     Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
     when it cannot load the model.
     """
@@ -96,7 +98,14 @@ async def joined_server(
         try:
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
-            await _check_flags(client, url, max_context=max_context, prompt_cache=prompt_cache, lora=lora)
+            await _check_flags(
+                client,
+                url,
+                max_context=max_context,
+                prompt_cache=prompt_cache,
+                lora=lora,
+                routed_experts=routed_experts,
+            )
             await load(client, url, model_dir, weight_version)
             if lora is not None:
                 await _load_adapter(client, url, adapter, weight_version)
@@ -108,7 +117,13 @@ async def joined_server(
 
 
 async def _check_flags(
-    client: GenerationClient, url: str, *, max_context: int, prompt_cache: bool, lora: LoraConfig | None
+    client: GenerationClient,
+    url: str,
+    *,
+    max_context: int,
+    prompt_cache: bool,
+    lora: LoraConfig | None,
+    routed_experts: bool,
 ) -> None:
     settings = await client.get(url, "/server_info", Settings, timeout=ANSWER_SECONDS)
     problems = []
@@ -121,6 +136,11 @@ async def _check_flags(
         problems.append(
             'with weights.pause_mode = "in_place" prompts of old weights would stay in its cache: '
             "start it with --disable-radix-cache, or choose retract or abort"
+        )
+    if routed_experts and not settings.enable_return_routed_experts:
+        problems.append(
+            "it does not tell which experts compute a token: start it with --enable-return-routed-experts, or set "
+            "trainer.replay_routing = false"
         )
     if settings.context_length is not None and settings.context_length < max_context:
         problems.append(f"--context-length={settings.context_length} is less than gserver.max_context = {max_context}")

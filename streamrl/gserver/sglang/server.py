@@ -63,6 +63,7 @@ async def sglang_server(
     prompt_cache: bool,
     group_seconds: float,
     keys: GserverKeys,
+    routed_experts: bool = False,
     encryption: tuple[Secret, SecurityConfig] | None = None,
     lora: LoraConfig | None = None,
     adapter: Path | None = None,
@@ -90,6 +91,7 @@ async def sglang_server(
         prompt_cache=prompt_cache,
         lora=lora,
         adapter=adapter,
+        routed_experts=routed_experts,
     )
     words = command(settings, launch)
     log.info("starting SGLang: %s", " ".join(words))

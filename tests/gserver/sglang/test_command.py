@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.errors import ConfigError
+from streamrl.gserver.sglang import entry
 from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
 from streamrl.gserver.sglang.monitor import Figures
 from streamrl.transport.keys import GserverKeys
@@ -66,6 +67,11 @@ def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert bound_to(8, 1) == "0-7"
     assert [bound_to(1, index, ranks=2) for index in range(3)] == ["0|1", "2|3", "4|0"]
     assert bound_to(2, 0, ranks=2) == "0-1|2-3"
+
+
+def test_it_tells_of_experts_where_these_are_replayed() -> None:
+    assert entry.ROUTED_EXPERTS not in command(settings(), ON_CPU)
+    assert entry.ROUTED_EXPERTS in command(settings(), msgspec.structs.replace(ON_CPU, routed_experts=True))
 
 
 def test_ranks_of_a_server() -> None:

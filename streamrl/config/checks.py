@@ -213,7 +213,7 @@ def _lora_problems(config: Config) -> list[str]:
 
 
 def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
-    """What SGLang cannot do with an adapter of the layers `modules`."""
+    """Return what SGLang cannot do with an adapter of the layers `modules`."""
     otherwise = 'or weights.lora = "merged"'
     problems = []
     if config.weights.mode in ("collective", "cuda_ipc"):

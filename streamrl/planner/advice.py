@@ -93,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
-    """What a run of `config` would do, and what to change; `console` shows how far it is.
+    """Return what a run of `config` would do, and what to change; `console` shows how far it is.
 
     Costs are those of the run in `run_dir`; None: of a short run, made in a folder that is removed afterwards.
     """
@@ -140,7 +140,7 @@ def make_plan(
 
 
 def choose(present: Option, options: Sequence[Option]) -> Option:
-    """The one to recommend."""
+    """Return the one to recommend."""
     allowed = [option for option in options if _may_be_recommended(option)] or [present]
     fastest = max(option.tokens for option in allowed)
     near = [option for option in allowed if option.tokens >= (1 - MARGIN) * fastest]
@@ -210,7 +210,7 @@ class _Player:
         return with_settings(self._config, settings)
 
     def play(self, settings: Settings) -> Option:
-        """The option; that of the present settings where `settings` are not allowed."""
+        """Return the option; that of the present settings where `settings` are not allowed."""
         settings = {key: value for key, value in sorted(settings.items()) if value != value_of(self._config, key)}
         key = tuple(settings.items())
         if key not in self._played:
@@ -240,7 +240,7 @@ class _Player:
 
 
 def _standing(present: Option) -> str:
-    """What holds the present settings back."""
+    """Return what holds the present settings back."""
     found = present.prediction
     trains, waits = found.trainer.get(TRAINING, 0.0), found.trainer.get(NO_BATCH, 0.0)
     generates = found.gservers.get(GENERATING, 0.0)
@@ -290,14 +290,14 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
 
 
 def as_json(plan: Plan) -> str:
-    """All of the plan but the lengths of single responses."""
+    """Return all of the plan but the lengths of single responses."""
     tree = msgspec.to_builtins(plan, str_keys=True)
     del tree["calibration"]["costs"]["response_lengths"]
     return msgspec.json.format(msgspec.json.encode(tree), indent=2).decode()
 
 
 def shown(plan: Plan) -> RenderableType:
-    """The plan for people: the recommended settings, the present ones, and what single changes would do."""
+    """Return the plan for people: the recommended settings, the present ones, and what single changes would do."""
     calibration = plan.calibration
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, caption_justify="left")
     table.add_column("settings", overflow="fold", min_width=len(ETA) + 3)

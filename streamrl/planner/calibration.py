@@ -156,7 +156,7 @@ def _short(config: Config, folder: Path) -> Config:
 
 
 def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int | None = None) -> Calibration:
-    """What the run in `run_dir` has shown of its costs. `planned`: what is to run at them; where that computes
+    """Return what the run in `run_dir` has shown of its costs. `planned`: what is to run at them; where that computes
     something else, a note says so. `cores`: of the machine it ran on; None: as many as here.
 
     Raises `ConfigError`, naming what is missing, where the folder does not tell enough.
@@ -189,7 +189,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
 
 
 def value_of(config: Config, key: str) -> object:
-    """What `config` has for `key`, for example `trainer.lr`."""
+    """Return what `config` has for `key`, for example `trainer.lr`."""
     found: object = config
     for name in key.split("."):
         found = getattr(found, name)
@@ -214,7 +214,7 @@ class _Reader:
         )
 
     def calibration(self, name: str) -> Calibration:
-        """All of it."""
+        """Return all that was found."""
         config, groups = self._config, self._sum("groups")
         seconds = self._end - self._begin
         done = self._counted("rollout", "groups_done_total") or groups
@@ -342,7 +342,7 @@ class _Reader:
         return [entries for name, entries in self._records.heartbeats.items() if name.startswith(f"{role}/")]
 
     def _counted(self, role: str, counter: str) -> float:
-        """How much `counter` grew in all processes of `role` from the first step to the last."""
+        """Return how much `counter` grew in all processes of `role` from the first step to the last."""
         total = 0.0
         for entries in self._of_role(role):
             times = [entry.time for entry in entries]

@@ -528,7 +528,7 @@ def capacity_plan(
 
 
 def _ordered(fitting: Sequence[Division]) -> list[Division]:
-    """The recommended one first; the others by what they reach."""
+    """Return `fitting` with the recommended one first, then the others by what they reach."""
     fastest = max(one.tokens_per_second for one in fitting)
 
     def simplicity(one: Division) -> tuple[int, int, int, int, float]:
@@ -626,7 +626,7 @@ def _powers(most: int) -> list[int]:
 
 
 def as_json(plan: CapacityPlan) -> str:
-    """All of it, in bytes and seconds, with the properties that people are shown."""
+    """Return all of the plan as JSON, in bytes and seconds, with the properties that people are shown."""
     tree = msgspec.to_builtins(plan)
     tree["shape"]["parameters"] = plan.shape.parameters
     for told, one in zip(tree["divisions"], plan.divisions, strict=True):
@@ -641,7 +641,7 @@ SHOWN = 8
 
 
 def shown(plan: CapacityPlan) -> RenderableType:
-    """The recommended division in full, and what else fits."""
+    """Return the recommended division in full, and what else fits."""
     best, machine = plan.divisions[0], plan.machine
     parts = Table(box=SIMPLE_HEAD, pad_edge=False)
     parts.add_column("of one GPU")

@@ -68,11 +68,11 @@ class Shape(Architecture, frozen=True, kw_only=True):
         return max(dense, 0 if self.moe is None else self.moe.top_k * self.moe.intermediate_size)
 
     def layers_between(self, first: int, end: int) -> int:
-        """The decoder layers from `first` up to `end`."""
+        """Return the decoder layers from `first` up to `end`."""
         return self.dense_between(first, end) + self.sparse_between(first, end) * self.experts * self.expert
 
     def dense_between(self, first: int, end: int) -> int:
-        """What these have besides experts."""
+        """Return what these have besides experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         each = 2 * self.hidden_size * (queries + keys) + 2 * self.hidden_size
         each += queries + 2 * keys if self.qkv_bias else 0
@@ -83,7 +83,7 @@ class Shape(Architecture, frozen=True, kw_only=True):
         return (end - first) * each + networks + sparse * self.hidden_size * self.experts  # the routers
 
     def sparse_between(self, first: int, end: int) -> int:
-        """How many of these layers have experts."""
+        """Return how many of these layers have experts."""
         return 0 if self.moe is None else sum(first <= layer < end for layer in self.moe.layers)
 
     def adapter(self, rank: int) -> int:

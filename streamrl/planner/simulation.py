@@ -187,7 +187,7 @@ class _Processor:
         heapq.heappush(self._due, (got, self._count, job))
 
     def next_end(self) -> float:
-        """When the next job is done."""
+        """Return when the next job is done."""
         while self._due and (self._due[0][2].ended or self._due[0][2].end != self._due[0][0]):
             heapq.heappop(self._due)
         return self._now + max(0.0, self._due[0][0] - self.got) / self._rate if self._due else math.inf
@@ -489,7 +489,7 @@ class _Run:
         self._trainer_state, self._trainer_since = state, self.now
 
     def speed(self, threads: int, *, measured_with: int) -> float:
-        """How many times as fast each step goes on `threads` as on as many as it was measured with."""
+        """Return how many times as fast each step goes on `threads` as on as many as it was measured with."""
         return float((threads / measured_with) ** math.log2(self.costs.thread_gain))
 
     # --- the clock ---

@@ -100,7 +100,7 @@ def open_for_good(host: str) -> socket.socket:
 
 
 def _listening() -> dict[Place, int]:
-    """Where this process listens, with the file descriptor of each socket."""
+    """Return where this process listens, with the file descriptor of each socket."""
     found = psutil.Process().net_connections("tcp")
     return {(one.laddr.ip, one.laddr.port): one.fd for one in found if one.status == psutil.CONN_LISTEN}
 

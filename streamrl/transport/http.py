@@ -166,7 +166,7 @@ async def _answered(
 
 
 def _distrusted(error: Exception) -> str:
-    """Why a certificate is not believed, and what to do about it."""
+    """Return why a certificate is not believed, and what to do about it."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _DATES:
         now = datetime.datetime.now(datetime.UTC)
         return f"{error.verify_message}, by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC; set it"

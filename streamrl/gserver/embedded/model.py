@@ -285,7 +285,7 @@ class KVCache:
         return Routes(kept, rows)
 
     def _kept(self) -> list[Tensor]:
-        """All that is kept of tokens: `[slots, length, ...]`."""
+        """Return all that is kept of tokens: `[slots, length, ...]`."""
         return self.layers if self.routes is None else [*self.layers, self.routes]
 
     def _no_routes(self) -> Tensor | None:

@@ -91,7 +91,7 @@ class Request:
         self.finish_reason = FinishReason(type="abort", message=message)
 
     def output(self) -> Output:
-        """What the asking side sees now."""
+        """Return what the asking side sees now."""
         final = self.finish_reason is not None
         return Output(
             output_ids=self.tokens[self.prompt_length :],

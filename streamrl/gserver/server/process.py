@@ -262,7 +262,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
 
 
 def _first_adapter(config: Config) -> Path | None:
-    """The adapter that a run with [model.lora] goes on from; None: it begins without one."""
+    """Return the adapter that a run with [model.lora] goes on from; None: it begins without one."""
     return Path(config.run.resume_from).expanduser().absolute() if config.run.resume_from else None
 
 

@@ -235,7 +235,7 @@ class UpdateStates(Generic[Who]):
         return min((member.stage for member in self._members.values()), key=ORDER.__getitem__)
 
     def stages(self) -> dict[Who, Stage]:
-        """The stage of each gserver."""
+        """Return the stage of each gserver."""
         return {who: member.stage for who, member in self._members.items()}
 
     # Events

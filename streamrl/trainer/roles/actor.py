@@ -162,7 +162,7 @@ class Actor:
     def _teaching(
         self, items: Sequence[TrainItem], credits: Sequence[Credit], wanted: Sibling | None
     ) -> tuple[list[TrainItem], list[Credit]]:
-        """The items with a gradient, and the one with `wanted`.
+        """Return the items with a gradient, and the one with `wanted`.
 
         A group whose siblings all scored the same has none without a KL or an entropy term, or a pull back to the
         older policy that wrote it; it is left out of the computation (not of the normalisation). One is kept if all
@@ -188,7 +188,7 @@ class Actor:
         totals: Totals,
         statistics: StepStatistics,
     ) -> Tensor:
-        """The micro-batch's share of the loss; its figures go to `statistics`."""
+        """Return the micro-batch's share of the loss; its figures go to `statistics`."""
         groups = [item.group for item in items]
         keep = at_targets(micro, [item.trainable for item in items])
 

@@ -70,7 +70,7 @@ def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | 
 
 
 def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """What follows each token: penalties of this one and later ones, and the response's reward at the last.
+    """Return what follows each token: penalties of this one and later ones, and the response's reward at the last.
 
     With a critic by generalised advantage estimation, without one plainly added up.
     """

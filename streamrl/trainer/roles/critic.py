@@ -92,7 +92,7 @@ class Critic:
         return statistics
 
     def state(self) -> RoleState:
-        """The optimizer's."""
+        """Return the optimizer's state."""
         return RoleState(self.model.optimizer_parts(), updates_file(self.model.updates))
 
     def load_state(self, folder: Path) -> None:

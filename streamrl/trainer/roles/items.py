@@ -116,7 +116,8 @@ def infer_packed(
     *,
     positions: Positions = "sampled",
 ) -> list[NDArray[np.float32]] | None:
-    """The model's output at `positions` (0 elsewhere), packed like each group; None where it gives none. Collective."""
+    """Return the model's output at `positions` (0 elsewhere), packed like each group; None where it gives none.
+    Collective."""
     micros = pack_for(model, groups, trainer, positions=positions)
     outputs = model.infer(micros)
     return None if outputs is None else unpack(micros, outputs, groups)

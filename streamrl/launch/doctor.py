@@ -388,14 +388,17 @@ def network() -> Iterator[DoctorLine]:
 
 
 def open_files() -> DoctorLine:
-    """Return the line on how many files and sockets one process may have open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    """Return the line on how many files and sockets a process may have open: the hard limit, to which each process of a
+    run raises its soft one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
     return DoctorLine(
         name="open files",
         ok=enough,
-        found="no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} for a process, {hard:,} at most",
-        do="" if enough else f"runs with many workers need more: ulimit -n {OPEN_FILES}",
+        found="no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} for a process",
+        do=""
+        if enough
+        else f"runs with many workers need more: raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE)",
     )
 
 

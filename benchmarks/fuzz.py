@@ -1,13 +1,18 @@
 """Malformed and hostile messages at each listening port of a real run, which has to go on as if there were none.
 
-    python benchmarks/fuzz.py [--messages 100000]
+    python benchmarks/fuzz.py [--messages 100000] [--engine sglang]
 
-Manager, gserver, master, model worker and a rollout worker with agents are started as a user would start them, with
-taps between them (`fuzz_taps.py`) that record what they say to each other. Then each port is sent so many messages in
-each of three ways: without any key; with the token and the credentials of a rollout worker that has joined; and with a
-stolen identity: the name of rollout/0 without what proves it, a credential for another receiver, and at the gateway the
-key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes from
-the wire's types; and those, mutated (`tests/hostile.py`).
+Manager, gserver, master, two model workers and a rollout worker with agents are started as a user would start them,
+with taps between them (`fuzz_taps.py`) that record what they say to each other. Then each port is sent so many messages
+in each of three ways: without any key; with the token and the credentials of a rollout worker that has joined; and with
+a stolen identity: the name of rollout/0 without what proves it, a credential for another receiver, and at the gateway
+the key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes
+from the wire's types; and those, mutated (`tests/hostile.py`).
+
+The ports of torch's process groups ask nobody for a key. The stores at which ranks meet are sent commands of their
+protocol, whole and broken, in all three ways alike. Those of gloo are knocked at: nobody is to answer once a group has
+formed. With `--engine sglang` the gserver is a real SGLang server, with the sockets by which its processes meet; it is
+sent no requests to generate from one who may, since a token that its model does not have ends it.
 
 Nothing may be accepted, no process end, and no group be trained on twice or get lost. After each way comes a pause of
 the same length: what a process grows by under messages is held against what it grows by without. A rollout worker may
@@ -61,6 +66,7 @@ from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
 from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER  # noqa: E402
 from tests import hostile  # noqa: E402
+from tests.gserver.installed import sglang_python  # noqa: E402
 from tests.hostile import Request  # noqa: E402
 
 WAYS = ("no key", "a worker's key", "a stolen identity")
@@ -80,7 +86,16 @@ SETTINGS = {
     "metrics.sinks": "[]",
     "metrics.plots": "false",
     "manager.port": 0,
+    "weights.mode": "collective",
+    "trainer.data_parallel": 2,
 }
+SGLANG = {
+    "gserver.engine": "sglang",
+    "gserver.dtype": "float32",
+    "weights.pause_mode": "retract",
+    "weights.timeout_seconds": 60,
+}
+START_SECONDS = 600.0
 AT_ONCE = 4
 """Connections to one HTTP port."""
 PIPELINED = 32
@@ -89,6 +104,11 @@ ANSWER_SECONDS = 30.0
 """A server that answers nothing for so long hangs."""
 RAW_SHARE = 0.02
 """Share of messages to a ZMQ port that are bytes which its protocol does not know."""
+KNOCKS = 5
+"""At ports of torch's that are to answer nobody: how often somebody tries, in each way."""
+KNOCK_SECONDS = 0.5
+MOST_STREAMS = 500
+"""That a port of gloo's is sent, if it does answer: it keeps a connection for each."""
 SETTLE_SECONDS = 2.0
 GROWTH_MB = 32.0
 """A process that goes on growing by so much more under messages than without keeps some of them. The first way does not
@@ -122,24 +142,32 @@ HARMLESS = {*LOOKS, "GET /health"}
 
 class Port(NamedTuple):
     process: str
+    """With what is there, for ports of torch's."""
     pid: int
     address: str
+    more: tuple[str, ...] = ()
+    """Of the same kind: gloo has a port for each group."""
 
     @property
     def role(self) -> str:
-        return self.process.partition("/")[0]
+        """Whose port it is; `store` or `gloo`: torch's."""
+        name, _, of_torch = self.process.partition(" ")
+        return of_torch or name.partition("/")[0]
 
 
 class Run:
     """The processes of a run, each by its own command; ended with `end`."""
 
-    def __init__(self, folder: Path, taps: Taps) -> None:
+    def __init__(self, folder: Path, taps: Taps, engine: str) -> None:
         self._folder = folder
         self._taps = taps
         self._begun: dict[str, asyncio.subprocess.Process] = {}
         self._file = ROOT / "examples" / "guess_number.toml"
         self._overrides = [f"run.dir={folder}", f"security.secret_file={folder / 'secret'}"]
-        self._overrides += [f"{key}={value}" for key, value in SETTINGS.items()]
+        settings: dict[str, Any] = dict(SETTINGS)
+        if engine == "sglang":
+            settings |= SGLANG | {"gserver.sglang.python": sglang_python()}
+        self._overrides += [f"{key}={value}" for key, value in settings.items()]
         self.secret = Secret.make()
         self.config = configuration.load(self._file, self._overrides)
 
@@ -170,7 +198,7 @@ class Run:
 
     async def until_steps(self, count: int) -> Status:
         """Wait until so many training steps were made."""
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(START_SECONDS):
             while len(self.steps()) < count:
                 self.check()
                 await asyncio.sleep(0.2)
@@ -189,13 +217,21 @@ class Run:
     def ports(self, status: Status) -> list[Port]:
         """All ports at which processes of the run listen."""
         pids = {f"{p.role}/{p.index}": p.pid for p in status.processes if (p.role, p.index) != ("rollout", WORKER)}
-        found = []
+        found: dict[str, Port] = {}
         for name, pid in {"manager/0": self._begun["manager"].pid, **pids}.items():
-            for one in psutil.Process(pid).net_connections("tcp"):
-                if one.status == psutil.CONN_LISTEN:
-                    scheme = "tcp" if name.startswith(("model_worker", "master")) else "http"
-                    found.append(Port(name, pid, f"{scheme}://127.0.0.1:{one.laddr.port}"))
-        return found
+            own = name.startswith(("manager", "rollout"))
+            process = psutil.Process(pid)
+            for each in [process, *process.children(recursive=True)]:
+                for one in each.net_connections("tcp"):
+                    if one.status == psutil.CONN_LISTEN:
+                        number = one.laddr.port
+                        what = "" if own or number in self._taps.tapped else torchs(number)
+                        scheme = "tcp" if what or name.startswith(("model_worker", "master")) else "http"
+                        port = Port(f"{name} {what}".strip(), each.pid, f"{scheme}://127.0.0.1:{number}")
+                        first = found.setdefault(port.process, port)
+                        if first != port:
+                            found[port.process] = first._replace(more=(*first.more, port.address))
+        return list(found.values())
 
     async def join(self) -> RegisterReply:
         """Join as another rollout worker."""
@@ -236,6 +272,15 @@ class Run:
             except TimeoutError:
                 process.kill()
         await self.client.close()
+
+
+def torchs(number: int) -> str:
+    """What of torch's listens at this port: one that answers is a store."""
+    try:
+        socket.create_connection(("127.0.0.1", number), timeout=KNOCK_SECONDS).close()
+    except TimeoutError:
+        return "gloo"
+    return "store"
 
 
 # --- what is sent --------------------------------------------------------------------------------
@@ -512,6 +557,38 @@ def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], cou
     return found
 
 
+def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
+    """Send `count` commands to a store, or knock at a port of gloo's; for a thread."""
+    found: Counter[str] = Counter()
+    dice = random.Random(seed)
+    addresses = [(urlsplit(each).hostname, urlsplit(each).port) for each in (port.address, *port.more)]
+    while found["sent"] < count:
+        try:
+            connection = socket.create_connection(dice.choice(addresses), timeout=KNOCK_SECONDS)
+        except TimeoutError:
+            found["sent"] += 1
+            found["no answer"] += 1
+            if found["no answer"] == KNOCKS * len(addresses):
+                break
+            continue
+        with connection:
+            connection.settimeout(ANSWER_SECONDS)
+            found["streams"] += 1
+            try:
+                connection.sendall(hostile.store_stream(dice) if port.role == "store" else hostile.gloo_stream(dice))
+                connection.shutdown(socket.SHUT_WR)
+                while port.role == "store" and connection.recv(2**16):
+                    found["replies"] += 1
+            except TimeoutError as error:
+                raise SystemExit(f"{port.process} does not hang up within {ANSWER_SECONDS:.0f} s") from error
+            except OSError:
+                found["cut off"] += 1
+        found["sent"] += hostile.STREAM_COMMANDS if port.role == "store" else 1
+        if port.role == "gloo" and found["streams"] == MOST_STREAMS:
+            break
+    return found
+
+
 def _until_read(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> None:
     endpoint.send(msgspec.msgpack.encode(Ask(offered=[LAST], permits=["0" * 32], withdrawn=[])))
     while not any(refusal.seq == LAST for reply in _take(endpoint, found, port) for refusal in reply.refused):
@@ -537,8 +614,11 @@ def _take(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> Itera
 class Sending:
     """All ports of a run, and what they are sent in each way."""
 
-    def __init__(self, ports: Sequence[Port], taps: Taps, granted: RegisterReply, *, messages: int) -> None:
+    def __init__(
+        self, ports: Sequence[Port], taps: Taps, granted: RegisterReply, *, messages: int, engine: str
+    ) -> None:
         self._ports = ports
+        self._engine = engine
         self._messages = messages
         self._granted = granted
         self._ended_episode = next(iter(sorted(taps.keys)), "").removeprefix("Bearer ")
@@ -550,8 +630,10 @@ class Sending:
 
     async def _one(self, port: Port, way: str, seed: int) -> dict[str, Any]:
         began = time.monotonic()
-        corpus = self._corpora[port.role]
-        if isinstance(corpus, Requests):
+        corpus = self._corpora.get(port.role)
+        if corpus is None:
+            found = await asyncio.to_thread(fuzz_torch, port, count=self._messages, seed=seed)
+        elif isinstance(corpus, Requests):
             found = await self._http(port, corpus, way, seed)
         else:
             identities = self._identities(port.role)[way]
@@ -562,7 +644,7 @@ class Sending:
         return {
             "port": port.process,
             "way": way,
-            "messages": self._messages,
+            "messages": found.pop("sent") if corpus is None else self._messages,
             "accepted": found.pop("accepted", 0),
             "seconds": round(seconds, 1),
             "found": dict(sorted(found.items())),
@@ -576,6 +658,9 @@ class Sending:
             allowed, requests = allowed | WORKERS_CALLS | {"GET /model"}, requests.without(LEFT_OUT)
         if way == WAYS[1] and port.role == "gserver":
             allowed = allowed | {f"{method} {path}" for method in ("GET", "POST") for path in GENERATION_CALLS}
+        if port.role == "gserver" and self._engine == "sglang":
+            allowed = allowed | {"GET /metrics"}
+            requests = requests.without({"POST /generate"}) if way == WAYS[1] else requests
         shown = dict(zip(WAYS, ("", own, stolen), strict=True))[way]
         fuzz = HttpFuzz(port, requests, shown=shown, allowed=allowed, count=self._messages, seed=seed)
         await fuzz.run()
@@ -593,9 +678,9 @@ class Sending:
         }
 
 
-async def fuzz(messages: int, folder: Path, console: Console) -> list[dict[str, Any]]:
+async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> list[dict[str, Any]]:
     taps = Taps()
-    run = Run(folder, taps)
+    run = Run(folder, taps, engine)
     rows: list[dict[str, Any]] = []
     try:
         await run.begin()
@@ -604,7 +689,7 @@ async def fuzz(messages: int, folder: Path, console: Console) -> list[dict[str, 
         ports = run.ports(status)
         console.print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
         granted = await run.join()
-        sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages)
+        sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages, engine=engine)
         grown: dict[str, dict[bool, list[float]]] = {port.process: {False: [], True: []} for port in ports}
         made = [0, 0]
         for seed, way in enumerate(WAYS):
@@ -660,13 +745,15 @@ def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000, help="at each port, in each way")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of the gserver")
     options = parser.parse_args()
     console = Console(width=200)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        rows = uvloop.run(fuzz(options.messages, Path(folder), console))
+        rows = uvloop.run(fuzz(options.messages, Path(folder), console, options.engine))
         seconds = round(time.monotonic() - began)
-    console.print(f"written to {write_results('fuzz', {'messages': options.messages, 'seconds': seconds}, rows)}")
+    name = "fuzz" if options.engine == "embedded" else f"fuzz_{options.engine}"
+    console.print(f"written to {write_results(name, {'messages': options.messages, 'seconds': seconds}, rows)}")
     if found := problems(rows):
         raise SystemExit("\n".join(found))
 

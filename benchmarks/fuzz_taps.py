@@ -53,6 +53,11 @@ class Taps:
         """Open a proxy of HTTP, by which agents ask the gateways; return its URL."""
         return await self._serve("rollout", "")
 
+    @property
+    def tapped(self) -> set[int]:
+        """Ports of processes that have a tap before them."""
+        return {urlsplit(address).port or 0 for address in self._addresses}
+
     def requests(self, role: str) -> list[Request]:
         """What was asked of the HTTP servers of `role`."""
         found = list(self._requests[role])

@@ -23,7 +23,7 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
-from streamrl.errors import ConfigError, ModelError, RewardError, StreamRLError
+from streamrl.errors import ConfigError, RewardError, StreamRLError
 from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
@@ -44,6 +44,7 @@ from streamrl.trainer.backends.optimizer import checked_state
 from streamrl.trainer.backends.torch import on_meta
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
+from streamrl.trainer.worker.assembly import megatron_needed
 from streamrl.transport import secret
 from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
@@ -155,13 +156,9 @@ def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str,
     """Names and shapes that the settings in `folder` ask for, by the backend of `role`."""
     if role_config(config.trainer, role).backend == "torch":
         return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=_head(role)).named_parameters()]
-    try:
+    with megatron_needed():
         from streamrl.trainer.backends.megatron.shape import read_shape
         from streamrl.trainer.backends.megatron.weights import stage_weights, whole_shapes
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
-        ) from error
     shape, layout = read_shape(folder), layout_of(config.trainer, role)
     shape.check(layout)
     head = _head(role)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -220,6 +220,17 @@ def _from_rank_0(weight: Tensor, shape: tuple[int, ...], world: int) -> Tensor:
     return whole
 
 
+@contextmanager
+def megatron_needed() -> Iterator[None]:
+    """Raise `ModelError` if what is imported inside cannot be, because Megatron Core is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
+        ) from error
+
+
 def _torch_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
     from streamrl.trainer.backends.torch import TorchModel
 
@@ -227,12 +238,8 @@ def _torch_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> 
 
 
 def _megatron_model(spec: ModelSpec, layout: Layout, rank: int, timeout: float) -> ParallelModel:
-    try:
+    with megatron_needed():
         from streamrl.trainer.backends.megatron.model import MegatronModel
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f'trainer.backend = "megatron" needs Megatron Core ({error}); run: pip install "streamrl[megatron]"'
-        ) from error
     return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=timeout)
 
 

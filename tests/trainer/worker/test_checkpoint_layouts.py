@@ -17,8 +17,9 @@ from streamrl.records.progress import Progress
 from streamrl.safetensors_files import TensorFiles
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together, take_snapshot
+from tests.experts import as_in_files
 from tests.trainer.backends.memory import peak_memory
-from tests.trainer.backends.reference import save_models
+from tests.trainer.backends.reference import EXPERTS, save_models
 from tests.trainer.backends.test_sharded_loading import MIB, SLACK, save_large
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 
@@ -32,7 +33,10 @@ SPREAD = {"backend": "megatron", "tensor_parallel": 2, "data_parallel": 2, "shar
 BFLOAT16 = {"backend": "megatron", "pipeline_parallel": 2, "data_parallel": 2, "shard": True, "dtype": "bfloat16"}
 CONTEXT = {"backend": "megatron", "tensor_parallel": 2, "context_parallel": 2}
 WAY = [SHARDED, MEGATRON, SPREAD, WHOLE, CONTEXT, BFLOAT16, SHARDED]
-"""Each goes on from the checkpoint of the one before."""
+ALL_EXPERTS_APART = SPREAD | {"expert_parallel": 4}
+EXPERTS_TWICE = {"backend": "megatron", "data_parallel": 4, "expert_parallel": 2}
+WAYS = {"llama": WAY, "odd": WAY, EXPERTS: [SHARDED, ALL_EXPERTS_APART, WHOLE, EXPERTS_TWICE, SHARDED]}
+"""Models and their layouts, each of which goes on from the checkpoint of the one before."""
 STEMS = ("model", "critic/model", "state/actor/optimizer", "state/critic/optimizer")
 
 
@@ -70,26 +74,27 @@ class Worker:
             role.model.close()
 
 
-def _go_the_way(rank: int, first: Path, folder: Path) -> None:
+def _go_the_way(rank: int, first: Path, folder: Path, way: Sequence[dict[str, Any]]) -> None:
     saved = None
-    for number, trainer in enumerate(WAY):
+    for number, trainer in enumerate(way):
         worker = Worker(trainer, first=first, saved=saved, rank=rank, roles=("actor", "critic"))
         if saved is None:
             worker.change_everything(rank)
         saved = folder / f"step-{number:06d}"
         worker.save(saved)
-        if number == len(WAY) - 1:
+        if number == len(way) - 1:
             worker.save(folder / "final", final=True)
         worker.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "odd"])
+@pytest.mark.parametrize("kind", WAYS)
 def test_a_checkpoint_is_the_same_under_every_layout_and_backend(tmp_path: Path, kind: str) -> None:
     save_models(tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
-    run_world(4, _go_the_way, tmp_path / kind, checkpoints)
+    way = WAYS[kind]
+    run_world(4, _go_the_way, tmp_path / kind, checkpoints, way)
     first = {stem: files_of(checkpoints / "step-000000", stem) for stem in STEMS}
-    for number in range(len(WAY)):
+    for number in range(len(way)):
         folder = checkpoints / f"step-{number:06d}"
         assert progress.read(folder).policy_version == 1
         for stem, before in first.items():
@@ -97,7 +102,7 @@ def test_a_checkpoint_is_the_same_under_every_layout_and_backend(tmp_path: Path,
             assert set(after.names()) == set(before.names())
             assert all(torch.equal(after.read(name), before.read(name)) for name in before.names()), (folder, stem)
     assert not first["model"].are_wholes
-    wholes = checkpoints / f"step-{WAY.index(WHOLE):06d}"
+    wholes = checkpoints / f"step-{way.index(WHOLE):06d}"
     assert len(list(wholes.glob("model-0000?-of-00004.safetensors"))) == 4
     for folder in (wholes, checkpoints / "final"):  # Hugging Face models as they are
         check_transformers(folder, first)
@@ -113,7 +118,7 @@ def check_transformers(folder: Path, saved: dict[str, TensorFiles]) -> None:
         (AutoModelForCausalLM, folder, "model"),
         (AutoModelForSequenceClassification, folder / "critic", "critic/model"),
     ):
-        weights = dict(kind.from_pretrained(home, dtype=torch.float32).named_parameters())
+        weights = as_in_files(dict(kind.from_pretrained(home, dtype=torch.float32).named_parameters()))
         assert weights.keys() == set(saved[stem].names())
         assert all(torch.equal(weight, saved[stem].read(name)) for name, weight in weights.items())
 

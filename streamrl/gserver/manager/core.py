@@ -310,6 +310,10 @@ class Manager:
     def _gserver_checked(self) -> None:
         self.weights.resyncs.start()
         self.comparisons.look()
+        self._start_if_served()
+
+    def _start_if_served(self) -> None:
+        """Admit groups from now on if there are as many gservers with current weights as were configured."""
         if self._fleet.serving_count >= self._config.gserver.count:
             self.groups.start()
 
@@ -327,6 +331,7 @@ class Manager:
 
     def _update_ended(self, record: UpdateRecord) -> None:
         self.pause_seconds_total += record.pause_seconds
+        self._start_if_served()  # all may have begun without the weights that the run goes on from
         self._timeline.add(
             PublicationEntry(
                 time=record.end,

@@ -21,10 +21,31 @@ from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
 from streamrl.transport import manager_client
-from streamrl.transport.control import Admit, AskPlace, AskRoute, GroupChanges, InFlight, Register, Reject, Role
+from streamrl.transport.control import (
+    Admit,
+    AskPlace,
+    AskRoute,
+    GroupChanges,
+    InFlight,
+    PublishBegin,
+    Register,
+    Reject,
+    Role,
+    Snapshot,
+)
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
-from tests.gserver.harness import Run, dropped, keep_beating, live_gservers, managed, publish, small_config, taken
+from tests.gserver.harness import (
+    Run,
+    commit_publication,
+    dropped,
+    keep_beating,
+    live_gservers,
+    managed,
+    publish,
+    small_config,
+    taken,
+)
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 QUIET = 0.1
@@ -122,6 +143,11 @@ async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(
         await run.register("gserver", 9, address=fresh.url)
         needed = await run.client.resync_needed()
         assert (needed.version, needed.gservers) == (3, ["gserver/9"])
+        await run.register("rollout")
+        weights = Snapshot(folder="/weights/v3")
+        begin = await run.client.publish_begin(PublishBegin(version=3, weights=weights, resync=True), timeout=10)
+        assert (await commit_publication(run, 3, begin.group_name)).done
+        assert await run.admit(1), "nobody starts what waited for weights"
 
         def message(role: Role, index: int, model: str, begins_from: str) -> Register:
             return msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)

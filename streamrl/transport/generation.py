@@ -503,7 +503,8 @@ class GenerationClient:
     async def generate_batch(
         self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
     ) -> None:
-        """Have one response made to each of `requests`, which ask for log-probabilities alike and may differ otherwise.
+        """Have one response made to each of `requests`, which ask for log-probabilities and experts alike, and may
+        differ otherwise.
 
         They travel as one HTTP request. `on_reply` is given the index of a request and its response as soon as that is
         finished. Raises `WireError` for a reply that makes no sense, `PeerError` when the gserver fails, and `PeerLost`
@@ -517,6 +518,7 @@ class GenerationClient:
             sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]
             rid=[request.rid for request in requests],  # type: ignore[misc]
             return_logprob=requests[0].return_logprob,
+            return_routed_experts=requests[0].return_routed_experts,
             lora_path=[request.lora_path for request in requests] if any(r.lora_path for r in requests) else None,  # type: ignore[misc]
             stream=True,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 
@@ -119,3 +120,16 @@ async def test_a_response_in_parts_has_the_experts_of_one_in_a_piece(tmp_path: P
     assert len(whole.routed_experts) == 9 + len(whole.output_ids) - 1
     np.testing.assert_array_equal(parts.routed_experts, whole.routed_experts)
     assert unasked.routed_experts is None
+
+
+async def test_siblings_that_travel_together_have_theirs(tmp_path: Path) -> None:
+    client = GenerationClient(timeout=20.0)
+    async with serving(save(make_model("qwen3-moe"), tmp_path)) as server:
+        generator = make_generator(client, patience=20.0, part=64, temperature=0.0)
+        generator._return_routed_experts = True
+        route = GroupRoute(server.url, find_another=no_other)
+        found = await asyncio.gather(
+            *(generator.generate(prompt(9), max_new_tokens=6, rid=f"0.0.{i}", route=route) for i in range(2))
+        )
+    await client.close()
+    assert [generation.routed_experts is not None for generation in found] == [True, True]

@@ -56,6 +56,7 @@ def test_experts_spread_over_two_model_workers(tmp_path: Path) -> None:
     assert len(made) == 3
     assert largest_difference(tmp_path / "experts") < 1e-3
     assert all(step["metrics"]["expert_load"] > 1 for step in made)
+    assert all(step["metrics"]["routing_known_share"] == 1 for step in made)
     last, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "experts" / "checkpoints" / "final", output_loading_info=True
     )

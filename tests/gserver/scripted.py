@@ -209,8 +209,9 @@ class ScriptedGserver:
         return GenerateReply(text="", output_ids=[], meta_info=meta)
 
     def let_go(self) -> None:
-        """Answer what was stalled."""
+        """Answer what was stalled; what stalls from now on waits for the next call."""
         self._stalled.set()
+        self._stalled = asyncio.Event()
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused

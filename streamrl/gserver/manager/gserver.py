@@ -302,6 +302,9 @@ class Gserver(Member):
         """How often in a row it could not be resynced to the current weights, though it lived on."""
         self.resync_failed = False
         """Its last resync failed, and it has not been heard of since: it may have died of it."""
+        self.overtaken_resyncs = 0
+        """How often it was resynced to weights that were no longer the current ones, since it last took part in an
+        update."""
         self.tells_received = True
         """Whether one that stages no weights can tell checksums of those that came, as far as known."""
         self.adapters: dict[str, float] = {}

@@ -129,6 +129,8 @@ class WeightUpdates:
                 )
             else:
                 members = await self._members_of_update(message)
+                for member in members:
+                    member.overtaken_resyncs = 0
             members, first_buckets = self._resumed(message.weights, members)
             base = _common_base(message.weights, members)
             group = self._group_of(members, message)

@@ -14,7 +14,8 @@ being resynced from the first two sources; each task is a weight update with thi
 Invariants: a gserver is resynced at most `weights.attempts` times to one version, then waits for the next. A failure
 counts only when the gserver has been heard of since: one that died of it falls silent, and has not failed. Attempts in
 which another gserver sent do not count, for that one may be to blame; each of those is tried once, and at most
-`weights.attempts` of them.
+`weights.attempts` of them. One that newer weights have overtaken `MOST_OVERTAKEN` times, since they come faster than it
+is resynced, is left to the next update, which takes it along; while it is being resynced none does.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
 from streamrl.transport.control import Broadcast, Snapshot
 
 log = logging.getLogger(__name__)
+
+MOST_OVERTAKEN = 2
+"""Resyncs of a gserver to weights that are replaced before it has them, until it waits for an update."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ class Resyncs:
         if self._updating() or self.closing or current is None or current.version != self._version():
             return
         for gserver in self._lacking():
+            if gserver.overtaken_resyncs >= MOST_OVERTAKEN and self._fleet.serving_count:
+                continue
             if current.snapshot is not None and current.readable_by(gserver):
                 self._begin(gserver, partial(self._from_files, gserver, current, current.snapshot))
             else:
@@ -187,9 +193,12 @@ class Resyncs:
         self._running[gserver] = essential.begin(self._run(gserver, resync), name=f"resync of {gserver.name}")
 
     async def _run(self, gserver: Gserver, resync: Callable[[], Awaitable[None]]) -> None:
+        resynced_to = self._current
         try:
             await resync()
         finally:
+            if gserver.evicted and self._current is not resynced_to:
+                gserver.overtaken_resyncs += 1
             del self._running[gserver]
             self._senders.pop(gserver, None)
             self._updates.pop(gserver, None)

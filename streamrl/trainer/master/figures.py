@@ -112,6 +112,8 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         metrics["sampling_diff_max"] = maxima["sampling_diff"]
     if "expert_load" in maxima:
         metrics["expert_load"] = maxima["expert_load"]
+    if routable := sums.get("routable_tokens"):
+        metrics["routing_known_share"] = sums["routed_tokens"] / routable
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
         metrics["kl_coef"] = maxima["kl_coef"]

@@ -35,7 +35,7 @@ from streamrl.trainer.roles.items import (
     needed,
     pack_for,
 )
-from streamrl.types import TrajectoryGroup
+from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 KL_FILE = "kl.json"
 
@@ -126,6 +126,7 @@ class Actor:
         statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
         if update.expert_load:
             statistics.maxima["expert_load"] = update.expert_load
+            _count_routes(groups, statistics.sums)
         statistics.update_seconds = time.perf_counter() - updating
         if self._compares:
             statistics.maxima["kl_coef"] = self._kl.value
@@ -269,3 +270,12 @@ def _logprobs_of(wanted: Sibling, micro: MicroBatch, output: Output, groups: Seq
     mine = (micro.group_index == numbers[0]) & (first <= micro.target_index) & (micro.target_index < end)
     found: list[float] = output.values.detach()[torch.from_numpy(mine).to(output.values.device)].tolist()
     return found[:MOST_COMPARED]
+
+
+def _count_routes(groups: Sequence[TrajectoryGroup], sums: dict[str, float]) -> None:
+    """Count tokens that were given to the engine's model, all but the last of each trajectory, and those of them whose
+    experts it told: by the first layer, since the last one need not compute a prompt."""
+    for group in groups:
+        routes = group.routed_experts
+        sums["routable_tokens"] += group.tokens - len(group.seqlens)
+        sums["routed_tokens"] += int((routes[:, 0] != NO_EXPERT).sum()) if group.routes else 0

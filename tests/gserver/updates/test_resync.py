@@ -175,6 +175,26 @@ async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_fo
         assert late.weight_version == "2"
 
 
+async def test_one_that_new_versions_overtake_is_taken_along_by_the_next(tmp_path: Path) -> None:
+    """It is not resynced for ever, always to weights that have just been replaced."""
+    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, _), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        late.faults[LOAD] = ["stall", "stall"]
+        await run.register("gserver", 1, address=late.url)
+        for version in (2, 3):
+            await run.until(lambda status, loads=version - 1: late.counts[LOAD] == loads, timeout=20)
+            assert (await publish(run, version)).done
+            late.let_go()
+        await run.until(lambda status: late.counts[END] + late.counts[CONTINUE] >= 2, timeout=20)
+        await asyncio.sleep(0.2)
+        assert late.counts[LOAD] == 2
+        assert live_gservers(await run.client.status()) == {0}
+        assert (await publish(run, 4)).done
+        assert late.counts[LOAD] == 3
+        assert live_gservers(await run.client.status()) == {0, 1}
+        assert late.weight_version == "4"
+
+
 async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_one_before(tmp_path: Path) -> None:
     """A joined server is still at it when the gserver that joined it has died and the next one has come."""
     async with fleet(tmp_path, 1, staged=False, timeout_seconds=10.0) as (run, _), scripted(staged=False) as (server,):

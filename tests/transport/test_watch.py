@@ -12,7 +12,7 @@ from streamrl.errors import PublicationError
 from streamrl.transport.collective import NCCL_ERROR_HANDLING, broadcasts, destroy_group, form_group, open_store
 from tests.forked import Forked
 
-TIMEOUT = 60.0
+TIMEOUT = 20.0
 
 
 def _wait_for_nothing(port: int, answers: Any) -> None:

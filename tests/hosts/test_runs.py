@@ -205,6 +205,7 @@ def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
     cluster.settings = SMALL | {
         "trainer__data_parallel": 1,
         "gserver__engine": "sglang",
+        "gserver__count": 2,  # nothing starts before both are there
         "gserver__sglang__python": sglang_python(),
         "weights__pause_mode": "retract",
         "weights__timeout_seconds": 60,

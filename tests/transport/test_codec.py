@@ -85,6 +85,8 @@ def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
     episodes = group.episodes.tolist()
     if sorted(episodes) != episodes or set(episodes) != set(range(episodes[-1] + 1)):
         return False
+    if not {len(group.scores), len(group.reward_parts)} <= {0, episodes[-1] + 1}:
+        return False
     at = 0
     for seqlen in map(int, group.seqlens):
         if group.packed_loss_mask[at] or not any(group.packed_loss_mask[at : at + seqlen]):

@@ -76,8 +76,8 @@ class Roles(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer has besides the policy, and what it trains of that."""
 
     lora_rank: int = 0
-    """Of adapters of all linear layers, which are trained in place of the policy's weights (`model.lora.rank`); 0: the
-    weights themselves are."""
+    """The rank of the adapters of all linear layers, trained instead of the policy's weights (`model.lora.rank`); 0:
+    the weights themselves are trained."""
     critic: bool = False
     """On the policy's body (`algorithm.advantage = "gae"`)."""
     reference: bool = False
@@ -144,13 +144,13 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights: float
     """As they are computed with, at rest; of the policy, with its adapters."""
     optimizer: float
-    """Of the policy: master weights, where they are others, and both moments."""
+    """The policy's optimizer: both moments, and master weights where they are separate."""
     critic: float = 0.0
     """What the critic has at rest."""
     reference: float = 0.0
     """Weights of the reference."""
     gradients: float
-    """Of the role that computes; Megatron keeps those of the policy."""
+    """Gradients of the role that is computing; with Megatron those of the policy stay allocated."""
     gathered: float
     """Whole layers that sharded ranks put together while they compute them."""
     activations: float
@@ -158,7 +158,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> float:
-        """What is there between two steps, gradients included."""
+        """Bytes that stay allocated between two steps, gradients included."""
         return self.weights + self.gradients + self.optimizer + self.critic + self.reference
 
     @property
@@ -175,7 +175,7 @@ class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_token: float
     """Bytes of one token in the KV cache."""
     kv_room: float
-    """What is left for the KV cache; negative: so much is missing."""
+    """Bytes left for the KV cache; negative: bytes missing."""
 
     @property
     def kv_tokens(self) -> int:

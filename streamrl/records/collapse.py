@@ -97,7 +97,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     lr_scale: float = 1.0
     """What the policy's learning rate has to be multiplied by in the next step."""
     staleness_share: float = 1.0
-    """Of `max_staleness`, the part by which groups may be admitted from now on."""
+    """The factor on `max_staleness` at which groups are admitted from now on."""
     bearable_share: float = 1.0
     """What `staleness_share` comes back to."""
     recent: dict[str, list[float]] = {}

@@ -36,7 +36,7 @@ class StepReport(msgspec.Struct, frozen=True):
     health: Health = HEALTHY
     """Whether the run is about to fall apart, as far as this step's figures and those before it tell."""
     admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Of a run that is slowed: the `max_staleness` by which groups are admitted from now on; None: as configured."""
+    """The `max_staleness` at which groups are admitted from now on, in a run that is slowed; None: as configured."""
     response_lengths: list[list[int]] = []
     """Sampled tokens of each sibling, of the first groups of the batch: a sample of `LENGTHS_KEPT` responses or some
     more."""

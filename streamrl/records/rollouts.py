@@ -112,7 +112,7 @@ DTYPES = OF_RESPONSES | OF_TOKENS | MAY_LACK
 
 
 class GroupFacts(msgspec.Struct, kw_only=True):
-    """What is told of a group in words and single numbers."""
+    """The description of a group: everything about it that is not an array."""
 
     step: int
     """The policy version that the step made."""

@@ -377,7 +377,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise NotImplementedError(f"a {type(value).__name__}")
+    raise NotImplementedError(f"a {type(value).__name__}")  # how msgspec asks a hook to refuse
 
 
 _json = msgspec.json.Encoder(enc_hook=_plain)

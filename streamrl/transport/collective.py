@@ -209,7 +209,8 @@ def broadcasts(
 def watch(work: Any, group: Any, *, seconds: float) -> None:
     """Wait until `work` is through; abort `group` and raise `RuntimeError` if that takes longer than `seconds`.
 
-    For NCCL: waiting for its work puts the current stream behind it and returns, whether or not it ever ends.
+    For NCCL: waiting for its work puts the current stream behind it and returns, whether or not it ever ends. So it is
+    asked again and again: its work tells nobody when it is through.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():

@@ -308,12 +308,12 @@ class MegatronModel:
 
     def _take_load(self) -> float:
         """Return `Update.expert_load` since the last call. Collective."""
-        if not self._shape.sparse:
+        if (moe := self._shape.moe) is None:
             return 0.0
-        load = torch.zeros(len(self._shape.sparse), self._shape.experts, dtype=torch.double, device=self._spec.device)
+        load = torch.zeros(len(moe.layers), moe.experts, dtype=torch.double, device=self._spec.device)
         for router in self._routers:
             if router.load is not None:
-                load[self._shape.sparse.index(router.layer_number - 1)] = router.load
+                load[moe.layers.index(router.layer_number - 1)] = router.load
             router.load = None
         if self._layout.world > 1:
             dist.all_reduce(load)

@@ -240,6 +240,7 @@ def to_batch(
 
 def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> Any:
     """The model in Megatron's words."""
+    moe = shape.moe
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -262,10 +263,10 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
         variable_seq_lengths=layout.pipeline > 1,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
-        num_moe_experts=shape.experts or None,
-        moe_ffn_hidden_size=shape.expert_size or None,
-        moe_router_topk=shape.experts_per_token or 2,
-        moe_router_pre_softmax=not shape.normalised,
+        num_moe_experts=None if moe is None else moe.experts,
+        moe_ffn_hidden_size=None if moe is None else moe.intermediate_size,
+        moe_router_topk=2 if moe is None else moe.top_k,
+        moe_router_pre_softmax=moe is not None and not moe.normalised,
         moe_router_load_balancing_type="none",  # it is added by the router
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also where there are no experts
@@ -295,7 +296,7 @@ class Network(LanguageModule):  # type: ignore[misc]
     ) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
-        padded = -(-shape.vocabulary // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
+        padded = -(-shape.vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
         self.pre_process = first
         self.post_process = last
         self.share_embeddings_and_output_weights = shape.tied and spec.head == "tokens"
@@ -323,7 +324,7 @@ class Network(LanguageModule):  # type: ignore[misc]
                 tp_group=groups.tp,
             )
             self._first_id = groups.tp.rank() * (padded // groups.tp.size())
-            self._ids = min(padded // groups.tp.size(), shape.vocabulary - self._first_id)
+            self._ids = min(padded // groups.tp.size(), shape.vocab_size - self._first_id)
         if spec.head == "tokens" and (first or last):
             self.setup_embeddings_and_output_layer()
 

@@ -217,7 +217,7 @@ def _boxes(size: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tu
 def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) -> list[Weight]:
     """All parameters that ranks of pipeline stage `stage` hold, in an order near that of transformers."""
     stages = layout.pipeline
-    embedding = (EMBEDDING, (shape.vocabulary, shape.hidden_size))
+    embedding = (EMBEDDING, (shape.vocab_size, shape.hidden_size))
     vocabulary = Vocabulary()
     weights = []
     if stage == 0:
@@ -257,18 +257,18 @@ def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout
     if shape.qk_norm:
         for x in "qk":
             yield Weight(f"{attention}{x}_layernorm.weight", ((f"{own}{x}_norm.weight", (d,)),), Replicated())
-    if number in shape.sparse:
-        each = shape.experts // layout.expert
-        for expert in range(shape.experts):
+    if shape.moe is not None and number in shape.moe.layers:
+        each = shape.moe.experts // layout.expert
+        for expert in range(shape.moe.experts):
             share, place = divmod(expert, each)
             yield from _feed_forward(
                 f"{megatron}mlp.experts.local_experts.{place}.",
                 f"{theirs}mlp.experts.{expert}.",
-                (shape.expert_size, hidden),
+                (shape.moe.intermediate_size, hidden),
                 share=share,
             )
         yield Weight(
-            f"{megatron}mlp.router.weight", ((f"{theirs}mlp.gate.weight", (shape.experts, hidden)),), Replicated()
+            f"{megatron}mlp.router.weight", ((f"{theirs}mlp.gate.weight", (shape.moe.experts, hidden)),), Replicated()
         )
     else:
         yield from _feed_forward(f"{megatron}mlp.", f"{theirs}mlp.", (shape.intermediate_size, hidden))

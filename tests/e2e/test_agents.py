@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from examples import guess_number
-from streamrl.gserver.sglang.server import free_port
+from streamrl.gserver.sglang.server import reserved_port
 from tests.e2e.harness import (
     ROOT,
     Command,
@@ -119,15 +119,16 @@ def test_a_program_is_trained_as_an_agent(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_harness_elsewhere_is_trained_as_an_agent(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
-    settings = SHORT | {"rollout__agent__remote": "true", "rollout__agent__port": port}
     run_dir = tmp_path / "elsewhere"
-    process = start(GUESS_NUMBER, overrides(tmp_path, "elsewhere", **settings))
-    try:
-        played = asyncio.run(play_elsewhere(f"http://127.0.0.1:{port}", process))
-        process.ends_well()
-    finally:
-        process.end()
+    with reserved_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        settings = SHORT | {"rollout__agent__remote": "true", "rollout__agent__port": port}
+        process = start(GUESS_NUMBER, overrides(tmp_path, "elsewhere", **settings))
+        try:
+            played = asyncio.run(play_elsewhere(f"http://127.0.0.1:{port}", process))
+            process.ends_well()
+        finally:
+            process.end()
     assert_played(run_dir)
     assert played >= 24
 

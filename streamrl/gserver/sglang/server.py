@@ -79,11 +79,12 @@ async def sglang_server(
     certificate = tls = None
     if encryption is not None:
         certificate, tls = stack.enter_context(certificate_files(*encryption)), client_context(*encryption)
+    reserved = stack.enter_context(reserved_port(listening.at))
     launch = Launch(
         certificate=certificate,
         model_dir=model_dir,
         host=listening.at,
-        port=free_port(listening.at),
+        port=reserved.getsockname()[1],
         device=device,
         dtype=dtype,
         seed=seed % 2**31,
@@ -129,11 +130,20 @@ async def sglang_server(
         stack.close()
 
 
-def free_port(host: str) -> int:
-    """Return a port that nobody listens on at present."""
-    with socket.create_server((host, 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+def reserved_port(host: str) -> socket.socket:
+    """Return a socket at a free port of `host`, which the system gives to nobody who asks for any while it is open.
+
+    Who asks for this port by its number and may reuse addresses, as HTTP servers may, can listen there: the socket
+    itself does not listen. (SGLang opens its own only when its model is loaded, and many others before.)
+    """
+    reserved = socket.socket()
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
 
 class SglangServer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +22,7 @@ from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang import monitor
+from streamrl.gserver.sglang.server import reserved_port
 from streamrl.transport.keys import GserverKeys
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
@@ -169,3 +172,36 @@ async def test_it_ends_with_a_gserver_that_is_killed(folder: Path) -> None:
         gserver.send_signal(signal.SIGKILL)
         await gserver.wait()
     await until_gone(pids)
+
+
+IP_LOCAL_PORT_RANGE = 51
+"""Linux's number for the option: between which ports the system chooses one for this socket."""
+
+
+def any_port_of(only: int) -> int:
+    """What the system gives one who asks for any port, and may reuse addresses, when it may choose `only` this one."""
+    with socket.socket() as asking:
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            asking.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", only << 16 | only))
+        except OSError:
+            pytest.skip("this system cannot be told from which ports to choose")
+        asking.bind(("127.0.0.1", 0))
+        found: int = asking.getsockname()[1]
+        return found
+
+
+def test_a_reserved_port_is_for_whoever_asks_for_it_by_its_number() -> None:
+    with reserved_port("127.0.0.1") as given_back:
+        port = given_back.getsockname()[1]
+    assert any_port_of(port) == port
+    with reserved_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            any_port_of(port)
+        with (
+            socket.create_server(("127.0.0.1", port)) as server,
+            socket.create_connection(("127.0.0.1", port), timeout=20),
+        ):
+            server.settimeout(20)
+            server.accept()[0].close()

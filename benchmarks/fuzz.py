@@ -26,6 +26,7 @@ import asyncio
 import json
 import os
 import random
+import select
 import socket
 import sys
 import tempfile
@@ -217,20 +218,23 @@ class Run:
     def ports(self, status: Status) -> list[Port]:
         """All ports at which processes of the run listen."""
         pids = {f"{p.role}/{p.index}": p.pid for p in status.processes if (p.role, p.index) != ("rollout", WORKER)}
+        listening = [
+            (name, each.pid, one.laddr.port)
+            for name, pid in {"manager/0": self._begun["manager"].pid, **pids}.items()
+            for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            for one in each.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN
+        ]
+        own = ("manager", "rollout")
+        of_torch = torchs([n for name, _, n in listening if not name.startswith(own) and n not in self._taps.tapped])
         found: dict[str, Port] = {}
-        for name, pid in {"manager/0": self._begun["manager"].pid, **pids}.items():
-            own = name.startswith(("manager", "rollout"))
-            process = psutil.Process(pid)
-            for each in [process, *process.children(recursive=True)]:
-                for one in each.net_connections("tcp"):
-                    if one.status == psutil.CONN_LISTEN:
-                        number = one.laddr.port
-                        what = "" if own or number in self._taps.tapped else torchs(number)
-                        scheme = "tcp" if what or name.startswith(("model_worker", "master")) else "http"
-                        port = Port(f"{name} {what}".strip(), each.pid, f"{scheme}://127.0.0.1:{number}")
-                        first = found.setdefault(port.process, port)
-                        if first != port:
-                            found[port.process] = first._replace(more=(*first.more, port.address))
+        for name, pid, number in listening:
+            what = of_torch.get(number, "")
+            scheme = "tcp" if what or name.startswith(("model_worker", "master")) else "http"
+            port = Port(f"{name} {what}".strip(), pid, f"{scheme}://127.0.0.1:{number}")
+            first = found.setdefault(port.process, port)
+            if first != port:
+                found[port.process] = first._replace(more=(*first.more, port.address))
         return list(found.values())
 
     async def join(self) -> RegisterReply:
@@ -274,13 +278,29 @@ class Run:
         await self.client.close()
 
 
-def torchs(number: int) -> str:
-    """What of torch's listens at this port: one that answers is a store."""
-    try:
-        socket.create_connection(("127.0.0.1", number), timeout=KNOCK_SECONDS).close()
-    except TimeoutError:
-        return "gloo"
-    return "store"
+def torchs(numbers: Sequence[int]) -> dict[int, str]:
+    """What of torch's listens at each of these ports: one that answers is a store."""
+    connections = knocked([("127.0.0.1", number) for number in numbers])
+    for connection in filter(None, connections):
+        connection.close()
+    return {n: "store" if answered else "gloo" for n, answered in zip(numbers, connections, strict=True)}
+
+
+def knocked(addresses: Sequence[tuple[str, int]]) -> list[socket.socket | None]:
+    """Try all `addresses` at once; return a connection to each, or None where nobody answers in `KNOCK_SECONDS`."""
+    tried = [socket.socket() for _ in addresses]
+    for one, address in zip(tried, addresses, strict=True):
+        one.setblocking(False)
+        one.connect_ex(address)
+    waiting, deadline = {*tried}, time.monotonic() + KNOCK_SECONDS
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        waiting.difference_update(select.select([], waiting, [], left)[1])
+    for one, address in zip(tried, addresses, strict=True):
+        if one in waiting:
+            one.close()
+        elif error := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, f"{os.strerror(error)} at {address}")
+    return [None if one in waiting else one for one in tried]
 
 
 # --- what is sent --------------------------------------------------------------------------------
@@ -558,33 +578,31 @@ def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], cou
 
 
 def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
-    """Send `count` commands to a store, or knock at a port of gloo's; for a thread."""
+    """Send `count` commands to a store, or knock at all ports of a process's gloo; for a thread."""
     found: Counter[str] = Counter()
     dice = random.Random(seed)
-    addresses = [(urlsplit(each).hostname, urlsplit(each).port) for each in (port.address, *port.more)]
-    while found["sent"] < count:
-        try:
-            connection = socket.create_connection(dice.choice(addresses), timeout=KNOCK_SECONDS)
-        except TimeoutError:
-            found["sent"] += 1
-            found["no answer"] += 1
-            if found["no answer"] == KNOCKS * len(addresses):
-                break
-            continue
-        with connection:
-            connection.settimeout(ANSWER_SECONDS)
-            found["streams"] += 1
-            try:
-                connection.sendall(hostile.store_stream(dice) if port.role == "store" else hostile.gloo_stream(dice))
-                connection.shutdown(socket.SHUT_WR)
-                while port.role == "store" and connection.recv(2**16):
-                    found["replies"] += 1
-            except TimeoutError as error:
-                raise SystemExit(f"{port.process} does not hang up within {ANSWER_SECONDS:.0f} s") from error
-            except OSError:
-                found["cut off"] += 1
-        found["sent"] += hostile.STREAM_COMMANDS if port.role == "store" else 1
-        if port.role == "gloo" and found["streams"] == MOST_STREAMS:
+    addresses = [(str(urlsplit(each).hostname), urlsplit(each).port or 0) for each in (port.address, *port.more)]
+    while found["sent"] < count and found["no answer"] < KNOCKS * len(addresses):
+        for connection in knocked(addresses if port.role == "gloo" else [dice.choice(addresses)]):
+            if connection is None:
+                found["sent"] += 1
+                found["no answer"] += 1
+                continue
+            with connection:
+                connection.settimeout(ANSWER_SECONDS)
+                found["streams"] += 1
+                stream = hostile.store_stream(dice) if port.role == "store" else hostile.gloo_stream(dice)
+                try:
+                    connection.sendall(stream)
+                    connection.shutdown(socket.SHUT_WR)
+                    while port.role == "store" and connection.recv(2**16):
+                        found["replies"] += 1
+                except TimeoutError as error:
+                    raise SystemExit(f"{port.process} does not hang up within {ANSWER_SECONDS:.0f} s") from error
+                except OSError:
+                    found["cut off"] += 1
+            found["sent"] += hostile.STREAM_COMMANDS if port.role == "store" else 1
+        if port.role == "gloo" and found["streams"] >= MOST_STREAMS:
             break
     return found
 

@@ -196,9 +196,8 @@ def test_a_killed_gserver_is_sent_the_weights_by_the_other_and_ctrl_c_ends_the_r
 def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_path: Path) -> None:
     """The only one. Its connections stay open: nobody but the manager can notice that it does nothing."""
     run_dir = tmp_path / "stopped"
-    settings = (
-        QUICK | SOON_BACK | {"run__total_train_steps": 20, "staleness__over_age": "wait", "weights__mode": "disk"}
-    )
+    settings = QUICK | SOON_BACK | {"run__total_train_steps": 20, "staleness__over_age": "wait"}
+    settings |= {"weights__mode": "disk", "manager__lease_seconds": 5}
     process = start(COPY_SCRATCH, overrides(tmp_path, "stopped", **settings))
     wait_for_steps(run_dir, 4)
     process_of(run_dir, "gserver").suspend()

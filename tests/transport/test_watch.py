@@ -47,8 +47,7 @@ def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group()
         assert came == [1.0] * 4
         assert error == "broadcast of b failed: nothing came within 0.5 s, and the group was aborted"
         assert 0.5 <= seconds < TIMEOUT
-        assert left == "left"
-        others.end(seconds=TIMEOUT)
+        assert left == "left"  # its process would end after `TIMEOUT` only, when gloo gives up
         destroy_group(group)
 
 

@@ -423,8 +423,9 @@ class WeightsConfig(Section, frozen=True):
     `streamrl run` starts have to share them: NCCL allows one rank on each."""
     host: str = ""
     """Where the publisher listens for the weight group; empty: at the address by which others reach it."""
-    senders: Positive = 8
-    """Model workers that each broadcast a part of the weights, at most. With NCCL or SGLang servers one sends all."""
+    senders: Positive | None = None
+    """Model workers that each broadcast a part of the weights, at most; None: 8. Over NCCL and to SGLang servers they
+    take turns, which spreads bytes over more links and takes no less time; None: one sends all there."""
     bucket_mb: PositiveFloat = 256.0
     """Size of the pieces in which weights are broadcast. One is sent again when a broadcast breaks off, and has to come
     within `timeout_seconds` (a larger weight is alone)."""

@@ -250,7 +250,7 @@ class Weights(Protocol):
         """Return the Hugging Face name and shape of each weight."""
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield each weight with its name; to be closed when it is not read to its end."""
+        """Yield each weight with its name; to be closed when it is not read to its end, because sending failed."""
 
 
 class Broadcaster:
@@ -266,9 +266,12 @@ class Broadcaster:
         backend: Literal["gloo", "nccl"],
         dtype: torch.dtype,
         device: torch.device,
+        whole_buckets: bool = False,
     ) -> None:
-        """`listening`: where the others meet this end."""
+        """`listening`: where the others meet this end. `whole_buckets`: have all of a bucket here before any of it is
+        sent, for a sender that keeps others waiting meanwhile."""
         self.dtype = dtype
+        self._whole_buckets = whole_buckets
         self._config = config
         self._listening = listening
         self._backend: Literal["gloo", "nccl"] = backend
@@ -294,16 +297,21 @@ class Broadcaster:
         self.sent_numbers = 0
         """How many numbers it has broadcast of weights so far: of a delta, those that have changed."""
         self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
-        """Used in turn: when the turn of one comes again, it has been sent."""
+        """Used in turn: when the turn of one comes again, it has been sent. With `whole_buckets` one for each weight of
+        a bucket."""
 
     def prepare(self, version: int, weights: Weights) -> None:
         """These weights come next."""
-        limit = int(self._config.bucket_mb * 2**20)
         self._weights = weights
         self._transfer = uuid.uuid4().hex
         self._checksums = {}
         self._version = version
-        self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
+        self._buckets = self.buckets(weights.specs())
+
+    def buckets(self, specs: Bucket) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """Return in which buckets weights of these `specs` are sent."""
+        limit = int(self._config.bucket_mb * 2**20)
+        return plan_buckets(specs, itemsize=self.dtype.itemsize, limit_bytes=limit)
 
     def announce(self) -> Broadcast:
         """Return what is to be sent, and where to meet for it."""
@@ -338,10 +346,14 @@ class Broadcaster:
                 if number < first:
                     deque(islice(weights, len(bucket)), maxlen=0)
                     continue
+                contents: Iterable[tuple[str, Tensor]]
                 contents = self._deltas(bucket, weights) if begin.as_deltas else self._contents(bucket, weights)
+                if self._whole_buckets:
+                    contents = list(contents)
                 # One bucket after another: no gserver gets far ahead of one that fails.
                 for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
                     self.sent_bytes += content.nbytes
+            deque(weights, maxlen=0)  # to its end, which tells that all was sent
         self._kept_version = self._version if self._config.delta else None
         return self._checksums
 
@@ -438,7 +450,9 @@ class Broadcaster:
 
     def _buffer(self, place: int, numbers: int) -> Tensor:
         """Return a buffer for the weight at this `place` in the order."""
-        which = place % len(self._buffers)
+        which = place if self._whole_buckets else place % AT_ONCE
+        while which >= len(self._buffers):
+            self._buffers.append(self._buffers[0].new_empty(0))
         if self._buffers[which].numel() < numbers:
             self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
         return self._buffers[which][:numbers]

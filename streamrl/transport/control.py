@@ -42,6 +42,7 @@ call, and joins with it; each role has a token for its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -431,7 +432,7 @@ class Sender(msgspec.Struct, frozen=True):
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
-    """Weights that are broadcast, by several senders at once."""
+    """Weights that are broadcast, by several senders."""
 
     senders: list[Sender]
     """Each weight has one sender."""
@@ -442,12 +443,26 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
     """Names these weights: what a gserver has staged of them counts when they are sent again. Empty: nothing does."""
     base: int | None = None
     """The version from which deltas can be sent to gservers that serve it; None: there is none."""
+    turns: list[int] = []
+    """The number of the sender of each bucket, in the order in which all of them are sent, each when the one before it
+    is through. Empty: all senders send at once."""
 
 
 def group_of_sender(group_name: str, number: int) -> str:
-    """Return what the process group of a weight group's `number`-th sender is called: SGLang, which has one sender,
-    knows no other name than that of the weight group."""
+    """Return what the process group of a weight group's `number`-th sender is called."""
     return group_name if number == 0 else f"{group_name}/{number}"
+
+
+def turns_left(turns: Sequence[int], first_buckets: Sequence[int]) -> list[int]:
+    """Return `Broadcast.turns` from the bucket on with which each sender begins (`first_buckets`; empty: the first)."""
+    skipped = dict(enumerate(first_buckets))
+    left = []
+    for sender in turns:
+        if skipped.get(sender, 0) > 0:
+            skipped[sender] -= 1
+        else:
+            left.append(sender)
+    return left
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):

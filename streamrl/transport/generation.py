@@ -227,7 +227,7 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     group_name: str
     backend: str = "nccl"
     further_senders: list[Meeting] = []
-    """Join their groups as well, as the same rank: `control.group_of_sender`. SGLang knows one sender."""
+    """Join their groups as well, as the same rank: `control.group_of_sender`. SGLang is asked for one after another."""
 
 
 class DestroyWeightsUpdateGroup(msgspec.Struct, frozen=True):
@@ -268,6 +268,8 @@ class ReceiveWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_version: str
     base: str | None = None
     """Each bucket comes as `delta.Delta`s from the weights of this version, which has to be served; None: whole."""
+    turns: list[int] = []
+    """As in `control.Broadcast`, of the buckets that are sent."""
 
 
 class Received(msgspec.Struct, frozen=True):

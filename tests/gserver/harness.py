@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -191,21 +191,26 @@ async def publish(
 
 
 async def begin_publication(
-    run: Run, version: int, *, group: str = "", buckets: int = 2, transfer: str = ""
+    run: Run,
+    version: int,
+    *,
+    group: str = "",
+    buckets: int = 2,
+    transfer: str = "",
+    turns: Sequence[int] = (),
 ) -> PublishBeginReply:
+    """`turns`: the sender of each bucket, in place of so many `buckets` of one."""
+    senders: dict[int, list[list[TensorSpec]]] = {}
+    for number, sender in enumerate(turns or [0] * buckets):
+        senders.setdefault(sender, []).append([TensorSpec(f"layer.{number}.weight", "float32", [2, 3])])
     message = PublishBegin(
         version=version,
         weights=Broadcast(
-            senders=[
-                Sender(
-                    buckets=[[TensorSpec(f"layer.{n}.weight", "float32", [2, 3])] for n in range(buckets)],
-                    address="127.0.0.1",
-                    port=29500,
-                )
-            ],
+            senders=[Sender(senders[n], address="127.0.0.1", port=29500 + n) for n in sorted(senders)],
             backend="gloo",
             group_name=group,
             transfer=transfer,
+            turns=list(turns),
         ),
     )
     return await run.client.publish_begin(message, timeout=10.0)

@@ -171,12 +171,15 @@ class WeightReceiver:
         here = staged.buckets or [0] * len(groups)
         if len(here) != len(groups) or any(a > b for a, b in zip(message.first_buckets, here, strict=True)):
             raise Refused(f"the buckets before {message.first_buckets} are not here, only those before {here}")
+        left = [len(buckets) - first for buckets, first in zip(message.senders, message.first_buckets, strict=True)]
+        if message.turns and sorted(message.turns) != [n for n, count in enumerate(left) for _ in range(count)]:
+            raise Refused(f"turns must name each sender once for each bucket that it sends: {left} of them")
 
         failure: asyncio.Future[StreamRLError] = asyncio.get_running_loop().create_future()
 
-        async def receive_from(sender: int) -> None:
+        async def receive_from(senders: Sequence[int]) -> None:
             try:
-                await in_thread(partial(self._receive_from, sender, message, staged, on_progress))
+                await in_thread(partial(self._receive_from, senders, message, staged, on_progress))
             except StreamRLError as error:
                 if not failure.done():
                     failure.set_result(error)
@@ -186,7 +189,8 @@ class WeightReceiver:
             if self._pending:
                 await in_thread(partial(wait_for_pending, self._pending))
             staged.buckets = list(message.first_buckets)
-            every = [receive_from(sender) for sender in range(len(groups))]
+            at_once = [[sender] * count for sender, count in enumerate(left)]
+            every = [receive_from(senders) for senders in ([message.turns] if message.turns else at_once)]
             for fault in await asyncio.gather(*every, return_exceptions=True):
                 if fault is not None:
                     raise fault
@@ -204,12 +208,11 @@ class WeightReceiver:
         staged.version = message.weight_version
 
     def _receive_from(
-        self, number: int, message: ReceiveWeights, staged: Staged, on_progress: Callable[[list[int]], None]
+        self, senders: Sequence[int], message: ReceiveWeights, staged: Staged, on_progress: Callable[[list[int]], None]
     ) -> None:
-        """Receive what sender `number` sends."""
-        buckets = message.senders[number]
-        for bucket in buckets[message.first_buckets[number] :]:
-            names, dtypes, shapes = _columns(bucket)
+        """Receive the next bucket of each of `senders`, one after another."""
+        for number in senders:
+            names, dtypes, shapes = _columns(message.senders[number][staged.buckets[number]])
             as_deltas = message.base is not None
             self._receive(message.group_name, names, dtypes, shapes, staged, sender=number, as_deltas=as_deltas)
             staged.buckets[number] += 1

@@ -29,7 +29,7 @@ from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
 from streamrl.gserver.updates.states import Stage
-from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
+from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
 from streamrl.transport.control import (
     Broadcast,
     GserverMachines,
@@ -39,6 +39,7 @@ from streamrl.transport.control import (
     PublishReply,
     ResyncNeeded,
     Snapshot,
+    group_of_sender,
 )
 from streamrl.transport.generation import StagedWeights
 
@@ -286,11 +287,15 @@ class WeightUpdates:
                 return old
             if not old.broken:
                 self._destroy(old)
-        self._group = WeightGroup(name, tuple(members))
+        self._group = WeightGroup(name, tuple(members), senders=len(message.weights.senders))
         return self._group
 
     def _destroy(self, group: WeightGroup) -> None:
-        self._calls.leave_group(group.name, [g for g in group.members if self._fleet.is_member(g)])
+        members = [gserver for gserver in group.members if self._fleet.is_member(gserver)]
+        self._calls.leave_group(group.name, members)
+        with_a_group_for_each = [gserver for gserver in members if not stages_weights(gserver)]
+        for number in range(1, group.senders):
+            self._calls.leave_group(group_of_sender(group.name, number), with_a_group_for_each)
 
 
 def _common_base(weights: Broadcast | Snapshot, members: list[Gserver]) -> int | None:

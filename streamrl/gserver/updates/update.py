@@ -35,7 +35,7 @@ from streamrl.gserver.updates.states import (
     Way,
     plan_for,
 )
-from streamrl.transport.control import Broadcast, PublishReply, Snapshot
+from streamrl.transport.control import Broadcast, PublishReply, Snapshot, group_of_sender, turns_left
 from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights, adapter_name
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,13 @@ CLOSING_SECONDS = 2.0
 
 @dataclass(eq=False)
 class WeightGroup:
-    """The gservers that take part. Where weights are broadcast this is a process group: the publisher is rank 0, and
-    the ranks of `members` follow from 1 on, in this order."""
+    """The gservers that take part. Where weights are broadcast there is a process group for each sender: it is rank 0,
+    and the ranks of `members` follow from 1 on, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
+    senders: int = 1
+    """Each is rank 0 of a process group of its own (`group_of_sender`)."""
     formed: bool = False
     """All members have joined: an update may use it again."""
     broken: bool = False
@@ -125,7 +127,7 @@ class WeightUpdate:
             {
                 gserver: plan_for(
                     way=_way(weights),
-                    staged=_stages_weights(gserver),
+                    staged=stages_weights(gserver),
                     joined=group.formed,
                     verified=config.checksum,
                     cut=config.pause_mode == "abort",
@@ -285,7 +287,7 @@ class WeightUpdate:
             case Step.JOIN:
                 await self._join(gserver)
             case Step.BEGIN:
-                await self._calls.begin(gserver, transfer=self._transfer if _stages_weights(gserver) else "")
+                await self._calls.begin(gserver, transfer=self._transfer if stages_weights(gserver) else "")
             case Step.RECEIVE:
                 await self._receive(gserver)
             case Step.VERIFY:
@@ -298,7 +300,7 @@ class WeightUpdate:
                     await self._calls.pause(gserver, "retract")
             case Step.MARK:
                 await self._calls.name(gserver, MIXED_WEIGHTS)
-            case Step.SWAP if _stages_weights(gserver):
+            case Step.SWAP if stages_weights(gserver):
                 await self._calls.end(gserver)
             case Step.SWAP:
                 if isinstance(self._weights, Broadcast):
@@ -313,62 +315,71 @@ class WeightUpdate:
 
     async def _join(self, gserver: Gserver) -> None:
         assert isinstance(self._weights, Broadcast)
-        first, *further = self._weights.senders
-        message = InitWeightsUpdateGroup(
-            master_address=first.address,
-            master_port=first.port,
-            rank_offset=self.group.first_rank(gserver),
-            world_size=self.group.world_size,
-            group_name=self.group.name,
-            backend=self._weights.backend,
-            further_senders=[Meeting(sender.address, sender.port) for sender in further],
-        )
-        await self._calls.join_group(gserver, message)
+        first, *further = [
+            InitWeightsUpdateGroup(
+                master_address=sender.address,
+                master_port=sender.port,
+                rank_offset=self.group.first_rank(gserver),
+                world_size=self.group.world_size,
+                group_name=group_of_sender(self.group.name, number),
+                backend=self._weights.backend,
+            )
+            for number, sender in enumerate(self._weights.senders)
+        ]
+        if stages_weights(gserver):
+            meetings = [Meeting(other.master_address, other.master_port) for other in further]
+            await self._calls.join_group(gserver, msgspec.structs.replace(first, further_senders=meetings))
+        else:
+            for message in (first, *further):
+                await self._calls.join_group(gserver, message)
 
     async def _receive(self, gserver: Gserver) -> None:
         if isinstance(self._weights, Snapshot):
             await self._load(gserver, self._weights)
             return
         senders = [sender.buckets for sender in self._weights.senders]
-        if _stages_weights(gserver):
+        if stages_weights(gserver):
             message = ReceiveWeights(
                 group_name=self.group.name,
                 senders=senders,
                 first_buckets=list(self._first_buckets) or [0] * len(senders),
                 weight_version=str(self.version),
                 base=None if self._base is None else str(self._base),
+                turns=turns_left(self._weights.turns, self._first_buckets),
             )
             await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
             return
-        (buckets,) = senders
-        for number, bucket in enumerate(buckets, start=1):
-            flush = self._flushes(gserver) and number == len(buckets)
-            await self._calls.receive(gserver, bucket, group=self.group.name, flush_cache=flush)
+        left = [iter(buckets) for buckets in senders]
+        turns = self._weights.turns or [0] * len(senders[0])
+        for number, sender in enumerate(turns, start=1):
+            flush = self._flushes(gserver) and number == len(turns)
+            group = group_of_sender(self.group.name, sender)
+            await self._calls.receive(gserver, next(left[sender]), group=group, flush_cache=flush)
 
     def _note_received(self, gserver: Gserver, buckets: list[int]) -> None:
         self._received[gserver] = buckets
 
     async def _load(self, gserver: Gserver, files: Snapshot) -> None:
-        if files.adapter and not _stages_weights(gserver):
+        if files.adapter and not stages_weights(gserver):
             await self._calls.load_adapter(gserver, files.folder, name=_adapter(self.version))
             return
-        if not _stages_weights(gserver):
+        if not stages_weights(gserver):
             await self._calls.wait_until_idle(gserver)  # SGLang's front end breaks down when two loads overlap
         await self._calls.load(
             gserver,
             files.folder,
-            version=self.version if _stages_weights(gserver) else None,
+            version=self.version if stages_weights(gserver) else None,
             flush_cache=self._flushes(gserver),
         )
 
     def _flushes(self, gserver: Gserver) -> bool:
         """Return whether to have the cache flushed: SGLang refuses to while requests stay in place; a swap of staged
         weights does not have to be told."""
-        return not _stages_weights(gserver) and self._config.pause_mode != "in_place"
+        return not stages_weights(gserver) and self._config.pause_mode != "in_place"
 
     def _writes_over(self, gserver: Gserver) -> bool:
         """Return whether new weights are written over those that it serves."""
-        return not _stages_weights(gserver) and _way(self._weights) != "adapter"
+        return not stages_weights(gserver) and _way(self._weights) != "adapter"
 
     @property
     def _transfer(self) -> str:
@@ -393,7 +404,8 @@ def _adapter(version: int) -> str:
     return name
 
 
-def _stages_weights(gserver: Gserver) -> bool:
+def stages_weights(gserver: Gserver) -> bool:
+    """Return whether it takes new weights in beside those that it serves."""
     return gserver.info is not None and gserver.info.staged_weight_update
 
 

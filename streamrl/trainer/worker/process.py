@@ -60,7 +60,7 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import DataManager, WorkerData
-from streamrl.trainer.worker.publisher import Publisher, carriers_for, most_senders
+from streamrl.trainer.worker.publisher import Publisher, carriers_for, sending
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
@@ -392,9 +392,16 @@ class ModelWorker:
         weights = config.weights
         carried_by = backend_for(weights, self._device)
         dtype = resolve_dtype(config.gserver.dtype, self._device)
-        senders = most_senders(config, world=world, backend=carried_by)
+        senders, in_turn = sending(config, world=world, backend=carried_by)
         listening = self._reach.listening(weights.host)
-        own = Broadcaster(weights, listening=listening, backend=carried_by, dtype=dtype, device=self._device)
+        own = Broadcaster(
+            weights,
+            listening=listening,
+            backend=carried_by,
+            dtype=dtype,
+            device=self._device,
+            whole_buckets=in_turn,
+        )
         self._source = WeightSource(
             assembly.published(),
             rank=self._index,
@@ -403,6 +410,7 @@ class ModelWorker:
             dtype=dtype,
             own=own if senders > 1 else None,
             most_senders=senders,
+            in_turn=in_turn,
         )
         if self._index == 0:
             carriers = carriers_for(

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +41,8 @@ COMMIT_MARGIN_SECONDS = 10.0
 """How much longer than the manager's own deadlines the publisher waits for its reply."""
 MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+MOST_SENDERS = 8
+"""Unless `weights.senders` says how many."""
 VERSIONS = 3
 """Versions of the weights that may be in shared memory: two, and one that a gserver still reads."""
 
@@ -249,11 +251,21 @@ def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str
     return ""
 
 
-def most_senders(config: Config, *, world: int, backend: Literal["gloo", "nccl"]) -> int:
-    """Return how many of the trainer's ranks may each broadcast a part of the weights.
+class Sending(NamedTuple):
+    """How the trainer's ranks broadcast the weights."""
 
-    One where gservers cannot receive from several at once: SGLang knows a single sender, and NCCL asks that all ranks
-    use communicators in one order.
-    """
-    can = backend == "gloo" and config.gserver.engine != "sglang" and config.weights.mode in ("auto", "collective")
-    return min(world, config.weights.senders) if can else 1
+    senders: int
+    """So many of them send a part each, at most."""
+    in_turn: bool
+    """One bucket after another. SGLang receives one at a time, and NCCL must not have several communicators of one GPU
+    at work at once."""
+
+
+def sending(config: Config, *, world: int, backend: Literal["gloo", "nccl"]) -> Sending:
+    """Return how `world` ranks send. With turns the receiving link sets the pace, as with one sender: there it is one,
+    unless several are asked for."""
+    if config.weights.mode not in ("auto", "collective"):
+        return Sending(1, in_turn=False)
+    in_turn = backend == "nccl" or config.gserver.engine == "sglang"
+    senders = min(world, config.weights.senders or (1 if in_turn else MOST_SENDERS))
+    return Sending(senders, in_turn=in_turn and senders > 1)

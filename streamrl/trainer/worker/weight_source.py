@@ -4,13 +4,17 @@ Either rank 0 reads them whole, one after another (`WeightSource.weights`), or s
 (`Senders`): then each weight has one sender, which gathers it and sends it in a process group of its own, and the bytes
 over the link of any one of them are a fraction of all.
 
+Senders send at once, or in turn: bucket by bucket in one order, which all ranks and the receivers know, each when the
+one before it is through. A bucket's turn comes when the last of its weights has been gathered, so that no rank waits
+for its turn while another needs it for a gather.
+
 Rank 0 says what comes next and all ranks do it, in the same order on every rank. Invariant: a pass over the weights
 that breaks off on one rank is drained there, so all ranks take part in every collective of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -20,7 +24,7 @@ from torch import Tensor
 
 from streamrl.errors import PublicationError
 from streamrl.trainer.backends.base import WholeWeights
-from streamrl.transport.collective import Broadcaster
+from streamrl.transport.collective import Broadcaster, Bucket
 from streamrl.transport.control import Broadcast, PublishBeginReply, group_of_sender
 
 
@@ -91,9 +95,11 @@ class WeightSource:
         dtype: torch.dtype,
         own: Broadcaster | None = None,
         most_senders: int = 1,
+        in_turn: bool = False,
     ) -> None:
         """Collective. `timeout_seconds`: the longest time between two orders. `dtype`: as which gservers get the
-        weights. `own`: what sends this rank's part where several ranks do, at most `most_senders` of them."""
+        weights. `own`: what sends this rank's part where several ranks do, at most `most_senders` of them. `in_turn`:
+        whether they send one bucket after another; `own` then has to have `whole_buckets`."""
         self._model = model
         self._rank = rank
         self._world = world
@@ -101,6 +107,11 @@ class WeightSource:
         self._own = own
         self._senders = model.weight_senders(most=most_senders)
         """The rank that sends it, for each of `specs`."""
+        self._ends = _bucket_ends(self.specs(), self._senders, own.buckets) if in_turn and own is not None else {}
+        """With turns: place of the last weight of each bucket → the rank that sends it, in order."""
+        self._part = _Part(
+            model, rank=rank, senders=self._senders, dtype=dtype, ends=self._ends, hand_over=self._hand_over
+        )
         self._group = None
         if world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -108,6 +119,12 @@ class WeightSource:
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the Hugging Face name and shape of each weight, in the order of `weights`."""
         return self._model.weight_specs()
+
+    @property
+    def turns(self) -> list[int]:
+        """As in `control.Broadcast`."""
+        senders = sorted(set(self._senders))
+        return [senders.index(rank) for rank in self._ends.values()]
 
     # On rank 0
 
@@ -151,7 +168,7 @@ class WeightSource:
                 for _ in self._model.gather_weights(dtype=self._dtype):
                     pass
             case Prepare(version) if own is not None:
-                own.prepare(version, _Part(self._model, rank=self._rank, senders=self._senders, dtype=self._dtype))
+                own.prepare(version, self._part)
             case Announce() if own is not None:
                 return own.announce()
             case Send(begin) if own is not None:
@@ -163,8 +180,7 @@ class WeightSource:
     def _send(self, own: Broadcaster, begin: PublishBeginReply) -> Sent:
         senders = sorted(set(self._senders))
         if self._rank not in senders:
-            for _ in self._model.gather_weights(dtype=self._dtype, to=self._senders):
-                pass
+            self._part.give_others()
             return Sent()
         number = senders.index(self._rank)
         mine = msgspec.structs.replace(
@@ -173,11 +189,21 @@ class WeightSource:
             first_buckets=begin.first_buckets[number : number + 1],
         )
         error, checksums = "", {}
+        self._part.was_read = False
         try:
             checksums = own.send(mine)
         except PublicationError as failure:
             error = str(failure)
+            if not self._part.was_read:  # it has not met the gservers
+                self._part.give_others()
         return Sent(checksums=checksums, error=error, bytes=own.sent_bytes, numbers=own.sent_numbers)
+
+    def _hand_over(self, failed: bool) -> bool:
+        """End a turn; return whether any rank has `failed` to send. Collective."""
+        any_failed = torch.tensor(int(failed))
+        if self._group is not None:
+            dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(any_failed)
 
     def _tell(self, order: Order) -> None:
         if self._group is not None:
@@ -227,7 +253,7 @@ class Senders:
         found = [reply for reply in self._source.ask(Announce()) if isinstance(reply, Broadcast)]
         senders = [sender for reply in found for sender in reply.senders if sender.buckets]
         base = found[0].base if len({reply.base for reply in found if reply.senders[0].buckets}) == 1 else None
-        return msgspec.structs.replace(found[0], senders=senders, base=base)
+        return msgspec.structs.replace(found[0], senders=senders, base=base, turns=self._source.turns)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Have all ranks send; return the checksum of each weight, by name."""
@@ -250,25 +276,62 @@ class Senders:
 class _Part:
     """The weights that one rank sends; a `transport.collective.Weights`."""
 
-    def __init__(self, model: WholeWeights, *, rank: int, senders: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: WholeWeights,
+        *,
+        rank: int,
+        senders: Sequence[int],
+        dtype: torch.dtype,
+        ends: Collection[int],
+        hand_over: Callable[[bool], bool],
+    ) -> None:
+        """`ends`: the places of weights behind which a turn ends, and all ranks `hand_over` (`WeightSource`)."""
         self._model = model
         self._rank = rank
         self._senders = senders
         self._dtype = dtype
+        self._ends = ends
+        self._hand_over = hand_over
+        self.was_read = False
+        """Whether this rank has begun to iterate since it was set to False."""
+        self._failed = False
+        """Whether this rank could not send something."""
+        self._given_up = False
+        """Whether any rank could not: nothing more is sent."""
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         every = zip(self._model.weight_specs(), self._senders, strict=True)
         return [spec for spec, sender in every if sender == self._rank]
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Collective: every rank iterates over its part. Closing the iterator early still gives the others theirs."""
-        every = _drained(self._model.gather_weights(dtype=self._dtype, to=self._senders))
+        """Collective: every rank iterates over its part, to its end if all of it was sent. Closing the iterator early
+        still gives the others theirs."""
+        self.was_read, self._failed, self._given_up = True, False, False
+        every = _drained(self._taking_turns(self._model.gather_weights(dtype=self._dtype, to=self._senders)))
         try:
             for sender, weight in zip(self._senders, every, strict=True):
-                if sender == self._rank:
-                    yield weight
+                if sender != self._rank:
+                    continue
+                if self._given_up:
+                    raise PublicationError("another model worker could not send its part")
+                self._failed = True  # unless this is asked for more
+                yield weight
+                self._failed = False
         finally:
             every.close()
+
+    def give_others(self) -> None:
+        """Take part in a pass for the sake of the others: this rank sends nothing. Collective."""
+        weights = self.weights()
+        next(weights, None)
+        weights.close()
+
+    def _taking_turns(self, found: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
+        for place, weight in enumerate(found):
+            yield weight
+            if place in self._ends:
+                self._given_up |= self._hand_over(self._failed)
 
 
 def _drained(found: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
@@ -279,3 +342,16 @@ def _drained(found: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor
     finally:
         for _ in found:
             pass
+
+
+def _bucket_ends(
+    specs: Bucket, senders: Sequence[int], buckets: Callable[[Bucket], Sequence[Bucket]]
+) -> dict[int, int]:
+    """Return the place in `specs` of the last weight of each bucket → the rank that sends the bucket, in order.
+    `buckets` cuts what one rank sends."""
+    places = {name: place for place, (name, _) in enumerate(specs)}
+    ends: dict[int, int] = {}
+    for rank in set(senders):
+        part = [spec for spec, sender in zip(specs, senders, strict=True) if sender == rank]
+        ends |= {places[bucket[-1][0]]: rank for bucket in buckets(part)}
+    return dict(sorted(ends.items()))

@@ -105,6 +105,22 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         assert [stage for stage in last(status)["reached"] if stage in stages] == stages
 
 
+async def test_turns_are_told_to_a_gserver_with_a_stage_in_one_call(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, (gserver,)):
+        begin = await begin_publication(run, 1, turns=[1, 0, 1])
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        (join,) = gserver.bodies[INIT]
+        assert (join["group_name"], join["further_senders"]) == (
+            begin.group_name,
+            [{"address": "127.0.0.1", "port": 29501}],
+        )
+        (receive,) = gserver.bodies[RECEIVE]
+        assert receive["turns"] == [1, 0, 1]
+        assert [len(buckets) for buckets in receive["senders"]] == [1, 2]
+        await commit_publication(run, 2, (await begin_publication(run, 2)).group_name)
+        assert [body["group_name"] for body in gserver.bodies[DESTROY]] == [begin.group_name]
+
+
 async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_path: Path) -> None:
     async with fleet(tmp_path, 4) as (run, gservers):
         for gserver, ranks in zip(gservers, [1, 4, 2, 1], strict=True):
@@ -483,6 +499,25 @@ class TestWithoutStaging:
                 assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
                 assert [body["weight_version"] for body in gserver.bodies[BUCKET]] == [None, None]
                 assert gserver.weight_version == "1"
+
+    async def test_each_sender_has_a_group_and_they_take_turns(self, tmp_path: Path) -> None:
+        """SGLang knows groups by their names, and receives one bucket after another."""
+        turns = [1, 0, 0, 1]
+        async with fleet(tmp_path, staged=False, pause_mode="retract") as (run, gservers):
+            begin = await begin_publication(run, 1, turns=turns)
+            assert (await commit_publication(run, 1, begin.group_name)).done
+            names = [begin.group_name, f"{begin.group_name}/1"]
+            for rank, gserver in enumerate(gservers, start=1):
+                joined = [(body["group_name"], body["master_port"]) for body in gserver.bodies[INIT]]
+                assert joined == [(names[0], 29500), (names[1], 29501)]
+                assert {(body["rank_offset"], body["world_size"]) for body in gserver.bodies[INIT]} == {(rank, 3)}
+                assert [body["group_name"] for body in gserver.bodies[BUCKET]] == [names[turn] for turn in turns]
+                received = [name for body in gserver.bodies[BUCKET] for name in body["names"]]
+                assert received == [f"layer.{number}.weight" for number in range(4)]
+                assert [body["flush_cache"] for body in gserver.bodies[BUCKET]] == [False, False, False, True]
+            await commit_publication(run, 2, (await begin_publication(run, 2, turns=turns)).group_name)
+            for gserver in gservers:
+                assert sorted(body["group_name"] for body in gserver.bodies[DESTROY]) == names
 
     @pytest.mark.parametrize(("mode", "flushes"), [("in_place", [False, False]), ("retract", [False, True])])
     async def test_the_cache_is_flushed_with_the_last_bucket(

@@ -34,10 +34,11 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
 from streamrl.transport.control import Peer
 from streamrl.transport.credentials import CurveKeys, Shown, Verifier, credential, permit
+from streamrl.transport.puller import GroupPuller
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.types import NO_VERSION, SampleMeta, TrajectoryGroup
 
@@ -93,7 +94,7 @@ def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None
     arrivals = Arrivals()
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
     limits = codec.Limits(max_group_bytes=MAX_GROUP_BYTES)
-    ingress = StreamIngress(dataset, host="127.0.0.1", limits=limits, keys=keys)
+    ingress = GroupPuller(dataset, host="127.0.0.1", limits=limits, keys=keys)
     ingress.start(Verifier("model_worker", key=KEY))  # without a doorkeeper, which would ask a manager whose key it is
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:

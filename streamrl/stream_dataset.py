@@ -1,9 +1,9 @@
 """The groups that have reached one data-parallel head and wait to be trained on.
 
-`StreamDataset` owns the groups' arrays and the record of every sequence number that it stored;
-`StreamIngress` opens it to the stream. Invariant: each sequence number is stored at most once,
-for as long as the run lasts, unless its prompt was given back to be generated anew (`forget`);
-and no more than `capacity_groups` are held at any time.
+`StreamDataset` owns the groups' arrays and the record of every sequence number that it stored. What brings them is a
+`GroupPuller` (`transport/puller.py`). Invariant: each sequence number is stored at most once, for as long as the run
+lasts, unless its prompt was given back to be generated anew (`forget`); and no more than `capacity_groups` are held at
+any time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from streamrl.seqs import SeqSet
 from streamrl.transport import codec
-from streamrl.transport.credentials import CurveKeys, Verifier
-from streamrl.transport.puller import GroupPuller, SinkOutcome
+from streamrl.transport.puller import SinkOutcome
 from streamrl.types import SampleMeta, TrajectoryGroup
 
 
@@ -26,11 +23,11 @@ class StreamDataset:
     def __init__(
         self, *, rank: int, capacity_groups: int, on_stored: Callable[[SampleMeta], None] | None = None
     ) -> None:
-        """`rank`: of the model worker that holds it. `on_stored` hears of each stored group, in the thread that
-        stored it and before the group is acknowledged."""
+        """`rank`: of the model worker that holds it. `capacity_groups`: how many it may hold at a time. `on_stored`
+        hears of each stored group, in the thread that stored it and before the group is acknowledged."""
         self.rank = rank
         self.on_stored = on_stored
-        self._capacity_groups = capacity_groups
+        self.capacity_groups = capacity_groups
         self._on_freed: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._groups: dict[int, TrajectoryGroup] = {}
@@ -39,11 +36,6 @@ class StreamDataset:
         self._duplicated = 0
         self._refused = 0
         self._bytes_held = 0
-
-    @property
-    def capacity_groups(self) -> int:
-        """Groups that may be held at a time."""
-        return self._capacity_groups
 
     def __len__(self) -> int:
         """Groups held now."""
@@ -60,7 +52,7 @@ class StreamDataset:
             if group.seq in self._known:
                 self._duplicated += 1
                 return SinkOutcome.DUPLICATE
-            if len(self._groups) >= self._capacity_groups:
+            if len(self._groups) >= self.capacity_groups:
                 return SinkOutcome.FULL
             meta = SampleMeta.of(group, head=self.rank)
             self._known.add(group.seq)
@@ -122,60 +114,3 @@ class StreamDataset:
         missing = sorted(seq for seq in seqs if seq not in self._groups)
         if missing:
             raise KeyError(f"head {self.rank} holds {len(self._groups)} groups, but not {missing[:10]}")
-
-
-class StreamIngress:
-    """Opens a `StreamDataset` to the stream: what a model worker starts and closes."""
-
-    def __init__(
-        self,
-        dataset: StreamDataset,
-        *,
-        host: str,
-        limits: codec.Limits,
-        resend_seconds: float = 10.0,
-        port: int = 0,
-        announced: str = "",
-        keys: CurveKeys | None = None,
-    ) -> None:
-        """`announced`: the address that pushers are told, if it is another one than `host`. `keys`: the process's own,
-        if connections are to be encrypted. `limits`: groups beyond
-        them are refused. `resend_seconds`: of the pushers; one silent for three times as long loses its credit. `port`
-        0: any free one."""
-        self._dataset = dataset
-        self._puller = GroupPuller(
-            dataset,
-            host=host,
-            port=port,
-            limits=limits,
-            silence_seconds=3 * resend_seconds,
-            keys=keys,
-            announced=announced,
-        )
-
-    @property
-    def endpoint(self) -> str:
-        """ZMQ address for pushers, known from the start."""
-        return self._puller.endpoint
-
-    @property
-    def running(self) -> bool:
-        """Whether groups are taken in."""
-        return self._puller.running
-
-    def start(self, verifier: Verifier) -> None:
-        """Begin to take groups in, of those whom `verifier` knows, in a thread of its own, without which the process
-        cannot do."""
-        self._puller.verifier = verifier
-        self._dataset.notify_freed(self._puller.wake)
-        self._puller.start()
-
-    def expect(self, *, newest_version: int, seqs: int) -> None:
-        """From now on take groups that a policy up to `newest_version` sampled, with sequence numbers below `seqs`."""
-        limits = self._puller.limits
-        self._puller.limits = msgspec.structs.replace(limits, newest_version=newest_version, seqs=seqs)
-
-    def close(self) -> None:
-        """Stop; what is held stays in the data set."""
-        self._dataset.notify_freed(None)
-        self._puller.close()

@@ -42,6 +42,7 @@ GROUND = {
     "seqs",
     "stop_strings",
     "types",
+    "waits",
 }
 """What everything else stands on; "" is `streamrl` itself."""
 COMPONENTS = {"gserver", "rollout", "trainer"}

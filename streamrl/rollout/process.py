@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from streamrl.config import Config
-from streamrl.errors import ConfigError, DataError, first_error
+from streamrl.errors import ConfigError, DataError
 from streamrl.models import eos_token_ids, replays_routing
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
@@ -79,19 +79,7 @@ async def serve_until_over(
         await membership.join(patience=config.manager.join_timeout_seconds)
         at_exit.push_async_callback(membership.leave)
         joined = Joined(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
-        working = asyncio.create_task(work(joined), name=membership.name)
-        stop = asyncio.create_task(membership.stopping.wait(), name=f"end of {membership.name}")
-        try:
-            await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (working, stop):
-                task.cancel()
-            await asyncio.gather(working, stop, return_exceptions=True)
-        if not working.cancelled() and (error := working.exception()) is not None:
-            await membership.fail(error)
-            raise first_error(error)
-        if membership.lost is not None:
-            raise membership.lost
+        await membership.until_over(work(joined))
 
 
 async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -> tuple[GroupMaker, PromptSource]:

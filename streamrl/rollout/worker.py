@@ -23,6 +23,7 @@ from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
 from streamrl.transport.control import Admission, Admit, AskRoute, FailRun, Reject
 from streamrl.transport.push_pull import GroupPusher
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -142,18 +143,9 @@ class RolloutWorker:
 
     async def _start_until_asked_to_leave(self) -> bool:
         """Start groups; return True when the run is over, False when this worker is asked to leave it."""
-        asked = asyncio.create_task(self._membership.leaving.wait())
-        starting = asyncio.create_task(self._start_whenever_possible())
-        try:
-            await asyncio.wait((asked, starting), return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-            return starting.done()
-        finally:
-            # An admission that was given and not heard of is taken back by the manager when this worker has left.
-            for task in (asked, starting):
-                task.cancel()
-            await asyncio.gather(asked, starting, return_exceptions=True)
+        # An admission that was given and not heard of is taken back by the manager when this worker has left.
+        starting, _ = await first_of(self._start_whenever_possible(), self._membership.leaving.wait())
+        return not starting.cancelled()
 
     async def _start_whenever_possible(self) -> None:
         while (admissions := await self.admit(await self._room())) is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.records.progress import Progress
-from streamrl.trainer.redistributor import Step
+from streamrl.trainer.redistributor import Transfer
 from streamrl.types import SampleMeta
 
 # --- hooks ---
@@ -29,7 +29,7 @@ from streamrl.types import SampleMeta
 class DataTransfer(msgspec.Struct, frozen=True, tag=True):
     """Bring arrays to where the call needs them; the master adds this one by itself."""
 
-    plan: list[Step]
+    plan: list[Transfer]
 
 
 class ParamRealloc(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ will need; the plan brings every rank what it lacks. It travels inside requests,
 `DataManager` of each rank carries it out.
 
 Invariants (held by property tests): every wanted array reaches every rank that lacks it exactly
-once, nothing is sent to a rank that has it, and equal input gives an equal plan. The steps of a
+once, nothing is sent to a rank that has it, and equal input gives an equal plan. The transfers of a
 plan are independent: a source holds what it sends before the plan begins.
 """
 
@@ -15,7 +15,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -49,40 +49,12 @@ class ArrayFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
-class Broadcast(msgspec.Struct, frozen=True, tag=True):
+class Transfer(NamedTuple):
     """One rank sends the same arrays to one or several others."""
 
     source: int
     destinations: list[int]
     """Ascending."""
-    pieces: list[ArrayFacts]
-
-
-class Gather(msgspec.Struct, frozen=True, tag=True):
-    """One rank is fed by several others."""
-
-    destination: int
-    parts: list[tuple[int, list[ArrayFacts]]]
-    """Source, ascending, and what it sends."""
-
-
-class Scatter(msgspec.Struct, frozen=True, tag=True):
-    """One rank sends others different arrays."""
-
-    source: int
-    parts: list[tuple[int, list[ArrayFacts]]]
-    """Destination, ascending, and what it gets."""
-
-
-Step = Broadcast | Gather | Scatter
-Plan = list[Step]
-
-
-class Transfer(NamedTuple):
-    """What a step is made of: one source, the same arrays for each destination."""
-
-    source: int
-    destinations: list[int]
     pieces: list[ArrayFacts]
 
     def __str__(self) -> str:
@@ -93,6 +65,9 @@ class Transfer(NamedTuple):
             f"rank {self.source} sends {len(self.pieces)} arrays ({size} bytes, from seq {first.seq} {first.key} on) "
             f"to rank {destinations}"
         )
+
+
+Plan = list[Transfer]
 
 
 @lru_cache
@@ -107,24 +82,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return found
 
 
-def transfers(step: Step) -> list[Transfer]:
-    """Return the transfers of `step`, in its order."""
-    match step:
-        case Broadcast(source, destinations, pieces):
-            return [Transfer(source, destinations, pieces)]
-        case Gather(destination, parts):
-            return [Transfer(source, [destination], pieces) for source, pieces in parts]
-        case Scatter(source, parts):
-            return [Transfer(source, [destination], pieces) for destination, pieces in parts]
-
-
-def concerning(plan: Iterable[Step], rank: int) -> Plan:
-    """Return the steps that `rank` takes part in, in order: all of the plan that it needs to see."""
-    return [
-        step
-        for step in plan
-        if any(rank == transfer.source or rank in transfer.destinations for transfer in transfers(step))
-    ]
+def concerning(plan: Iterable[Transfer], rank: int) -> Plan:
+    """Return the transfers that `rank` takes part in, in order: all of the plan that it needs to see."""
+    return [transfer for transfer in plan if rank == transfer.source or rank in transfer.destinations]
 
 
 def redistribute(
@@ -173,39 +133,21 @@ def redistribute(
         source = min(sources, key=lambda rank: (loads[rank], rank))
         loads[source] += piece.nbytes * len(destinations)
         routes[source, destinations].append(piece)
-    return [*_point_to_point(routes), *_broadcasts(routes)]
+    return [Transfer(source, list(ranks), routes[source, ranks]) for source, ranks in _in_turns(routes)]
 
 
-def _point_to_point(routes: Mapping[tuple[int, tuple[int, ...]], list[ArrayFacts]]) -> Iterator[Step]:
-    """The routes with one destination, as few gathers and scatters: the busiest rank's first, again and again."""
-    pairs = {(source, ranks[0]): pieces for (source, ranks), pieces in routes.items() if len(ranks) == 1}
-    while pairs:
-        stars: dict[tuple[bool, int], list[int]] = defaultdict(list)
-        for source, destination in sorted(pairs):
-            stars[False, destination].append(source)
-            stars[True, source].append(destination)
-        sends, rank = min(stars, key=lambda star: (-len(stars[star]), star))
-        others = stars[sends, rank]
-        parts = [(other, pairs.pop((rank, other) if sends else (other, rank))) for other in others]
-        if len(parts) == 1:
-            other, pieces = parts[0]
-            source, destination = (rank, other) if sends else (other, rank)
-            yield Broadcast(source, [destination], pieces)
-        elif sends:
-            yield Scatter(rank, parts)
-        else:
-            yield Gather(rank, parts)
-
-
-def _broadcasts(routes: Mapping[tuple[int, tuple[int, ...]], list[ArrayFacts]]) -> Iterator[Broadcast]:
-    """The routes with several destinations; sources take turns, so that those apart may send at once."""
+def _in_turns(routes: Iterable[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return `routes` with those to one destination first, which are all sent at once; then sources take turns, so that
+    those apart may send at once."""
     turns: dict[int, int] = defaultdict(int)
     ordered = []
-    for source, destinations in sorted(route for route in routes if len(route[1]) > 1):
-        ordered.append((turns[source], source, destinations))
-        turns[source] += 1
-    for _, source, destinations in sorted(ordered):
-        yield Broadcast(source, list(destinations), routes[source, destinations])
+    for source, destinations in sorted(routes):
+        turn = 0
+        if len(destinations) > 1:
+            turns[source] += 1
+            turn = turns[source]
+        ordered.append((turn, source, destinations))
+    return [(source, destinations) for _, source, destinations in sorted(ordered)]
 
 
 def deal(costs: Mapping[int, int], *, ranks: int, home: Mapping[int, int] | None = None) -> list[list[int]]:

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,6 +22,7 @@ from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.credentials import CurveKeys, Shown, Verifier
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,20 @@ class Membership:
         """Register, waiting up to `patience` seconds for the manager, and start to beat."""
         interval = await self._register(patience)
         self._beating = essential.begin(self._beat(interval), name=f"heartbeat of {self.name}")
+
+    async def until_over(self, *works: Coroutine[Any, Any, Any]) -> None:
+        """Do `works` until the run is over, or one of them ends; the others are cancelled then.
+
+        Raises the loss of the manager, or what one of them raised, after the manager was told of it: that stops the
+        run.
+        """
+        try:
+            await first_of(self.stopping.wait(), *works)
+        except Exception as error:  # tolerance point: whatever ends the work is told, and raised
+            await self.fail(error)
+            raise first_error(error) from error
+        if self.lost is not None:
+            raise self.lost
 
     async def fail(self, error: BaseException) -> None:
         """Tell the manager that this process has to give up, which stops the run.

@@ -26,6 +26,7 @@ import heapq
 import logging
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import Protocol
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
 """How much a head receives, and for how long, before it sends acknowledgements and grants."""
+SILENT_RESENDS = 3
 REFUSED_AT_ONCE = 16
 """Groups refused at once to somebody who may not offer any; those beyond hear of it when they are offered again."""
 LONGEST_REASON = 1000
@@ -66,8 +68,8 @@ class SinkOutcome(Enum):
 class GroupSink(Protocol):
     """Where a `GroupPuller` puts groups; called from its thread."""
 
-    @property
-    def capacity_groups(self) -> int: ...
+    capacity_groups: int
+
     def __len__(self) -> int:
         """Groups stored now; only `offer` makes it grow."""
 
@@ -79,6 +81,9 @@ class GroupSink(Protocol):
 
     def count_refused(self) -> None:
         """A message broke the wire format."""
+
+    def notify_freed(self, listener: Callable[[], None] | None) -> None:
+        """Have `listener` called, in any thread, whenever places became free."""
 
 
 _NOW = int(zmq.NOBLOCK)
@@ -94,19 +99,19 @@ class GroupPuller:
         sink: GroupSink,
         *,
         host: str,
-        port: int,
+        port: int = 0,
         limits: codec.Limits,
-        silence_seconds: float,
+        resend_seconds: float = 10.0,
         announced: str = "",
         keys: CurveKeys | None = None,
     ) -> None:
-        """`announced`: the address that pushers are told, if it is another one than `host`; `keys`: the process's own,
-        if its connections are to be encrypted."""
-        self.verifier = Verifier("model_worker")
-        """Knows who sends; to be replaced, before `start`, by one that has the key."""
-        self.limits = limits
-        """May be replaced at any time, from any thread."""
+        """`port` 0: any free one. `limits`: groups beyond them are refused. `resend_seconds`: of the pushers; one
+        silent for `SILENT_RESENDS` times as long loses its credit. `announced`: the address that pushers are told, if
+        it is another one than `host`. `keys`: the process's own, if its connections are to be encrypted."""
+        self._verifier = Verifier("model_worker")
+        self._limits = limits
         self._sink = sink
+        silence_seconds = SILENT_RESENDS * resend_seconds
         self._book = CreditBook(capacity=sink.capacity_groups, silence_seconds=silence_seconds)
         self._replies: dict[bytes, Reply] = {}
         self._seldom = Seldom(log)
@@ -132,22 +137,31 @@ class GroupPuller:
         """Whether groups are being received."""
         return self._thread.is_alive()
 
-    def start(self) -> None:
+    def start(self, verifier: Verifier) -> None:
+        """Begin to receive from those whom `verifier` knows, in a thread without which the process cannot do."""
+        self._verifier = verifier
+        self._sink.notify_freed(self._wake)
         self._thread.start()
 
-    def wake(self) -> None:
-        """Places became free: look again who waits for one. May be called from any thread."""
-        with suppress(OSError):  # as many wake-ups as fit are on their way already, or it is closed
-            self._wake_sender.send(b"\0")
+    def expect(self, *, newest_version: int, seqs: int) -> None:
+        """From now on take groups that a policy up to `newest_version` sampled, with sequence numbers below `seqs`. May
+        be called from any thread."""
+        self._limits = msgspec.structs.replace(self._limits, newest_version=newest_version, seqs=seqs)
 
     def close(self) -> None:
         """Stop the thread and close the socket; groups not acknowledged stay with their pushers."""
+        self._sink.notify_freed(None)
         self._closing = True
         if self._thread.ident is None:
             self._release()
             return
-        self.wake()
+        self._wake()
         self._thread.join()
+
+    def _wake(self) -> None:
+        """Places became free, or it is to end: look again. May be called from any thread."""
+        with suppress(OSError):  # as many wake-ups as fit are on their way already, or it is closed
+            self._wake_sender.send(b"\0")
 
     def _run(self) -> None:
         try:
@@ -189,7 +203,7 @@ class GroupPuller:
             frames, excess, user = self._receive_frames()
             now = time.monotonic()
             try:
-                known = self.verifier.sender(sender, user=user)
+                known = self._verifier.sender(sender, user=user)
             except Stranger as stranger:
                 self._turn_away(sender, frames, str(stranger))
             else:
@@ -217,7 +231,7 @@ class GroupPuller:
         key of the connection; empty: it is not encrypted."""
         frames: list[memoryview] = []
         count = size = 0
-        largest = codec.MAX_HEADER_BYTES + self.limits.max_group_bytes
+        largest = codec.MAX_HEADER_BYTES + self._limits.max_group_bytes
         more, user = True, ""
         while more:
             frame = self._socket.recv(_NOW, copy=False)  # parts of a message arrive together
@@ -261,9 +275,9 @@ class GroupPuller:
             self._refuse(sender, UNREADABLE, f"{len(ask.permits)} permits for {len(ask.offered)} groups")
             return
         for seq, permit in zip(ask.offered, ask.permits, strict=True):
-            if not self.verifier.permits(known, seq, permit):
+            if not self._verifier.permits(known, seq, permit):
                 self._refuse(sender, seq, _not_leased(seq, known))
-            elif seq >= self.limits.seqs:
+            elif seq >= self._limits.seqs:
                 self._refuse_seq(sender, seq)
             elif self._sink.knows(seq):
                 reply.stored.append(seq)
@@ -273,7 +287,7 @@ class GroupPuller:
     def _handle_group(
         self, sender: bytes, known: Identity, header: codec.GroupHeader, frames: list[memoryview]
     ) -> None:
-        if not self.verifier.permits(known, header.seq, header.permit):
+        if not self._verifier.permits(known, header.seq, header.permit):
             self._refuse(sender, header.seq, _not_leased(header.seq, known))
             return
         if header.worker != known.name:
@@ -281,7 +295,7 @@ class GroupPuller:
             self._refuse(sender, header.seq, f"group {header.seq} of {header.worker[:40]!r} comes from {known.name}")
             return
         try:
-            group = codec.decode(header, frames, limits=self.limits, sender=_name(sender))
+            group = codec.decode(header, frames, limits=self._limits, sender=_name(sender))
         except Exception as error:  # tolerance point: see above
             self._book.withdraw(sender, header.seq)
             self._refuse(sender, header.seq, str(error) or type(error).__name__)
@@ -296,7 +310,7 @@ class GroupPuller:
 
     def _refuse_seq(self, sender: bytes, seq: int) -> None:
         try:
-            self.limits.check_seq(seq, where=f"group {seq} from {_name(sender)}")
+            self._limits.check_seq(seq, where=f"group {seq} from {_name(sender)}")
         except WireError as error:
             self._refuse(sender, seq, str(error))
 

@@ -17,9 +17,10 @@ from streamrl.config import Config, from_dict
 from streamrl.errors import DataError, RewardError, StreamRLError
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.worker import serve
-from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.stream_dataset import StreamDataset
 from streamrl.transport.codec import Limits
 from streamrl.transport.generation import GenerateReply, GenerateRequest
+from streamrl.transport.puller import GroupPuller
 from streamrl.types import NO_VERSION, SampleMeta
 from tests.credentials import verifier_of
 from tests.groups import held
@@ -58,8 +59,7 @@ class Trainer:
             for rank in range(2)
         ]
         self.ingresses = [
-            StreamIngress(dataset, host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20))
-            for dataset in self.datasets
+            GroupPuller(dataset, host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20)) for dataset in self.datasets
         ]
         for ingress in self.ingresses:
             ingress.start(verifier_of("model_worker"))

@@ -52,7 +52,6 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
-from streamrl.trainer.redistributor import transfers
 from streamrl.transport.control import Compared, EvaluationReports, ResyncNeeded, Scores
 from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored, ScoreGroups, name_on_channel
 from streamrl.types import NO_VERSION, TrajectoryGroup
@@ -314,14 +313,13 @@ class Workers:
         for call in calls.values():
             for hook in call.pre_hooks:
                 if isinstance(hook, DataTransfer):
-                    plan |= {repr(step): step for step in hook.plan}
-        for step in plan.values():
-            for transfer in transfers(step):
-                for piece in transfer.pieces:
-                    assert self._holds(transfer.source, piece.seq, piece.key)
-                    for destination in transfer.destinations:
-                        assert not self._holds(destination, piece.seq, piece.key)
-                        self._has[destination].add((piece.seq, piece.key))
+                    plan |= {repr(transfer): transfer for transfer in hook.plan}
+        for transfer in plan.values():
+            for piece in transfer.pieces:
+                assert self._holds(transfer.source, piece.seq, piece.key)
+                for destination in transfer.destinations:
+                    assert not self._holds(destination, piece.seq, piece.key)
+                    self._has[destination].add((piece.seq, piece.key))
         for worker, call in calls.items():
             for seq in _seqs(call):
                 for key in self._mfcs[name].inputs:

@@ -14,14 +14,11 @@ from streamrl.errors import TransferError
 from streamrl.trainer.redistributor import (
     HOME_TOLERANCE,
     ArrayFacts,
-    Broadcast,
-    Gather,
     Plan,
-    Scatter,
+    Transfer,
     concerning,
     deal,
     redistribute,
-    transfers,
 )
 from tests.trainer.transfers import Needs, needs, shuffled
 
@@ -47,14 +44,13 @@ def needs_of(*entries):
 @given(needs())
 def test_every_rank_gets_what_it_lacks_once_and_nothing_else(found):
     delivered = Counter()
-    for step in plan_of(found):
-        for transfer in transfers(step):
-            assert transfer.pieces
-            assert transfer.destinations == sorted(set(transfer.destinations))
-            assert transfer.source not in transfer.destinations
-            for sent in transfer.pieces:
-                assert transfer.source in found.holders[sent.seq, sent.key]
-                delivered.update((sent, destination) for destination in transfer.destinations)
+    for transfer in plan_of(found):
+        assert transfer.pieces
+        assert transfer.destinations == sorted(set(transfer.destinations))
+        assert transfer.source not in transfer.destinations
+        for sent in transfer.pieces:
+            assert transfer.source in found.holders[sent.seq, sent.key]
+            delivered.update((sent, destination) for destination in transfer.destinations)
     lacking = Counter(
         (described, rank)
         for described in found.pieces
@@ -69,11 +65,10 @@ def test_executed_on_stores_every_rank_holds_what_it_wants(found):
     for described in found.pieces:
         for rank in found.holders[described.seq, described.key]:
             stores[rank][described] = f"bytes of {described}"
-    for step in plan_of(found):
-        for source, destinations, pieces in transfers(step):
-            for sent in pieces:
-                for destination in destinations:
-                    stores[destination][sent] = stores[source][sent]
+    for source, destinations, pieces in plan_of(found):
+        for sent in pieces:
+            for destination in destinations:
+                stores[destination][sent] = stores[source][sent]
     for described in found.pieces:
         for rank in found.wanted[described.seq, described.key]:
             assert stores[rank][described] == f"bytes of {described}"
@@ -89,28 +84,23 @@ def test_a_plan_depends_on_no_order_of_mappings_and_survives_the_wire(found, see
 
 
 @given(needs())
-def test_transfers_are_merged(found):
-    plan = plan_of(found)
-    routes = [(source, tuple(destinations)) for step in plan for source, destinations, _ in transfers(step)]
+def test_what_goes_the_same_way_goes_together_and_sources_take_turns(found):
+    routes = [(source, tuple(destinations)) for source, destinations, _ in plan_of(found)]
     assert len(routes) == len(set(routes))
-    singles = [step for step in plan if isinstance(step, Broadcast) and len(step.destinations) == 1]
-    for one, other in itertools.combinations(singles, 2):
-        assert one.source != other.source
-        assert one.destinations != other.destinations
-    for step in plan:
-        if isinstance(step, Gather | Scatter):
-            assert len(step.parts) > 1
-            assert [rank for rank, _ in step.parts] == sorted({rank for rank, _ in step.parts})
+    several = [len(destinations) > 1 for _, destinations in routes]
+    assert several == sorted(several), "what is sent to one rank alone comes first"
+    sources = [source for source, destinations in routes if len(destinations) > 1]
+    turns = [sources[:place].count(source) for place, source in enumerate(sources)]
+    assert turns == sorted(turns)
 
 
 @given(needs(), st.integers(0, 4))
-def test_a_rank_sees_exactly_the_steps_that_concern_it(found, rank):
+def test_a_rank_sees_exactly_the_transfers_that_concern_it(found, rank):
     plan = plan_of(found)
     mine = concerning(plan, rank)
-    assert [step for step in plan if step in mine] == mine
-    for step in plan:
-        concerned = any(rank in (source, *destinations) for source, destinations, _ in transfers(step))
-        assert concerned == (step in mine)
+    assert [transfer for transfer in plan if transfer in mine] == mine
+    for transfer in plan:
+        assert (rank in (transfer.source, *transfer.destinations)) == (transfer in mine)
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(2, 4))
@@ -118,30 +108,25 @@ def test_holders_of_the_same_arrays_share_the_load(lengths, sources):
     holders = range(sources)
     found = needs_of(*((piece(seq, length=length), holders, [9]) for seq, length in enumerate(lengths)))
     loads = dict.fromkeys(holders, 0)
-    for step in plan_of(found):
-        for source, _, pieces in transfers(step):
-            loads[source] += sum(sent.nbytes for sent in pieces)
+    for source, _, pieces in plan_of(found):
+        loads[source] += sum(sent.nbytes for sent in pieces)
     assert max(loads.values()) - min(loads.values()) <= 4 * max(lengths)
 
 
-def test_steps_take_the_form_that_the_routes_have():
+def test_plans_of_a_few_arrays():
     assert plan_of(needs_of((piece(0), [0], [0, 2, 1]), (piece(1), [0], [1, 2]))) == [
-        Broadcast(0, [1, 2], [piece(0), piece(1)])
+        Transfer(0, [1, 2], [piece(0), piece(1)])
     ]
     assert plan_of(needs_of((piece(0), [0], [2]), (piece(1), [1], [2]))) == [
-        Gather(2, [(0, [piece(0)]), (1, [piece(1)])])
+        Transfer(0, [2], [piece(0)]),
+        Transfer(1, [2], [piece(1)]),
     ]
     assert plan_of(needs_of((piece(0), [0], [1]), (piece(1), [0], [2]))) == [
-        Scatter(0, [(1, [piece(0)]), (2, [piece(1)])])
+        Transfer(0, [1], [piece(0)]),
+        Transfer(0, [2], [piece(1)]),
     ]
-    assert plan_of(needs_of((piece(0), [3], [3, 1]))) == [Broadcast(3, [1], [piece(0)])]
+    assert plan_of(needs_of((piece(0), [3], [3, 1]))) == [Transfer(3, [1], [piece(0)])]
     assert plan_of(needs_of((piece(0), [0, 1], [1]), (piece(1), [2], []))) == []
-
-
-def test_all_to_all_is_one_gather_for_each_rank():
-    everyone = range(4)
-    found = needs_of(*((piece(4 * a + b), [a], [b]) for a in everyone for b in everyone))
-    assert [(type(step), len(transfers(step))) for step in plan_of(found)] == [(Gather, 3)] * 4
 
 
 @pytest.mark.parametrize(

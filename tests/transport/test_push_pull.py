@@ -19,10 +19,11 @@ import pytest
 import zmq
 
 from streamrl.errors import PeerLost, WireError
-from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
 from streamrl.transport.control import Peer
 from streamrl.transport.credentials import CurveKeys, Doorkeeper, Shown
+from streamrl.transport.puller import GroupPuller
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
 from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
@@ -43,21 +44,21 @@ class Head:
         self._keep = keep
         self._closed = False
         self.dataset = StreamDataset(rank=0, capacity_groups=capacity, on_stored=self._on_stored)
-        self.ingress = StreamIngress(
+        self.puller = GroupPuller(
             self.dataset,
             host="127.0.0.1",
             limits=codec.Limits(max_group_bytes=LIMIT, vocab_size=1000),
             resend_seconds=resend,
             port=port,
         )
-        self.ingress.start(verifier_of("model_worker"))
+        self.puller.start(verifier_of("model_worker"))
 
     def close(self) -> None:
         """Once or more; it must have lived until then."""
         if not self._closed:
             self._closed = True
-            running = self.ingress.running
-            self.ingress.close()
+            running = self.puller.running
+            self.puller.close()
             assert running, "the ingress has failed"
 
     def _on_stored(self, meta: SampleMeta) -> None:
@@ -79,7 +80,7 @@ class Head:
 
     @property
     def port(self) -> int:
-        return int(self.ingress.endpoint.rpartition(":")[2])
+        return int(self.puller.endpoint.rpartition(":")[2])
 
 
 @contextmanager
@@ -105,7 +106,7 @@ async def head_again(closed: Head, *, resend: float) -> AbstractContextManager[H
 async def pusher_to(
     *heads: Head, worker: str = "rollout/0", resend: float = 10.0, warn: float = 30.0
 ) -> AsyncIterator[LeasedPusher]:
-    endpoints = [opened.ingress.endpoint for opened in heads]
+    endpoints = [opened.puller.endpoint for opened in heads]
     pusher = LeasedPusher(
         worker=worker, endpoints=endpoints, max_group_bytes=LIMIT, resend_seconds=resend, warn_seconds=warn
     )
@@ -121,7 +122,7 @@ def raw_peer(opened: Head) -> Iterator[zmq.Socket[bytes]]:
         peer.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker').credential} raw".encode())
         peer.set(zmq.LINGER, 0)
         peer.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        peer.connect(opened.ingress.endpoint)
+        peer.connect(opened.puller.endpoint)
         yield peer
 
 
@@ -314,7 +315,7 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
     """And what is beyond it is not kept while the rest is read."""
     kept: list[int] = []
     with head() as opened, raw_peer(opened) as peer:
-        puller = opened.ingress._puller
+        puller = opened.puller
         handle = puller._handle
         monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[2])), handle(*message)])
         (refusal,) = reply_to(peer, HEADER, *[bytes(size)] * frames).refused
@@ -327,7 +328,7 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
 
 async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() -> None:
     with head(capacity=1) as opened, raw_peer(opened) as peer:
-        opened.ingress.expect(newest_version=4, seqs=100)
+        opened.puller.expect(newest_version=4, seqs=100)
         forged = [make_group(10**12), make_group(100), make_group(7, version=10**6)]
         for group in forged:
             (refusal,) = reply_to(peer, *frames_of(group)).refused
@@ -336,7 +337,7 @@ async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() ->
         asked = reply_to(peer, ask(100, 10**12))
         assert [refusal.seq for refusal in asked.refused] == [100, 10**12]
         assert (asked.send, asked.taken) == ([], 0)
-        opened.ingress.expect(newest_version=5, seqs=101)
+        opened.puller.expect(newest_version=5, seqs=101)
         assert reply_to(peer, *frames_of(make_group(100, version=5))).stored == [100]
 
 
@@ -347,7 +348,7 @@ async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
                 stranger.sendall(words)
         with zmq.Context.instance().socket(zmq.REQ) as stranger, raw_peer(opened) as greedy:
             stranger.set(zmq.LINGER, 0)
-            stranger.connect(opened.ingress.endpoint)
+            stranger.connect(opened.puller.endpoint)
             stranger.send(b"hello?")
             greedy.send(bytes(2 * LIMIT))  # over the limit of a frame: the connection is cut
             async with pusher_to(opened) as pusher:
@@ -405,7 +406,7 @@ async def test_credit_of_a_silent_sender_goes_to_others() -> None:
 async def test_every_group_arrives_once_though_answers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(1)
     with head(capacity=8, resend=0.05, keep=False) as opened:
-        puller = opened.ingress._puller
+        puller = opened.puller
         answer = puller._send_replies
 
         def lose_some() -> None:
@@ -455,7 +456,7 @@ asyncio.run(main())
 
 async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -> None:
     with head(capacity=8, resend=0.1) as opened:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", PUSH_FOR_EVER, opened.ingress.endpoint)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", PUSH_FOR_EVER, opened.puller.endpoint)
         try:
             await opened.wait_for(lambda: len(opened.stored) == 8)
             for _ in range(5):
@@ -502,7 +503,7 @@ async def test_a_group_from_nowhere_is_refused_by_name(
             stray.set(zmq.ROUTING_ID, routing_id)
         stray.set(zmq.LINGER, 0)
         stray.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        stray.connect(opened.ingress.endpoint)
+        stray.connect(opened.puller.endpoint)
         (refusal,) = reply_to(stray, HEADER, TOGETHER).refused
         assert refusal.seq == 1
         assert says in refusal.reason
@@ -534,7 +535,7 @@ async def test_who_was_replaced_is_not_heard_any_more() -> None:
         second.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker', number=2).credential} raw".encode())
         second.set(zmq.LINGER, 0)
         second.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        second.connect(opened.ingress.endpoint)
+        second.connect(opened.puller.endpoint)
         assert reply_to(second, *frames_of(make_group(1))).stored == [1]
         (refusal,) = reply_to(first, *frames_of(make_group(2))).refused
         assert "a process that was rollout/0: another one has taken its place" in refusal.reason
@@ -552,7 +553,7 @@ async def test_encrypted_streams_take_members_alone_and_know_them_by_their_keys(
     doorkeeper.start()
     dataset = StreamDataset(rank=0, capacity_groups=9)
     limits = codec.Limits(max_group_bytes=LIMIT, vocab_size=1000)
-    ingress = StreamIngress(dataset, host="127.0.0.1", limits=limits, keys=heads)
+    ingress = GroupPuller(dataset, host="127.0.0.1", limits=limits, keys=heads)
     ingress.start(verifier_of("model_worker", encrypted=True))
     peer = peer_at(ingress.endpoint, curve_key=heads.public)
     try:

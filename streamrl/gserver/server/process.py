@@ -76,32 +76,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             await membership.join(patience=config.manager.join_timeout_seconds)
             try:
                 log.info("%s serves %s with the %s engine at %s", membership.name, model_dir, engine.name, url)
-                await _until_over(membership, engine)
-                if membership.lost is not None:
-                    raise membership.lost
+                await membership.until_over(engine.failed(), membership.leaving.wait())
             finally:
                 await membership.leave()
     finally:
         await client.close()
-
-
-async def _until_over(membership: Membership, engine: Served) -> None:
-    """Wait for the end of the run, or to be asked to leave it; an engine that fails before it is told to the manager,
-    and ends this process."""
-    stopping = asyncio.create_task(membership.stopping.wait())
-    leaving = asyncio.create_task(membership.leaving.wait())
-    failed = asyncio.create_task(engine.failed())
-    try:
-        await asyncio.wait((stopping, leaving, failed), return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            error = failed.exception()
-            if error is not None:
-                await membership.fail(error)
-                raise error
-    finally:
-        for task in (stopping, leaving, failed):
-            task.cancel()
-        await asyncio.gather(stopping, leaving, failed, return_exceptions=True)
 
 
 @asynccontextmanager

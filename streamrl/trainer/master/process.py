@@ -51,6 +51,7 @@ from streamrl.transport.request_reply import RequestChannel, Requests
 from streamrl.transport.secret import encrypts
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER, name_on_channel, number_on_channel
 from streamrl.types import SampleMeta
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -103,25 +104,19 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         await membership.join(patience=config.manager.join_timeout_seconds)
         channel.admit(membership.verifier())
         stack.push_async_callback(membership.leave)
-        training = asyncio.create_task(master.run(), name="training")
-        stopping = asyncio.create_task(membership.stopping.wait(), name="stop")
         try:
-            await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
-            finished = training.done()
-            if finished:
+            training, _ = await first_of(master.run(), membership.stopping.wait())
+            if not training.cancelled():
                 reason = training.result() + await master.finish()
                 await client.finish_run(FinishRun(reason=reason))
         except BaseException as error:  # others wait for the master: whatever ends it is told at once
             await _say_goodbye(membership, error)
             raise
         finally:
-            for task in (training, stopping):
-                task.cancel()
-            await asyncio.gather(training, stopping, return_exceptions=True)
             await master.write_final()
         if membership.lost:
             raise membership.lost
-        if not finished:
+        if training.cancelled():
             raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
 
 

@@ -26,6 +26,7 @@ from streamrl.transport.synchronous import (
     RolloutCall,
     ScoreGroups,
 )
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class SynchronousGeneration:
         spans: list[Span] = []
         while not formed.is_set():
             if len(self._groups) >= groups:  # the master is about to form the batch, or to drop what is too old for it
-                await _first(formed.wait(), self._groups.until(lambda: len(self._groups) < groups))
+                await first_of(formed.wait(), self._groups.until(lambda: len(self._groups) < groups))
             else:
                 await self._round(groups, spans, formed)
         return spans
@@ -67,7 +68,7 @@ class SynchronousGeneration:
             if self._scores:
                 spans.append(Span("rew_inf", middle, time.time()))
             heard = self._groups.until(lambda: all(seq in self._groups for seq in stored))
-            await _first(formed.wait(), heard, timeout=NEWS_SECONDS)
+            await first_of(formed.wait(), heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
         """Wait until what is held and what waits to be scored make a batch; return which are to be scored where."""
@@ -105,7 +106,7 @@ class SynchronousGeneration:
             share = short * (i + 1) // len(living) - short * i // len(living)
             if count := share + len(waiting.get(worker, ())):
                 asking.append(ask(worker, count))
-        await _first(_all(asking), self._groups.until(lambda: lacking() <= 0 or len(self._groups) > held))
+        await first_of(_all(asking), self._groups.until(lambda: lacking() <= 0 or len(self._groups) > held))
 
     async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
         """Have groups scored that wait at a worker; return which are stored, as far as workers lived to tell."""
@@ -131,17 +132,3 @@ async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for work in works:
             tasks.create_task(work)
-
-
-async def _first(*works: Coroutine[None, None, object], timeout: float | None = None) -> None:
-    """Until one of `works` is done, or for `timeout` seconds; the others are cancelled. Raises what they raise."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-    for end in ends:
-        if isinstance(end, Exception):
-            raise end

@@ -6,10 +6,11 @@ else is in the `ArrayStore`, by sequence number and key, until the group is disc
 threads; arrays are not copied.
 
 `DataManager` carries out the Redistributor's plans, and owns the process groups over which arrays travel. All ranks
-that a step concerns execute it, with the same steps before it; other ranks need not even see it. That keeps ranks from
-waiting for each other in a circle: first every rank posts all its sends and receives of the plan at once, then the
-broadcasts follow one by one in the order of the plan. All arrays of one transfer travel as one buffer of bytes. Arrays
-that arrive are read-only views into it, so its memory is free again once the last of them has been discarded.
+that a transfer concerns carry it out, after the same others; the rest of the ranks need not even see it. That keeps
+ranks from waiting for each other in a circle: first every rank posts all its sends and receives of the plan at once,
+then the broadcasts follow one by one in the order of the plan. All arrays of one transfer travel as one buffer of
+bytes. Arrays that arrive are read-only views into it, so its memory is free again once the last of them has been
+discarded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
-from streamrl.trainer.redistributor import ArrayFacts, Plan, Transfer, concerning, numpy_dtype, transfers
+from streamrl.trainer.redistributor import ArrayFacts, Plan, Transfer, concerning, numpy_dtype
 from streamrl.transport.collective import destroy_group, form_group, join_store
 from streamrl.types import NO_VERSION, TrajectoryGroup
 
@@ -143,8 +144,7 @@ class DataManager:
         Raises `TransferError` when an array is missing, or is not as described, or when a peer is
         late or gone; then nothing of the transfer in question was put into the store.
         """
-        mine = [transfer for step in concerning(plan, self.rank) for transfer in transfers(step)]
-        concerned = [t for t in mine if self.rank == t.source or self.rank in t.destinations]
+        concerned = concerning(plan, self.rank)
         self._exchange([t for t in concerned if len(t.destinations) == 1], store)
         for transfer in concerned:
             if len(transfer.destinations) > 1:
@@ -372,12 +372,11 @@ class WorkerData:
         """Send and receive what `plan` says of this worker; raises `TransferError` when a peer is late or gone."""
         if self.manager is None:
             return
-        for step in concerning(plan, self._rank):
-            for transfer in transfers(step):
-                if transfer.source == self._rank:
-                    for piece in transfer.pieces:
-                        if not self._store.has(piece.seq, piece.key):
-                            self._stage(piece.seq, piece.key)
+        for transfer in plan:
+            if transfer.source == self._rank:
+                for piece in transfer.pieces:
+                    if not self._store.has(piece.seq, piece.key):
+                        self._stage(piece.seq, piece.key)
         self.manager.execute(plan, self._store)
 
     def discard(self, seqs: Iterable[int], *, come_again: bool) -> None:

@@ -31,7 +31,7 @@ from streamrl.device import compute_repeatably, compute_with, resolve_device, re
 from streamrl.errors import TrainingError
 from streamrl.models import routing_of, vocab_size, weights_fingerprint
 from streamrl.records import progress
-from streamrl.stream_dataset import StreamDataset, StreamIngress
+from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
     BeingScored,
@@ -70,6 +70,7 @@ from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.group_sockets import closed_after_forming
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
+from streamrl.transport.puller import GroupPuller
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.transport.secret import encrypts
 from streamrl.types import SampleMeta
@@ -112,8 +113,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 listening=listening,
                 keys=keys if encrypted else None,
             )
-            stack.callback(door.ingress.close)
-            address = door.ingress.endpoint
+            stack.callback(door.puller.close)
+            address = door.puller.endpoint
             if encrypted:
                 doorkeeper = Doorkeeper(zmq.Context.instance(), client.is_member)
                 doorkeeper.start()
@@ -135,7 +136,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         )
         await membership.join(patience=config.manager.join_timeout_seconds)
         if door is not None:
-            door.ingress.start(membership.verifier())
+            door.puller.start(membership.verifier())
         stack.push_async_callback(membership.leave)
         masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
         channel: ReplyChannel[Call] = ReplyChannel(
@@ -143,21 +144,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         )
         stack.push_async_callback(channel.close)
         stack.push_async_callback(worker.close)
-        tasks = [
-            asyncio.create_task(worker.work(channel), name="calls"),
-            asyncio.create_task(arrivals.report(channel), name="arrivals"),
-            asyncio.create_task(membership.stopping.wait(), name="stop"),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if membership.lost:
-            raise membership.lost
+        await membership.until_over(worker.work(channel), arrivals.report(channel))
 
 
 class Door:
@@ -182,7 +169,7 @@ class Door:
         routes, experts = routing_of(model_dir) or (0, 0)
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
-        self.ingress = StreamIngress(
+        self.puller = GroupPuller(
             dataset,
             host=listening.at,
             announced=listening.announced,
@@ -202,7 +189,7 @@ class Door:
     def open_for(self, policy_version: int) -> None:
         """Take what policies up to `policy_version` have sampled."""
         seqs = (1 + GIVEN_UP) * (policy_version + self._ahead) * self._groups_per_batch
-        self.ingress.expect(newest_version=policy_version, seqs=seqs)
+        self.puller.expect(newest_version=policy_version, seqs=seqs)
 
 
 class _Arrivals:

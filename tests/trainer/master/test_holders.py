@@ -12,7 +12,6 @@ from streamrl.errors import TransferError
 from streamrl.trainer.graph import SEQUENCE_KEYS, STREAM_KEYS, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.groups import GroupTable
-from streamrl.trainer.redistributor import transfers
 from tests.trainer.master.test_groups import make_meta
 
 LAYOUTS = [Layout(data=4), Layout(data=2, context=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
@@ -22,8 +21,7 @@ def sent(plan):
     """(seq, key, destination) → how often it is sent."""
     return Counter(
         (piece.seq, piece.key, destination)
-        for step in plan
-        for transfer in transfers(step)
+        for transfer in plan
         for piece in transfer.pieces
         for destination in transfer.destinations
     )

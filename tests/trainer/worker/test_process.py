@@ -74,9 +74,9 @@ async def test_the_door_knows_the_run(tmp_path):
     worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=door, client=None)
     step = TrainStep("actor_train", policy_version=0, oldest_version=0, minibatches=[MinibatchShare([], 0, 0)])
     channel = Withdrawing(step)
-    door.ingress.start(verifier_of("model_worker"))
+    door.puller.start(verifier_of("model_worker"))
     pusher = LeasedPusher(
-        worker="rollout/3", endpoints=[door.ingress.endpoint], max_group_bytes=1 << 20, resend_seconds=10
+        worker="rollout/3", endpoints=[door.puller.endpoint], max_group_bytes=1 << 20, resend_seconds=10
     )
 
     def group(seq, **changes):
@@ -107,5 +107,5 @@ async def test_the_door_knows_the_run(tmp_path):
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     await pusher.close()
-    door.ingress.close()
+    door.puller.close()
     await worker.close()

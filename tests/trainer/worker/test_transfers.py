@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.errors import TransferError
-from streamrl.trainer.redistributor import ArrayFacts, Broadcast, Gather, concerning, redistribute
+from streamrl.trainer.redistributor import ArrayFacts, Transfer, concerning, redistribute
 from streamrl.trainer.worker.data import ArrayStore, DataManager, layout, pack
 from streamrl.transport.collective import open_store
 from tests.forked import Forked
@@ -77,7 +77,7 @@ def carry_out_random_plans(rank, port, answers):
     store = ArrayStore()
     if rank in (0, 2):
         store.put(LARGE.seq, LARGE.key, make_array(LARGE))
-    manager.execute([Broadcast(2, [1], [LARGE]), Broadcast(0, [3], [LARGE])], store)
+    manager.execute([Transfer(2, [1], [LARGE]), Transfer(0, [3], [LARGE])], store)
     if not np.array_equal(store.get(LARGE.seq, LARGE.key), make_array(LARGE)):
         wrong.append("the large array differs")
     manager.close()
@@ -102,7 +102,7 @@ def lose_peers(rank, port, answers):
     for piece in (LARGE, ABSENT):
         if rank != 0:
             store.put(piece.seq, piece.key, make_array(piece))
-    gather = [Gather(0, [(1, [LARGE]), (2, [ABSENT])])]
+    gather = [Transfer(1, [0], [LARGE]), Transfer(2, [0], [ABSENT])]
     if rank == 3:
         answers.send((rank, {}))
         return
@@ -110,16 +110,14 @@ def lose_peers(rank, port, answers):
     if rank == 0:
         found["late"] = failure(lambda: manager.execute(gather, store))
         found["held"] = (store.has(LARGE.seq, LARGE.key), 0.0)
-        found["gone"] = failure(lambda: other.execute([Broadcast(3, [0, 1], [ABSENT])], store))
+        found["gone"] = failure(lambda: other.execute([Transfer(3, [0, 1], [ABSENT])], store))
     elif rank == 1:
         manager.execute(gather, store)
-        found["gone"] = failure(lambda: other.execute([Broadcast(3, [0, 1], [ABSENT])], store))
+        found["gone"] = failure(lambda: other.execute([Transfer(3, [0, 1], [ABSENT])], store))
     else:
-        found["missing"] = failure(
-            lambda: other.execute([Broadcast(2, [3], [ArrayFacts(9, "x", "bool", (1,))])], store)
-        )
+        found["missing"] = failure(lambda: other.execute([Transfer(2, [3], [ArrayFacts(9, "x", "bool", (1,))])], store))
         wrong = ArrayFacts(ABSENT.seq, ABSENT.key, "float32", (5,))
-        found["differs"] = failure(lambda: other.execute([Broadcast(2, [3], [wrong])], store))
+        found["differs"] = failure(lambda: other.execute([Transfer(2, [3], [wrong])], store))
         time.sleep(2 * SHORT)
     manager.close()
     other.close()

@@ -1,0 +1,24 @@
+"""Several things at once, until the first of them has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> list[asyncio.Task[Any]]:
+    """Do `works` beside each other until one of them ends, or for `timeout` seconds; then cancel the others.
+
+    Return their tasks, in the same order, all of which have ended. Raises what the first one to end raised.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+    return tasks

@@ -53,7 +53,7 @@ from fuzz_taps import Taps  # noqa: E402
 
 from streamrl import config as configuration  # noqa: E402
 from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
-from streamrl.gserver.manager.http import BODIES  # noqa: E402
+from streamrl.gserver.manager.http import POSTS  # noqa: E402
 from streamrl.machine import machine_identity  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.pipe import Score  # noqa: E402
@@ -426,9 +426,10 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
     gets = [call.removeprefix("GET ") for call in ALLOWED if call.startswith("GET")]
     agents: dict[str, Any] = {path: dict[str, Any] for path in PROTOCOLS} | {"/score": Score, "/episodes": None}
     agents |= {f"/episodes/{name}{path}": body for name in ("0-0", "..", "%00") for path, body in agents.items()}
+    bodies = {path: post.body for path, post in POSTS.items()}
     asks = hostile.examples(hostile.values_of(Ask), count=count // 2, begin=1)
     return {
-        "manager": Requests(requests_of(BODIES, [*gets, "/health"], count=count, begin=2), taps.requests("manager")),
+        "manager": Requests(requests_of(bodies, [*gets, "/health"], count=count, begin=2), taps.requests("manager")),
         "gserver": Requests(
             requests_of(GSERVER_BODIES, ["/health", "/model_info", "/server_info"], count=count, begin=3),
             taps.requests("gserver"),

@@ -61,10 +61,12 @@ class WireError(StreamRLError):
 class PeerError(StreamRLError):
     """Another process answered with an error."""
 
-    status: int = 0
-    """The HTTP status of the answer; 0 if there was none."""
-    retry_seconds: float = 0.0
-    """After so long the answer may be another one, if nothing happens before; 0: nothing is known of that."""
+    def __init__(self, message: str, *, status: int = 0, retry_seconds: float = 0.0) -> None:
+        """`status`: HTTP's, of the answer; 0 if there was none. `retry_seconds`: after so long the answer may be
+        another one, if nothing happens before; 0: nothing is known of that."""
+        super().__init__(message)
+        self.status = status
+        self.retry_seconds = retry_seconds
 
 
 class PeerLost(PeerError):
@@ -73,6 +75,10 @@ class PeerLost(PeerError):
 
 class NotOfRun(PeerLost):
     """Another server answers there, or one with another secret: it has no certificate of the run's."""
+
+
+class Refused(StreamRLError):
+    """A gserver cannot do this now, or not with these values; nothing has changed there."""
 
 
 class ProcessDied(StreamRLError):

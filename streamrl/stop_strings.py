@@ -1,6 +1,7 @@
 """Strings that end a response, looked for as its tokens come.
 
-The embedded engine does so in what it samples, and the rollout worker where it puts a response together.
+The embedded engine does so in what it samples, and the rollout worker where it puts a response together. Whoever shows
+a text that grows keeps back what may be the beginning of one.
 """
 
 from __future__ import annotations
@@ -33,3 +34,13 @@ class StopStrings:
             return None
         tail = self._decode(list(tokens[-self.reach :]))
         return next((string for string in self._strings if string in tail), None)
+
+
+def without_begun(text: str, *words: str) -> str:
+    """Return `text` without the end that may be the beginning of one of `words`."""
+    return text[: len(text) - max((_begun(text, word) for word in words), default=0)]
+
+
+def _begun(text: str, word: str) -> int:
+    """Return how many characters at the end of `text` may be the beginning of `word`."""
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)

@@ -19,8 +19,9 @@ import torch
 
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import PACE_SIGMA, SimulationConfig
-from streamrl.gserver.server.engine import Job, Output, QueueFull, Refused, ServedWeights, Ticket
-from streamrl.gserver.server.receiver import ReceivingEngine, WeightReceiver
+from streamrl.errors import Refused
+from streamrl.gserver.server.engine import Job, Output, QueueFull, ServedWeights, Ticket
+from streamrl.gserver.server.receiver import WeightReceiver
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     FinishReason,
@@ -71,7 +72,7 @@ class _Simulated:
         self.versions.append((version, self.produced))
 
 
-class SimulatedEngine(ReceivingEngine):
+class SimulatedEngine:
     """See the module; everything happens on the event loop."""
 
     name = "simulated"
@@ -100,7 +101,7 @@ class SimulatedEngine(ReceivingEngine):
         self._running: dict[str, _Simulated] = {}
         self._waiting: deque[_Simulated] = deque()
         self._paused_at: float | None = None
-        self._receiver = WeightReceiver(expected=None, aside=None, device=torch.device("cpu"), timeout=update_timeout)
+        self.receiver = WeightReceiver(expected=None, aside=None, device=torch.device("cpu"), timeout=update_timeout)
         self._counted_until = time.monotonic()
         self._totals = dict.fromkeys(
             ("tokens_generated", "prompt_tokens", "busy_seconds", "slot_seconds", "requests", "weight_updates"), 0.0
@@ -118,7 +119,7 @@ class SimulatedEngine(ReceivingEngine):
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        await self._receiver.close()
+        await self.receiver.close()
         for request in [*self._running.values(), *self._waiting]:
             self._stop_timer(request)
             request.ticket.fail("the gserver is stopping")
@@ -180,7 +181,7 @@ class SimulatedEngine(ReceivingEngine):
             )
 
     async def end_update(self) -> str:
-        staged = await self._receiver.take()
+        staged = await self.receiver.take()
         if staged.abort_all_requests:
             await self.abort_all()
         if staged.version is not None:
@@ -189,8 +190,8 @@ class SimulatedEngine(ReceivingEngine):
         return "a simulated engine has no weights to swap"
 
     async def load(self, folder: Path, version: str | None) -> str:
-        if self._receiver.begun:
-            await self._receiver.load(folder, version)
+        if self.receiver.begun:
+            await self.receiver.load(folder, version)
             return "a simulated engine has no weights to load"
         if version is not None:
             await self.set_version(version)

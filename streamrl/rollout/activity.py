@@ -8,14 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
+from streamrl.transport.seldom import Seldom
+
 log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 64
 """Groups over which the mean reward goes."""
 MOST_METRICS = 64
 """Names of agents' own figures."""
-REASONS_PER_INTERVAL = 5
-REASON_INTERVAL_SECONDS = 10.0
 
 GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, PUSHING = STAGES = (
     "generation",
@@ -59,7 +59,7 @@ class Activity:
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
-        self._reasons = _ReasonLog()
+        self._reasons = Seldom(log)
 
     def on_wait(self, show: Callable[[str], None]) -> None:
         """Call `show` now, and whenever what the process waits for changes."""
@@ -161,7 +161,7 @@ class Activity:
 
     def log_reason(self, what: str, reason: BaseException) -> None:
         """Log `what` happened and why, unless the log has had enough of these for now."""
-        self._reasons.log(what, reason)
+        self._reasons.warning("%s: %s: %s", what, type(reason).__name__, reason)
 
     def episode_ended(
         self,
@@ -219,24 +219,3 @@ class Activity:
             self._waiting_for = waiting_for
             if self._on_wait is not None:
                 self._on_wait(waiting_for)
-
-
-class _ReasonLog:
-    """Warnings, at most `REASONS_PER_INTERVAL` in an interval; the rest is counted."""
-
-    def __init__(self) -> None:
-        self._started = 0.0
-        self._written = 0
-        self._silenced = 0
-
-    def log(self, what: str, reason: BaseException) -> None:
-        now = time.monotonic()
-        if now - self._started >= REASON_INTERVAL_SECONDS:
-            if self._silenced:
-                log.warning("%d more like those before", self._silenced)
-            self._started, self._written, self._silenced = now, 0, 0
-        if self._written >= REASONS_PER_INTERVAL:
-            self._silenced += 1
-            return
-        self._written += 1
-        log.warning("%s: %s: %s", what, type(reason).__name__, reason)

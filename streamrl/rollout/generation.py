@@ -425,9 +425,7 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
     if finish is None:
         raise WireError(f"{peer}: an answer without finish_reason")
     if finish.type == "abort" and finish.status_code is not None and 400 <= finish.status_code < 500:
-        refusal = PeerError(f"{peer} refused the request: {finish.message}")
-        refusal.status = finish.status_code
-        raise refusal
+        raise PeerError(f"{peer} refused the request: {finish.message}", status=finish.status_code)
     if finish.type != "abort" and tokens == 0:
         raise WireError(f"{peer}: a finished answer ({finish.type}) without a single token")
     if tokens > budget:

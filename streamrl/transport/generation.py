@@ -563,9 +563,7 @@ class GenerationClient:
             except UNDECODABLE as error:
                 raise WireError(f"gserver {url} says nothing of the weights that it receives: {error}") from error
             if told.error:
-                refusal = PeerError(f"gserver {url} failed: {told.error}")
-                refusal.status = 500
-                raise refusal
+                raise PeerError(f"gserver {url} failed: {told.error}", status=500)
             on_progress(told.buckets)
 
         async with self._unless_given_up(url):
@@ -663,9 +661,7 @@ def _decoded_part(url: str, data: bytes) -> StreamPart:
     except UNDECODABLE as error:
         raise WireError(f"gserver {url} answered with something else than responses: {error}") from error
     if part.error:
-        refusal = PeerError(f"gserver {url} failed: {part.error.message}")
-        refusal.status = part.error.code or 500
-        raise refusal
+        raise PeerError(f"gserver {url} failed: {part.error.message}", status=part.error.code or 500)
     return part
 
 

@@ -143,9 +143,11 @@ async def _answered(
         async with limit, session.request(method, url, data=data, headers=shown) as response:
             if response.status >= 400:
                 told = _error_told(await response.read())
-                refusal = PeerError(f"{peer} answered {response.status} to {method} {url}: {told.message}")
-                refusal.status, refusal.retry_seconds = response.status, told.retry_seconds
-                raise refusal
+                raise PeerError(
+                    f"{peer} answered {response.status} to {method} {url}: {told.message}",
+                    status=response.status,
+                    retry_seconds=told.retry_seconds,
+                )
             yield response
     except aiohttp.ConnectionTimeoutError as error:
         raise PeerLost(

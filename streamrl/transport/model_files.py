@@ -60,9 +60,7 @@ class ModelFiles:
 
     def _part(self, name: str, begin: int) -> ModelPart:
         if name not in (file.name for file in self._listing.files):
-            error = PeerError(f"the model has no file {name!r}")
-            error.status = 404  # asking again does not help
-            raise error
+            raise PeerError(f"the model has no file {name!r}", status=404)  # asking again does not help
         with (self._existing / name).open("rb") as opened:
             opened.seek(begin)
             return ModelPart(opened.read(PART_BYTES))

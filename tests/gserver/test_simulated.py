@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from streamrl.config import SimulationConfig
-from streamrl.gserver.server.engine import GenerationFailed, Job, Output, QueueFull, Refused, Ticket
+from streamrl.errors import Refused
+from streamrl.gserver.server.engine import GenerationFailed, Job, Output, QueueFull, Ticket
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.transport.generation import SamplingParams
 from tests.gserver.rank0 import rank0

@@ -133,7 +133,7 @@ def rows_of(adapters: Sequence[Adapter | None], *, device: torch.device) -> Adap
 
 
 class Adapters:
-    """The adapter that is served, and the staged one. Implements `WeightsAside` (`server/engine.py`)."""
+    """The adapter that is served, and the staged one. Implements `WeightsAside` (`server/receiver.py`)."""
 
     def __init__(self, parameters: Parameters, lora: LoraConfig) -> None:
         """`parameters`: of the model that is adapted. Raises `ModelError` if it lacks one of the linear layers."""

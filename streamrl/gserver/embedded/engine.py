@@ -37,7 +37,6 @@ from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, 
 from streamrl.gserver.server.receiver import (
     CLOSING_SECONDS,
     Expected,
-    ReceivingEngine,
     Staged,
     WeightReceiver,
     in_thread,
@@ -58,7 +57,7 @@ BURST_GAP = 0.1
 """Requests that an idle engine gets within this share of a decode step of each other are computed together."""
 
 
-class EmbeddedEngine(ReceivingEngine):
+class EmbeddedEngine:
     """Serves one model; `gserver.server.engine.Engine` says what each method does."""
 
     name = "embedded"
@@ -135,7 +134,7 @@ class EmbeddedEngine(ReceivingEngine):
         )
         self._updated: DoubleBufferedWeights | Adapters = self._adapters or self._weights
         """What an update changes."""
-        self._receiver = WeightReceiver(
+        self.receiver = WeightReceiver(
             expected=Expected(shapes=self._updated.shapes, dtype=dtype, ignored=self._updated.ignored),
             aside=self._updated,
             device=device,
@@ -179,7 +178,7 @@ class EmbeddedEngine(ReceivingEngine):
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, CLOSING_SECONDS)
-        await self._receiver.close()
+        await self.receiver.close()
         self._fail_all("the gserver is stopping")
 
     def submit(self, job: Job) -> Ticket:
@@ -223,30 +222,30 @@ class EmbeddedEngine(ReceivingEngine):
         await self._do(self._scheduler.flush)
 
     async def end_update(self) -> str:
-        staged = await self._receiver.take()
-        return await self._receiver.apart(lambda: self._swap(staged))
+        staged = await self.receiver.take()
+        return await self.receiver.apart(lambda: self._swap(staged))
 
     async def load(self, folder: Path, version: str | None) -> str:
-        if self._receiver.begun:
-            await self._receiver.load(folder, version)
+        if self.receiver.begun:
+            await self.receiver.load(folder, version)
             return f"the weights in {folder} wait for /end_weight_update"
         if self._adapters is None and read_architecture(folder) != self._architecture:
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
 
         async def replace() -> str:
-            await self._receiver.discard()
+            await self.receiver.discard()
             await in_thread(lambda: self._updated.load_staged(folder))
             if self._adapters is None:
                 self.model_path = str(folder)
             return await self._swap(Staged(version=version))
 
-        return await self._receiver.apart(replace)
+        return await self.receiver.apart(replace)
 
     async def set_version(self, version: str) -> None:
         await self._do(lambda: self._scheduler.set_version(version))
 
     async def checksum(self) -> WeightsChecksum:
-        return await self._receiver.exclusively(self._updated.checksum)
+        return await self.receiver.exclusively(self._updated.checksum)
 
     async def served_weights(self) -> ServedWeights:
         return await self._do(

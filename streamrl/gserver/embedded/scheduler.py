@@ -30,13 +30,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from streamrl.errors import Refused
 from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.sampler import sample, scaled_logprobs
 from streamrl.gserver.embedded.weights import Parameters
-from streamrl.gserver.server.engine import Output, Refused, Ticket
+from streamrl.gserver.server.engine import Output, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ ROUTER = "mlp.gate.weight"
 
 
 class DoubleBufferedWeights:
-    """Implements `WeightsAside` (`server/engine.py`): the staged set is filled in other threads than the engine's."""
+    """Implements `WeightsAside` (`server/receiver.py`): the staged set is filled in other threads than the engine's."""
 
     def __init__(
         self,

@@ -139,6 +139,5 @@ def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> 
     else:
         said = f"{member.role}/{getattr(message, allowed.speaker)}"
     if said != member.name:
-        error = PeerError(f"{member.name} (process {member.pid} on {member.host}) speaks in the name of {said}")
-        error.status = 403
-        raise error
+        who = f"{member.name} (process {member.pid} on {member.host})"
+        raise PeerError(f"{who} speaks in the name of {said}", status=403)

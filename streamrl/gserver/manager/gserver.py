@@ -29,11 +29,10 @@ passed in.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from streamrl.gserver.manager.registry import Member
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
@@ -262,31 +261,9 @@ def serves(label: str, version: int) -> bool:
 class Gserver(Member):
     """One registered gserver process; a restarted one is another `Gserver`."""
 
-    def __init__(
-        self,
-        index: int,
-        address: str,
-        *,
-        pid: int = 0,
-        host: str = "",
-        machine: str = "",
-        curve_key: str = "",
-        encrypted: bool = False,
-        now: float = 0.0,
-        patience: float = math.inf,
-    ) -> None:
-        super().__init__(
-            "gserver",
-            index,
-            address,
-            pid=pid,
-            host=host,
-            machine=machine,
-            curve_key=curve_key,
-            encrypted=encrypted,
-            now=now,
-            patience=patience,
-        )
+    def __init__(self, index: int, address: str, **facts: Any) -> None:
+        """`facts`: as of a `Member`."""
+        super().__init__("gserver", index, address, **facts)
         self.state = GserverState.UNCHECKED
         """Changes by `handle` alone."""
         self.on_change: Callable[[Gserver], None] = lambda gserver: None

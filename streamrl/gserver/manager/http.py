@@ -65,30 +65,37 @@ MAX_BODY_BYTES = 64 * 2**20
 """A weight update names every tensor of the model."""
 
 
-BODIES: Mapping[str, type[msgspec.Struct]] = {
-    "/register": Register,
-    "/place": AskPlace,
-    "/drain": Drain,
-    "/leave": Leave,
-    "/heartbeat": Heartbeat,
-    "/member": AskMember,
-    "/admit": Admit,
-    "/route": AskRoute,
-    "/in_flight": InFlight,
-    "/reject": Reject,
-    "/groups": GroupChanges,
-    "/publish/begin": PublishBegin,
-    "/publish/commit": PublishCommit,
-    "/compare": Compare,
-    "/evaluate": Evaluate,
-    "/evaluation/next": NextEvaluation,
-    "/evaluation/route": EvaluationRoute,
-    "/evaluation": EvaluationResult,
-    "/report": StepReport,
-    "/finish_run": FinishRun,
-    "/fail_run": FailRun,
+class Post(NamedTuple):
+    """A call with a body."""
+
+    body: type[msgspec.Struct]
+    handler: Callable[[Manager], Callable[[Any], Awaitable[msgspec.Struct]]]
+    """Which part of the manager carries it out."""
+
+
+POSTS: Mapping[str, Post] = {
+    "/register": Post(Register, lambda manager: manager.members.register),
+    "/place": Post(AskPlace, lambda manager: manager.elastic.place),
+    "/drain": Post(Drain, lambda manager: manager.elastic.drain),
+    "/leave": Post(Leave, lambda manager: manager.elastic.left),
+    "/heartbeat": Post(Heartbeat, lambda manager: manager.members.heartbeat),
+    "/member": Post(AskMember, lambda manager: manager.members.is_member),
+    "/admit": Post(Admit, lambda manager: manager.groups.admit),
+    "/route": Post(AskRoute, lambda manager: manager.groups.route),
+    "/in_flight": Post(InFlight, lambda manager: manager.groups.in_flight),
+    "/reject": Post(Reject, lambda manager: manager.groups.reject),
+    "/groups": Post(GroupChanges, lambda manager: manager.groups.take_changes),
+    "/publish/begin": Post(PublishBegin, lambda manager: manager.weights.begin),
+    "/publish/commit": Post(PublishCommit, lambda manager: manager.weights.commit),
+    "/compare": Post(Compare, lambda manager: manager.comparisons.ask),
+    "/evaluate": Post(Evaluate, lambda manager: manager.evaluations.ask),
+    "/evaluation/next": Post(NextEvaluation, lambda manager: manager.evaluations.next),
+    "/evaluation/route": Post(EvaluationRoute, lambda manager: manager.evaluations.route),
+    "/evaluation": Post(EvaluationResult, lambda manager: manager.evaluations.result),
+    "/report": Post(StepReport, lambda manager: manager.report),
+    "/finish_run": Post(FinishRun, lambda manager: manager.finish_run),
+    "/fail_run": Post(FailRun, lambda manager: manager.fail_run),
 }
-"""Path of each POST → what it takes."""
 
 
 def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
@@ -162,29 +169,6 @@ _WRONG_KEY = (
 def _calls(manager: Manager) -> dict[str, _Route]:
     """Method and path → call."""
     members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
-    posts: dict[str, Callable[[Any], Awaitable[msgspec.Struct]]] = {
-        "/register": members.register,
-        "/place": manager.elastic.place,
-        "/drain": manager.elastic.drain,
-        "/leave": manager.elastic.left,
-        "/heartbeat": members.heartbeat,
-        "/member": members.is_member,
-        "/admit": groups.admit,
-        "/route": groups.route,
-        "/in_flight": groups.in_flight,
-        "/reject": groups.reject,
-        "/groups": groups.take_changes,
-        "/publish/begin": weights.begin,
-        "/publish/commit": weights.commit,
-        "/compare": manager.comparisons.ask,
-        "/evaluate": evaluations.ask,
-        "/evaluation/next": evaluations.next,
-        "/evaluation/route": evaluations.route,
-        "/evaluation": evaluations.result,
-        "/report": manager.report,
-        "/finish_run": manager.finish_run,
-        "/fail_run": manager.fail_run,
-    }
     gets: dict[str, Handler] = {
         "/publish/machines": _get(lambda call: weights.machines()),
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
@@ -206,9 +190,9 @@ def _calls(manager: Manager) -> dict[str, _Route]:
         HEALTH: _health,
     }
     calls = {}
-    for path, call in posts.items():
+    for path, post in POSTS.items():
         allowed = ALLOWED[f"POST {path}"]
-        calls[f"POST {path}"] = _Route(_post(BODIES[path], call, allowed), allowed)
+        calls[f"POST {path}"] = _Route(_post(post.body, post.handler(manager), allowed), allowed)
     for path, handler in gets.items():
         calls[f"GET {path}"] = _Route(handler, ALLOWED.get(f"GET {path}", _ANYONE))
     return calls

@@ -253,13 +253,13 @@ class Members:
             "process %d on %s claims to be %s, which is process %d on %s, heard %.1f s ago: refused",
             *(message.pid, message.host, holder.name, holder.pid, holder.host, holder.last_heard.seconds(now=now)),
         )
-        refusal = PeerError(
+        raise PeerError(
             f"{holder.name} is process {holder.pid} on {holder.host}, heard {holder.last_heard.seconds(now=now):.1f} s "
             f"ago: process {message.pid} on {message.host} cannot be it, too; end that one, or start this one with "
-            "another --index, or with none"
+            "another --index, or with none",
+            status=PLACE_TAKEN,
+            retry_seconds=left,
         )
-        refusal.status, refusal.retry_seconds = PLACE_TAKEN, left
-        raise refusal
 
     def _record(self, message: Register, *, now: float) -> Member:
         """Return a new record of the process that registers."""

@@ -1,38 +1,33 @@
 """What the HTTP server asks of an engine: the protocol, the messages between them, and the tokenizer.
 
-An engine takes `Job`s and replies through `Ticket`s; it changes its weights in a transaction (`begin_update`,
-`receive`…, `end_update`). The embedded and the simulated engine keep this contract; `http.py` knows nothing else of
-them. `Text` turns text to tokens and back with the checkpoint's `tokenizer.json` alone.
+An engine takes `Job`s and replies through `Ticket`s; it changes its weights in a transaction: its `receiver` keeps new
+ones aside, and `end_update` swaps them in. The embedded and the simulated engine keep this contract; `http.py` knows
+nothing else of them. `Text` turns text to tokens and back with the checkpoint's `tokenizer.json` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from streamrl.errors import ModelError, StreamRLError
+from streamrl.errors import ModelError, Refused, StreamRLError
+from streamrl.gserver.server.receiver import WeightReceiver
 from streamrl.transport.generation import (
     FinishReason,
-    InitWeightsUpdateGroup,
     PauseMode,
-    ReceiveWeights,
     SamplingParams,
-    StagedWeights,
-    UpdateWeightsFromDistributed,
     VersionSpan,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 class Text:
@@ -60,10 +55,6 @@ class Text:
 
 class QueueFull(StreamRLError):
     """The engine has as many waiting requests as it takes."""
-
-
-class Refused(StreamRLError):
-    """The engine cannot do this now, or not with these values; nothing has changed."""
 
 
 class GenerationFailed(StreamRLError):
@@ -175,34 +166,6 @@ class ServedWeights:
         yield from self.tensors.items()
 
 
-class WeightsAside(Protocol):
-    """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
-
-    def store(self, name: str, tensor: Tensor) -> str:
-        """Keep a copy of `tensor`; return `checksum.tensor_sums` of it as it is kept. Several at a time."""
-
-    def place(self, name: str) -> Tensor | None:
-        """Return the memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
-
-    def served_weight(self, name: str) -> Tensor:
-        """`name` as it is served now, which stays as it is while an update is staged."""
-
-    def sums(self, name: str) -> str:
-        """`checksum.tensor_sums` of `name`, which was written to its place."""
-
-    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
-
-        They lie in memory of this host and never change.
-        """
-
-    def forget(self) -> None:
-        """Somebody may still write to places that were handed out: keep the next set elsewhere."""
-
-    def make_ready(self) -> None:
-        """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""
-
-
 class Served(Protocol):
     """What a gserver process needs to know of whatever answers its requests."""
 
@@ -225,6 +188,8 @@ class Engine(Served, Protocol):
     """Requests that it computes together."""
     max_context: int
     """Prompt and response, in tokens."""
+    receiver: WeightReceiver
+    """Takes new weights in while generation goes on."""
     sends_weights: bool
     """Whether `served_weights` can be asked for, and deltas from them can be received."""
 
@@ -254,23 +219,6 @@ class Engine(Served, Protocol):
     async def flush(self) -> None:
         """Forget cached prompts; raises `Refused` while requests run."""
 
-    async def join_group(self, message: InitWeightsUpdateGroup) -> None: ...
-
-    async def leave_group(self, name: str) -> None: ...
-
-    async def begin_update(self, transfer: str = "") -> None:
-        """Start an empty set of staged weights; an unfinished one is discarded, unless it is of this `transfer`."""
-
-    def staged(self) -> StagedWeights | None:
-        """Return what is staged of weights that may come in several attempts."""
-
-    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
-        """Receive tensors into the staged set while generation goes on."""
-
-    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
-        """Receive all tensors of an update. `on_progress` is called, in any thread, with how many buckets of each
-        sender are staged; those are kept when it fails."""
-
     async def end_update(self) -> str:
         """Swap the staged weights in between two steps; return what was done."""
 
@@ -287,6 +235,3 @@ class Engine(Served, Protocol):
 
     async def served_weights(self) -> ServedWeights:
         """Return what is served now; raises `Refused` where there are no weights."""
-
-    async def staged_sums(self) -> dict[str, str]:
-        """`checksum.tensor_sums` of each tensor that waits aside, by name."""

@@ -26,9 +26,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from streamrl.errors import UNDECODABLE, ModelError, StreamRLError
-from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Refused, Ticket
+from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
+from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Ticket
 from streamrl.gserver.server.sender import WeightSender
+from streamrl.stop_strings import without_begun
 from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import (
     RECEIVED_SECONDS,
@@ -193,16 +194,7 @@ def visible_text(output: Output, job: Job, text: TextCodec) -> str:
         if isinstance(reason.matched, str) and reason.matched in decoded:
             decoded = decoded[: decoded.index(reason.matched)]
         return decoded
-    decoded = decoded.rstrip("\ufffd")  # the first bytes of a character whose rest is to come
-    return decoded[: len(decoded) - max((_overlap(decoded, stop) for stop in job.stop), default=0)]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    return without_begun(decoded.rstrip("\ufffd"), *job.stop)  # the first bytes of a character whose rest is to come
 
 
 def _refuse_unknown(tree: Any) -> None:
@@ -478,7 +470,7 @@ class Server:
                 "staged_weight_update": True,
                 "sends_weights": self._engine.sends_weights,
                 "applies_deltas": self._engine.sends_weights,
-                "staged": self._engine.staged(),
+                "staged": self._engine.receiver.staged(),
                 "stats": self._engine.stats(),
                 "model_path": self._engine.model_path,
                 "weight_version": self._engine.weight_version,
@@ -513,22 +505,22 @@ class Server:
         return _json(await self._flush(Empty()))
 
     async def _join_group(self, message: InitWeightsUpdateGroup) -> Outcome:
-        await self._engine.join_group(message)
+        await self._engine.receiver.join_group(message)
         return Outcome(success=True, message=f"joined {message.group_name} as rank {message.rank_offset}")
 
     async def _leave_group(self, message: DestroyWeightsUpdateGroup) -> Outcome:
         if self._sender.has(message.group_name):
             await self._sender.leave(message.group_name)
         else:
-            await self._engine.leave_group(message.group_name)
+            await self._engine.receiver.leave_group(message.group_name)
         return Outcome(success=True, message=f"left {message.group_name}")
 
     async def _begin_update(self, message: BeginWeightUpdate) -> Outcome:
-        await self._engine.begin_update(message.transfer)
+        await self._engine.receiver.begin(message.transfer)
         return Outcome(success=True, message="a weight update has begun")
 
     async def _receive(self, message: UpdateWeightsFromDistributed) -> Outcome:
-        await self._engine.receive(message)
+        await self._engine.receiver.receive(message)
         return Outcome(success=True, message=f"{len(message.names)} tensors received")
 
     async def _receive_all(self, request: web.Request) -> web.StreamResponse:
@@ -544,7 +536,7 @@ class Server:
             nonlocal here
             here = buckets
 
-        receiving = asyncio.create_task(self._engine.receive_all(message, note))
+        receiving = asyncio.create_task(self._engine.receiver.receive_all(message, note))
         response = web.StreamResponse(headers=EVENTS)
         try:
             while not (await asyncio.wait({receiving}, timeout=RECEIVED_SECONDS))[0]:
@@ -586,7 +578,7 @@ class Server:
 
     async def _checksum(self, message: WeightsChecker) -> Any:
         if message.action == "staged":
-            return StagedSums(tensors=await self._engine.staged_sums())
+            return StagedSums(tensors=await self._engine.receiver.staged_sums())
         if message.action == "received":
             raise Refused('new weights are kept aside here: ask for "staged"')
         return await self._engine.checksum()

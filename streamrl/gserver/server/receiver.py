@@ -15,7 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -28,8 +28,7 @@ from streamrl.checksum import dtype_name, tensor_sums
 from streamrl.cuda_memory import Open
 from streamrl.delta import Delta, apply
 from streamrl.device import SideStream, compute_with
-from streamrl.errors import ModelError, PublicationError, StreamRLError
-from streamrl.gserver.server.engine import Refused, WeightsAside
+from streamrl.errors import ModelError, PublicationError, Refused, StreamRLError
 from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
 from streamrl.transport.collective import broadcasts, destroy_group, form_group, wait_for_pending
 from streamrl.transport.control import TensorSpec, group_of_sender
@@ -73,6 +72,34 @@ class Staged(msgspec.Struct):
     """Names the weights, if they may come in several attempts."""
     buckets: list[int] = []
     """For each sender of such weights, how many of its buckets are here."""
+
+
+class WeightsAside(Protocol):
+    """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        """Keep a copy of `tensor`; return `checksum.tensor_sums` of it as it is kept. Several at a time."""
+
+    def place(self, name: str) -> Tensor | None:
+        """Return the memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
+
+    def served_weight(self, name: str) -> Tensor:
+        """`name` as it is served now, which stays as it is while an update is staged."""
+
+    def sums(self, name: str) -> str:
+        """`checksum.tensor_sums` of `name`, which was written to its place."""
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
+
+        They lie in memory of this host and never change.
+        """
+
+    def forget(self) -> None:
+        """Somebody may still write to places that were handed out: keep the next set elsewhere."""
+
+    def make_ready(self) -> None:
+        """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""
 
 
 class WeightReceiver:
@@ -533,33 +560,6 @@ class WeightReceiver:
         if buffer is None or buffer.numel() < size or buffer.device != device:
             buffer = self._buffers[sender] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size]
-
-
-class ReceivingEngine:
-    """The calls of an `Engine` that its receiver carries out alone."""
-
-    _receiver: WeightReceiver
-
-    async def join_group(self, message: InitWeightsUpdateGroup) -> None:
-        await self._receiver.join_group(message)
-
-    async def leave_group(self, name: str) -> None:
-        await self._receiver.leave_group(name)
-
-    async def begin_update(self, transfer: str = "") -> None:
-        await self._receiver.begin(transfer)
-
-    def staged(self) -> StagedWeights | None:
-        return self._receiver.staged()
-
-    async def receive(self, message: UpdateWeightsFromDistributed) -> None:
-        await self._receiver.receive(message)
-
-    async def receive_all(self, message: ReceiveWeights, on_progress: Callable[[list[int]], None]) -> None:
-        await self._receiver.receive_all(message, on_progress)
-
-    async def staged_sums(self) -> dict[str, str]:
-        return await self._receiver.staged_sums()
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:

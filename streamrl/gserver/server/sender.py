@@ -14,8 +14,8 @@ import msgspec
 
 from streamrl.checksum import dtype_name
 from streamrl.config import WeightsConfig
-from streamrl.errors import PublicationError
-from streamrl.gserver.server.engine import Engine, Refused
+from streamrl.errors import PublicationError, Refused
+from streamrl.gserver.server.engine import Engine
 from streamrl.gserver.server.receiver import CLOSING_SECONDS, in_thread
 from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster, backend_for

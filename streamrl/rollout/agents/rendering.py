@@ -18,6 +18,7 @@ import msgspec
 from streamrl.errors import UNDECODABLE, ConfigError, DataError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.chat import ChatTokenizer
+from streamrl.stop_strings import without_begun
 
 _TOOL_CALL_TAG = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -208,16 +209,6 @@ def up_to_stop(text: str, stops: Sequence[str]) -> str:
     for stop in stops:
         text = text.partition(stop)[0]
     return text
-
-
-def without_begun(text: str, *words: str) -> str:
-    """Return `text` without the end that may be the beginning of one of `words`."""
-    return text[: len(text) - max((_begun(text, word) for word in words), default=0)]
-
-
-def _begun(text: str, word: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `word`."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _tool_call(text: str, names: set[str]) -> ToolCall | None:

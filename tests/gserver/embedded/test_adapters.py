@@ -14,10 +14,10 @@ from torch import Tensor
 
 from streamrl.checksum import weights_checksum
 from streamrl.config import LoraConfig
-from streamrl.errors import ModelError
+from streamrl.errors import ModelError, Refused
 from streamrl.gserver.embedded.adapters import rows_of
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.server.engine import Output, Refused
+from streamrl.gserver.server.engine import Output
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, adapter_specs, pair_of
 from tests.gserver.embedded.test_engine_requests import grown
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save
@@ -52,7 +52,7 @@ def written(folder: Path, adapter: dict[str, Tensor], lora: LoraConfig = LORA) -
 
 
 async def update(engine: EmbeddedEngine, folder: Path, version: str) -> None:
-    await engine.begin_update()
+    await engine.receiver.begin()
     await engine.load(folder, version)
     await engine.end_update()
 
@@ -165,7 +165,7 @@ async def test_a_new_adapter_changes_nothing_and_one_that_does_not_fit_is_refuse
         [before] = await generate(engine, [job("a", prompt(8))])
         with pytest.raises(ModelError, match="other tensors"):
             await engine.load(wrong, "1")
-        await engine.begin_update()
+        await engine.receiver.begin()
         with pytest.raises(Refused, match="shape"):
             await engine.load(wrong, "1")
         assert engine.weight_version == "3"

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from streamrl.errors import Refused
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Scheduler
-from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Refused, Ticket
+from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Ticket
 from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
 
 

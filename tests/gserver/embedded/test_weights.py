@@ -174,11 +174,13 @@ async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must
         update = Path(folder)
         save_file({n: tensor.contiguous() for n, tensor in weights_of(new).items()}, update / "model.safetensors")
         async with engine_for(save(old, tmp_path / "old"), deterministic=deterministic) as engine:
-            await engine.begin_update()
+            await engine.receiver.begin()
             await engine.load(update, "1")
             staged = engine._weights._staged_or_new()
             assert staged.read_only == (way == "adopted")
-            assert await engine.staged_sums() == {name: tensor_sums(tensor) for name, tensor in weights_of(new).items()}
+            assert await engine.receiver.staged_sums() == {
+                name: tensor_sums(tensor) for name, tensor in weights_of(new).items()
+            }
             if can_pack(torch.float32):
                 assert all(matrix.packed == deterministic for matrix in staged._matrices)
             await engine.end_update()
@@ -228,9 +230,9 @@ async def test_an_engine_that_rounds_takes_checksums_before_it_does(root: Path |
         save(then, Path(scratch) / "then")
         async with engine_for(folder, rounds=True) as engine:
             outputs = await generate(engine, [job("a", prompt(9))])
-            await engine.begin_update()
+            await engine.receiver.begin()
             await engine.load(Path(scratch) / "then", "1")
-            assert await engine.staged_sums() == {name: tensor_sums(w) for name, w in weights_of(then).items()}
+            assert await engine.receiver.staged_sums() == {name: tensor_sums(w) for name, w in weights_of(then).items()}
             await engine.end_update()
             outputs += await generate(engine, [job("b", prompt(9))])
             assert not engine.sends_weights

@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from streamrl.checksum import tensor_sums
-from streamrl.errors import PublicationError
-from streamrl.gserver.server.engine import Refused
+from streamrl.errors import PublicationError, Refused
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.backends.base import dealt, spread
 from streamrl.trainer.layout import Layout

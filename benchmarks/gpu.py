@@ -490,7 +490,7 @@ async def _publication(place: Place, folder: Path, way: str) -> Row:
     from bench_weights import Weights, point
 
     from streamrl.config import from_dict
-    from streamrl.trainer.backends.files import TensorFiles
+    from streamrl.safetensors_files import TensorFiles
 
     mode, _, backend = way.partition(" ")
     device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")

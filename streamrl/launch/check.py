@@ -38,8 +38,7 @@ from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows import load_workflow
-from streamrl.trainer.backends.base import Head
-from streamrl.trainer.backends.files import checked
+from streamrl.trainer.backends.base import Head, checked
 from streamrl.trainer.backends.optimizer import checked_state
 from streamrl.trainer.backends.torch import on_meta
 from streamrl.trainer.graph import graph_of

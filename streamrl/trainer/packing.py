@@ -86,6 +86,19 @@ class MicroBatch(msgspec.Struct):
         return self.input_ids.size
 
 
+IDLE = MicroBatch(
+    input_ids=np.zeros((1, 1), np.int64),
+    position_ids=np.zeros((1, 1), np.int64),
+    visible_until=np.ones((1, 1), np.int64),
+    row_index=np.zeros(0, np.int64),
+    column_index=np.zeros(0, np.int64),
+    group_index=np.zeros(0, np.int64),
+    target_index=np.zeros(0, np.int64),
+    target_ids=np.zeros(0, np.int64),
+)
+"""What a rank computes, for nothing, while others have more micro-batches and layers that all go through together:
+those that are spread over them, or whose experts are."""
+
 Positions = Literal["sampled", "ends"]
 """What is predicted: each sampled token, from the position before it; or something about each trajectory as a whole,
 from its last token."""

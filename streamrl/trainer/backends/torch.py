@@ -40,14 +40,14 @@ from streamrl.trainer.backends.base import (
     Update,
     WholeWeights,
     dealt,
+    read_weights,
     spread,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
-from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
-from streamrl.trainer.packing import MicroBatch
+from streamrl.trainer.packing import IDLE, MicroBatch
 
 # --- shards ---
 
@@ -225,7 +225,7 @@ class TorchModel:
         with torch.no_grad():
             outputs = [self._forward(micro, temperature) for micro in micros]
             for _ in range(idle):
-                self._forward(_EMPTY)
+                self._forward(IDLE)
         return outputs
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
@@ -241,7 +241,7 @@ class TorchModel:
                 share = output.values.sum() * 0.0  # sharded layers expect a backward pass after each forward pass
             share.backward()  # type: ignore[no-untyped-call]
         for _ in range(idle):
-            output = self._forward(_EMPTY)
+            output = self._forward(IDLE)
             (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
@@ -500,19 +500,6 @@ class _Net(nn.Module):
             probabilities = (logits - normaliser[:, None]).exp()
             entropy = normaliser - (probabilities * logits).sum(-1)
         return logprobs, entropy
-
-
-_EMPTY = MicroBatch(
-    input_ids=np.zeros((1, 1), np.int64),
-    position_ids=np.zeros((1, 1), np.int64),
-    visible_until=np.ones((1, 1), np.int64),
-    row_index=np.zeros(1, np.int64),
-    column_index=np.zeros(1, np.int64),
-    group_index=np.zeros(1, np.int64),
-    target_index=np.zeros(1, np.int64),
-    target_ids=np.zeros(1, np.int64),
-)
-"""What a rank computes, for nothing, while the others go through their layers."""
 
 
 def _attend(

@@ -20,18 +20,17 @@ from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update
+from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, read_weights
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
-from streamrl.trainer.backends.files import read_weights
 from streamrl.trainer.backends.megatron.experts import ReplayingRouter
 from streamrl.trainer.backends.megatron.groups import layout_groups
-from streamrl.trainer.backends.megatron.network import IDLE, Batch, Network, to_batch, transformer_config
+from streamrl.trainer.backends.megatron.network import Batch, Network, to_batch, transformer_config
 from streamrl.trainer.backends.megatron.optimizer import Trainable
 from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.weights import Weight, WholeTensors, stage_weights
 from streamrl.trainer.backends.optimizer import MOMENTS, named, read_state
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.packing import MicroBatch
+from streamrl.trainer.packing import IDLE, MicroBatch
 
 
 class MegatronModel:

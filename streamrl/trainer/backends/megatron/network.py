@@ -38,7 +38,7 @@ from streamrl.trainer.backends.context import ContextGroup, Share
 from streamrl.trainer.backends.megatron.experts import Experts, facts_of
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.packing import MicroBatch
+from streamrl.trainer.packing import IDLE, MicroBatch
 
 # --- layers ---
 
@@ -194,19 +194,6 @@ class Batch(NamedTuple):
     """Logits are divided by it."""
     facts: Tensor | None
     """What `facts_of` says of each token; None: the model has no experts."""
-
-
-IDLE = MicroBatch(
-    input_ids=np.zeros((1, 1), np.int64),
-    position_ids=np.zeros((1, 1), np.int64),
-    visible_until=np.ones((1, 1), np.int64),
-    row_index=np.zeros(0, np.int64),
-    column_index=np.zeros(0, np.int64),
-    group_index=np.zeros(0, np.int64),
-    target_index=np.zeros(0, np.int64),
-    target_ids=np.zeros(0, np.int64),
-)
-"""What a rank computes, for nothing, while its experts get the others' tokens."""
 
 
 def to_batch(

@@ -23,8 +23,7 @@ from torch import Tensor
 from streamrl.device import SideStream
 from streamrl.errors import ModelError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import Head, dealt, spread
-from streamrl.trainer.backends.files import SCORE
+from streamrl.trainer.backends.base import SCORE, Head, dealt, spread
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 

@@ -9,10 +9,11 @@ a stolen identity: the name of rollout/0 without what proves it, a credential fo
 the key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes
 from the wire's types; and those, mutated (`tests/hostile.py`).
 
-The ports of torch's process groups ask nobody for a key. The stores at which ranks meet are sent commands of their
-protocol, whole and broken, in all three ways alike. Those of gloo are knocked at: nobody is to answer once a group has
-formed. With `--engine sglang` the gserver is a real SGLang server, with the sockets by which its processes meet; it is
-sent no requests to generate from one who may, since a token that its model does not have ends it.
+The ports of torch's process groups ask nobody for a key. They are knocked at: nobody is to answer once a group has
+formed. Where a store at which ranks meet does answer (not on Linux, or with a GPU), it is sent commands of its
+protocol, whole and broken, in all three ways alike. With `--engine sglang` the gserver is a real SGLang server, with
+the sockets by which its processes meet; it is sent no requests to generate from one who may, since a token that its
+model does not have ends it.
 
 Nothing may be accepted, no process end, and no group be trained on twice or get lost. After each way comes a pause of
 the same length: what a process grows by under messages is held against what it grows by without. A rollout worker may
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import random
@@ -109,7 +111,7 @@ KNOCKS = 5
 """At ports of torch's that are to answer nobody: how often somebody tries, in each way."""
 KNOCK_SECONDS = 0.5
 MOST_STREAMS = 500
-"""That a port of gloo's is sent, if it does answer: it keeps a connection for each."""
+"""That a port of `torch` is sent, if it does answer: gloo keeps a connection for each."""
 SETTLE_SECONDS = 2.0
 GROWTH_MB = 32.0
 """A process that goes on growing by so much more under messages than without keeps some of them. The first way does not
@@ -147,11 +149,11 @@ class Port(NamedTuple):
     pid: int
     address: str
     more: tuple[str, ...] = ()
-    """Of the same kind: gloo has a port for each group."""
+    """Of the same kind: torch has a port for each group, and for each store."""
 
     @property
     def role(self) -> str:
-        """Whose port it is; `store` or `gloo`: torch's."""
+        """Whose port it is; `store` (it answers) or `torch` (closed): torch's."""
         name, _, of_torch = self.process.partition(" ")
         return of_torch or name.partition("/")[0]
 
@@ -279,15 +281,16 @@ class Run:
 
 
 def torchs(numbers: Sequence[int]) -> dict[int, str]:
-    """What of torch's listens at each of these ports: one that answers is a store."""
+    """What of torch's listens at each of these ports: one that answers is a store, the others are closed (`torch`)."""
     connections = knocked([("127.0.0.1", number) for number in numbers])
     for connection in filter(None, connections):
         connection.close()
-    return {n: "store" if answered else "gloo" for n, answered in zip(numbers, connections, strict=True)}
+    return {n: "store" if answered else "torch" for n, answered in zip(numbers, connections, strict=True)}
 
 
 def knocked(addresses: Sequence[tuple[str, int]]) -> list[socket.socket | None]:
-    """Try all `addresses` at once; return a connection to each, or None where nobody answers in `KNOCK_SECONDS`."""
+    """Try all `addresses` at once; return a connection to each, or None where nobody answers in `KNOCK_SECONDS`, or
+    where nothing listens any more."""
     tried = [socket.socket() for _ in addresses]
     for one, address in zip(tried, addresses, strict=True):
         one.setblocking(False)
@@ -295,12 +298,15 @@ def knocked(addresses: Sequence[tuple[str, int]]) -> list[socket.socket | None]:
     waiting, deadline = {*tried}, time.monotonic() + KNOCK_SECONDS
     while waiting and (left := deadline - time.monotonic()) > 0:
         waiting.difference_update(select.select([], waiting, [], left)[1])
+    found: list[socket.socket | None] = []
     for one, address in zip(tried, addresses, strict=True):
-        if one in waiting:
-            one.close()
-        elif error := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        error = errno.ETIMEDOUT if one in waiting else one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error not in (0, errno.ETIMEDOUT, errno.ECONNREFUSED):
             raise OSError(error, f"{os.strerror(error)} at {address}")
-    return [None if one in waiting else one for one in tried]
+        if error:
+            one.close()
+        found.append(None if error else one)
+    return found
 
 
 # --- what is sent --------------------------------------------------------------------------------
@@ -579,12 +585,12 @@ def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], cou
 
 
 def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
-    """Send `count` commands to a store, or knock at all ports of a process's gloo; for a thread."""
+    """Send `count` commands to a store, or knock at all ports of a process that are to be closed; for a thread."""
     found: Counter[str] = Counter()
     dice = random.Random(seed)
     addresses = [(str(urlsplit(each).hostname), urlsplit(each).port or 0) for each in (port.address, *port.more)]
     while found["sent"] < count and found["no answer"] < KNOCKS * len(addresses):
-        for connection in knocked(addresses if port.role == "gloo" else [dice.choice(addresses)]):
+        for connection in knocked(addresses if port.role == "torch" else [dice.choice(addresses)]):
             if connection is None:
                 found["sent"] += 1
                 found["no answer"] += 1
@@ -603,7 +609,7 @@ def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
                 except OSError:
                     found["cut off"] += 1
             found["sent"] += hostile.STREAM_COMMANDS if port.role == "store" else 1
-        if port.role == "gloo" and found["streams"] >= MOST_STREAMS:
+        if port.role == "torch" and found["streams"] >= MOST_STREAMS:
             break
     return found
 

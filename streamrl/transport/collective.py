@@ -36,11 +36,13 @@ from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
-from streamrl.transport.group_sockets import closed_after_forming, open_for_good
+from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 WATCH_SECONDS = 0.001
 """Between two looks at what NCCL does."""
+FIRST_KNOCK_SECONDS = 0.1
+"""For so long a store is asked for an answer the first time; then for twice as long, and so on."""
 AT_ONCE = 4
 """Broadcasts that are under way together."""
 
@@ -62,7 +64,7 @@ def join_store(address: str, port: int, *, timeout: float) -> Any:
     before the others give up, and is known from them.
     """
     try:
-        socket.create_connection((address, port), timeout=timeout / 2).close()
+        _knock(address, port, timeout=timeout / 2)
     except ConnectionRefusedError:
         pass  # torch's client goes on trying
     except OSError as error:
@@ -72,6 +74,23 @@ def join_store(address: str, port: int, *, timeout: float) -> Any:
         ) from error
     limit = timedelta(seconds=timeout)
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _knock(address: str, port: int, *, timeout: float) -> None:
+    """Connect, and hang up; raises `OSError` when nobody answers within `timeout` seconds.
+
+    Rank 0 may open the store a moment later, and the system would wait a second before it asks again.
+    """
+    end, patience = time.monotonic() + timeout, min(FIRST_KNOCK_SECONDS, timeout)
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=patience).close()
+            return
+        except TimeoutError:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise
+            patience = min(2 * patience, left)
 
 
 def form_group(
@@ -377,16 +396,17 @@ class Broadcaster:
 
     def _form(self, begin: PublishBeginReply) -> None:
         self._leave()
-        self._group = form_group(
-            address=self._listening.announced,
-            port=self._store.port,
-            rank=0,
-            world_size=begin.world_size,
-            name=begin.group_name,
-            backend=self._backend,
-            timeout=self._config.timeout_seconds,
-            store=self._store,
-        )
+        with open_while_forming(self._store.port):
+            self._group = form_group(
+                address=self._listening.announced,
+                port=self._store.port,
+                rank=0,
+                world_size=begin.world_size,
+                name=begin.group_name,
+                backend=self._backend,
+                timeout=self._config.timeout_seconds,
+                store=self._store,
+            )
         self._group_name = begin.group_name
 
     def _contents(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:

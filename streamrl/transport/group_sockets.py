@@ -1,11 +1,16 @@
 """The sockets at which the ranks of a gloo group find each other: closed to everybody once the group has formed.
 
-gloo asks nobody who he is. It takes whoever names the right number for another rank, and those numbers count up from
-0; whoever names another number is kept for as long as the group lives, so a stranger could use up the files that a
-process may open, and gloo ends a process that can open no more. But all ranks are connected once a group has formed,
-and nobody has to come later. gloo has no way to close the socket, and takes one that fails for a fatal error. So it
-stays open, with a filter of the kernel (`SO_ATTACH_FILTER`, socket(7)) that lets no packet through to it: who connects
-gets no answer. Connections that are there are not affected.
+Neither gloo nor the store at which the ranks meet (`TCPStore`) asks anybody who he is.
+
+gloo takes whoever names the right number for another rank, and those numbers count up from 0; whoever names another
+number is kept for as long as the group lives, so a stranger could use up the files that a process may open, and gloo
+ends a process that can open no more. The store keeps what strangers write to it, and never frees what it has read of a
+command that is not whole when its sender hangs up, 4 KB at least each time.
+
+But all ranks are connected once a group has formed, to each other and to the store, and nobody has to come later.
+gloo has no way to close its socket, and takes one that fails for a fatal error; nor has the store. So they stay open,
+with a filter of the kernel (`SO_ATTACH_FILTER`, socket(7)) that lets no packet through to them: who connects gets no
+answer. Connections that are there are not affected. A store at which another group is to meet is opened again for that.
 
 Not on machines with a GPU: NCCL opens sockets of the same process whenever it likes, and needs them later. Nor where
 the kernel is not Linux, or ranks connect when they first have something to say (`TORCH_GLOO_LAZY_INIT`).
@@ -21,7 +26,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
@@ -31,7 +36,8 @@ log = logging.getLogger(__name__)
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """Torch's own variable: pairs of ranks of a group connect when one first has something for the other."""
 SO_ATTACH_FILTER = 26
-"""Of Linux; Python has no name for it."""
+SO_DETACH_FILTER = 27
+"""Of Linux; Python has no names for them."""
 _LET_NOTHING_THROUGH = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """The one instruction of the filter: return, and keep 0 bytes of the packet (`struct sock_filter`)."""
 
@@ -99,6 +105,30 @@ def open_for_good(host: str) -> socket.socket:
     return _meetings.open_another(host)
 
 
+@contextmanager
+def open_while_forming(port: int) -> Iterator[None]:
+    """Let others reach the store that this process has opened at `port` until the end of the block, and nobody after
+    it."""
+    if possible():
+        for descriptor in _listening_at(port).values():
+            _let_everybody_in(descriptor)
+    try:
+        yield
+    finally:
+        shut(port)
+
+
+def shut(port: int) -> None:
+    """Close to everybody the store that this process has opened at `port`: all who meet there are connected."""
+    if possible():
+        for place, descriptor in _listening_at(port).items():
+            _let_nobody_in(place, descriptor)
+
+
+def _listening_at(port: int) -> dict[Place, int]:
+    return {place: descriptor for place, descriptor in _listening().items() if place[1] == port}
+
+
 def _listening() -> dict[Place, int]:
     """Return where this process listens, with the file descriptor of each socket."""
     found = psutil.Process().net_connections("tcp")
@@ -115,3 +145,8 @@ def _let_nobody_in(place: Place, descriptor: int) -> None:
         log.warning(
             "the port %s:%d of a process group that has formed stays open to everybody (%s)", *place, error.strerror
         )
+
+
+def _let_everybody_in(descriptor: int) -> None:
+    with suppress(FileNotFoundError), socket.socket(fileno=os.dup(descriptor)) as one:  # not found: has no filter
+        one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)

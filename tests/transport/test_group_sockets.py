@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 import socket
 import threading
+from collections.abc import Generator
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore
 
+from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
-from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
+from streamrl.transport.collective import Broadcaster, broadcast, destroy_group, form_group, open_store
+from streamrl.transport.control import PublishBeginReply
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, possible
 from tests import hostile
 from tests.forked import Forked
@@ -111,6 +115,41 @@ def test_what_a_stranger_writes_to_the_store_makes_a_group_fail_by_name() -> Non
     (failure,) = failures
     assert failure.startswith("process group spoilt: rank 0 of 2 (gloo at ")
     assert f"with rank 0 at 127.0.0.1:{store.port}" in failure
+
+
+class OneWeight:
+    """A model of one weight."""
+
+    def __init__(self, number: float) -> None:
+        self._weight = torch.full((3,), number)
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [("w", (3,))]
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        yield "w", self._weight
+
+
+@CLOSING
+def test_the_store_of_weight_groups_is_open_only_while_one_forms() -> None:
+    sender = Broadcaster(WeightsConfig(), backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
+
+    def announced(version: int) -> int:
+        sender.prepare(version, OneWeight(float(version)))
+        return sender.announce().senders[0].port
+
+    port = announced(1)
+    with Forked(take_part, [(port,)]) as ranks:
+        sender.send(PublishBeginReply(group_name="first", world_size=2))
+        assert ranks.take(2) == ["first", [1.0] * 3]
+        assert not answers(port)
+        assert announced(2) == port
+        assert not answers(port)  # and the other rank knocks already
+        sender.send(PublishBeginReply(group_name="second", world_size=2))
+        assert ranks.take(2) == ["second", [2.0] * 3]
+        assert not answers(port)
+        ranks.end()
+    sender.close()
 
 
 @CLOSING

@@ -67,7 +67,7 @@ from streamrl.transport.codec import Limits
 from streamrl.transport.collective import Broadcaster, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
-from streamrl.transport.group_sockets import closed_after_forming
+from streamrl.transport.group_sockets import closed_after_forming, shut
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.puller import GroupPuller
@@ -333,7 +333,10 @@ class ModelWorker:
                 return StoreOpened(host=self._reach.announced, port=self._store.port)
             case Initialize():
                 with closed_after_forming():
-                    return await self._in_compute(self._initialize, call)
+                    done = await self._in_compute(self._initialize, call)
+                if self._store is not None:
+                    shut(self._store.port)  # all ranks have met in the last group that is formed there
+                return done
             case Inference() | Function() | TrainStep() | Save() | FinishSave():
                 return await self._in_compute(self._ready.carry_out, call)
             case Publish():

@@ -1,7 +1,7 @@
 """Finds out what a gserver serves before it is given groups: on joining, after silence, after a failure.
 
 Invariant: at most one check of a gserver goes on; a gserver that does not reply stays unchecked, and its next heartbeat
-brings the next check.
+brings the next check. So does that of one which did not reply when a weight update began.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class GserverChecks:
             label = await self._calls.label(gserver)
         except StreamRLError as error:
             log.warning("%s takes no groups until it replies: %s", gserver.name, error)
+            gserver.unreachable = True
             gserver.handle(GserverEvent.UNREACHABLE)
         else:
             self._found(gserver, label)

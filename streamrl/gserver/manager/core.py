@@ -286,7 +286,7 @@ class Manager:
         elif isinstance(member, Gserver) and self._fleet.is_member(member):
             self._fleet.news += 1
             self._fleet.measured(member, member.stats, now=now)
-            if member.state is GserverState.UNCHECKED:
+            if member.state is GserverState.UNCHECKED or member.unreachable:
                 self._checks.start(member)
             self.weights.resyncs.heard(member)
             self.comparisons.look_at(member)

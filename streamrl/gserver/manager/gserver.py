@@ -273,6 +273,8 @@ class Gserver(Member):
         self.load = GserverLoad()
         self.stuck = False
         """Its generation was paused and could not be resumed."""
+        self.unreachable = False
+        """It did not reply when it was asked last: it is asked again, beside everything else, when it is heard of."""
         self.failed_version: int | None = None
         """The last weight update that failed because of it."""
         self.failed_resyncs = 0
@@ -342,6 +344,7 @@ class Gserver(Member):
     @info.setter
     def info(self, info: ServerInfo) -> None:
         self._info = info
+        self.unreachable = False
         self.load.most_requests = info.max_running_requests or 0
         self.load.most_tokens = info.max_total_num_tokens or 0
         self.on_change(self)

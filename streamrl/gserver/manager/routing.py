@@ -83,10 +83,12 @@ class Fleet:
     def candidates(self, version: int) -> list[Gserver]:
         """Return whom a weight update to `version` should reach: all that are not silent; looks at all.
 
-        Those that failed an earlier attempt at the same version come only if there is no other.
+        Those that failed an earlier attempt at the same version, or did not reply when they were asked last, come only
+        if there is no other.
         """
         heard = [gserver for gserver in self.all() if not gserver.silent]
-        return [gserver for gserver in heard if gserver.failed_version != version] or heard
+        reached = [gserver for gserver in heard if not gserver.unreachable] or heard
+        return [gserver for gserver in reached if gserver.failed_version != version] or reached
 
     def updated(self, members: Collection[Gserver]) -> None:
         """Only `members` have, or are about to have, the current weights; looks at all."""

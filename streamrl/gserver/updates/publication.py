@@ -260,7 +260,8 @@ class WeightUpdates:
         try:
             gserver.info = await self._calls.info(gserver)
         except StreamRLError as error:
-            log.warning("%s is left out of the weight update: %s", gserver.name, error)
+            log.warning("%s is left out of weight updates until it replies: %s", gserver.name, error)
+            gserver.unreachable = True
             return False
         return True
 

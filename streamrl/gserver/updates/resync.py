@@ -172,10 +172,12 @@ class Resyncs:
     def _lacking(self) -> list[Gserver]:
         """Return the gservers that live, do not serve the current weights, and may be resynced now."""
         busy = self.addresses
+        others = self._fleet.serving_count
         return [
             gserver
             for gserver in self._fleet.all()
             if gserver.evicted
+            and not (gserver.unreachable and others)  # it is heard of when it can be reached
             and not gserver.resync_failed
             and gserver.failed_resyncs < self._config.attempts
             and gserver.address not in busy

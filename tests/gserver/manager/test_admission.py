@@ -52,6 +52,11 @@ def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() 
     for gserver in fleet.all():
         gserver.failed_version = 5
     assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
+    fleet.all()[0].unreachable = True
+    assert [g.index for g in fleet.candidates(5)] == [1, 2]
+    for gserver in fleet.all():
+        gserver.unreachable = True
+    assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
 
 
 FINAL = (GserverEvent.EMPTIED, GserverEvent.REMOVED)

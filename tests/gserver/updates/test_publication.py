@@ -456,6 +456,36 @@ async def test_a_dead_gserver_is_left_out_from_the_start(tmp_path: Path) -> None
         assert live_gservers(await run.client.status()) == {0}
 
 
+async def test_who_cannot_be_reached_holds_up_one_update_and_no_other(tmp_path: Path) -> None:
+    """A firewall, for example: it is heard of, and what it is sent is lost."""
+    async with fleet(tmp_path) as (run, (good, bad)):
+        bad.faults["/server_info"] = ["stall"]
+        begin = await begin_publication(run, 1)
+        assert begin.world_size == 2
+        assert (await commit_publication(run, 1, begin.group_name)).done
+        assert bad.counts["/server_info"] == 1
+        for version in (2, 3):
+            assert (await publish(run, version)).done
+        assert bad.counts["/server_info"] == 1
+        assert good.weight_version == "3"
+        await run.beat("gserver", 1)  # brings a check, which goes through
+        await run.until(lambda status: bad.calls[-1] == "/model_info")
+        begin = await begin_publication(run, 4)
+        assert begin.world_size == 3
+        assert (await commit_publication(run, 4, begin.group_name)).done
+        assert live_gservers(await run.client.status()) == {0, 1}
+
+
+async def test_who_could_not_be_reached_is_asked_again_where_there_is_no_other(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        for gserver in gservers:
+            gserver.faults["/server_info"] = ["stall"]
+        with pytest.raises(PeerError, match="nowhere to go"):
+            await begin_publication(run, 1)
+        assert (await publish(run, 1)).done
+        assert live_gservers(await run.client.status()) == {0, 1}
+
+
 async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, timeout_seconds=5.0) as (run, (dead,)), scripted() as (fresh,):
         await dead.die()

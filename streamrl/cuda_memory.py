@@ -99,12 +99,14 @@ def share(storage: UntypedStorage) -> Handle:
     """Return what another process needs to open `storage`, which is on a GPU."""
     found = storage._share_cuda_()  # type: ignore[no-untyped-call]
     device, memory, size, offset, ref_counter, ref_counter_offset, event, sync = found
-    return Handle(_uuid(device), memory, size, offset, ref_counter, ref_counter_offset, event, sync)
+    return Handle(
+        gpu_identity(torch.device("cuda", device)), memory, size, offset, ref_counter, ref_counter_offset, event, sync
+    )
 
 
 def open_shared(handle: Handle) -> UntypedStorage:
     """Return the memory of another process; raises `ModelError` when this process does not see its GPU."""
-    found = [number for number in range(torch.cuda.device_count()) if _uuid(number) == handle.gpu]
+    found = [n for n in range(torch.cuda.device_count()) if gpu_identity(torch.device("cuda", n)) == handle.gpu]
     if not found:
         raise ModelError(f"the weights are on GPU {handle.gpu}, which this process does not see")
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -121,5 +123,6 @@ def open_shared(handle: Handle) -> UntypedStorage:
     return opened
 
 
-def _uuid(device: int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+def gpu_identity(device: torch.device) -> str:
+    """Return the UUID of the GPU that `device` is, alike in all processes that see it; empty for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

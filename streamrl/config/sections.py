@@ -406,7 +406,7 @@ class WeightsConfig(Section, frozen=True):
     mode: Literal["auto", "collective", "disk", "shared_memory", "cuda_ipc"] = "auto"
     """A broadcast to all gservers; files in `dir`, which all hosts have; files in the memory of one host; or memory of
     the GPU that the trainer's first model worker and all gservers are on. `auto`: shared memory while all gservers are
-    on the trainer's host, without GPUs, and it has room; else a broadcast."""
+    on the trainer's host, without GPUs, or the GPU's memory while all are on that, if it has room; else a broadcast."""
     lora: Literal["adapter", "merged"] = "adapter"
     """With [model.lora], what is published: the adapter alone, or the model's weights with the adapter added."""
     dir: str = ""

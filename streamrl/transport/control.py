@@ -29,7 +29,7 @@ call, and joins with it; each role has a token for its own.
 | GET /evaluations | master | waits for reports of evaluations after the n-th |
 | GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
-| GET /publish/machines | model worker | on which machines the gservers are |
+| GET /publish/places | model worker | on which machines and GPUs the gservers are |
 | GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | GET /compared | master | what they have scored |
@@ -74,6 +74,8 @@ class Register(msgspec.Struct, frozen=True):
     """`Config.shared_changes`: to say what differs where the digest does."""
     machine: str = ""
     """`machine_identity`: alike for processes that share memory."""
+    gpu: str = ""
+    """UUID of the GPU from which a gserver serves its weights; empty: from none, or not from one alone."""
     curve_key: str = ""
     """Public CURVE key of the process (z85), by which encrypted sockets know it; the same as long as it lives."""
     encrypted: bool = False
@@ -471,17 +473,22 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     folder: str
     machine: str = ""
     """The only one that can read it, as in `Register`; empty: every host has the folder."""
+    gpu: str = ""
+    """As in `Register`: the weights lie in its memory, and those who serve from it can read them; empty: in files."""
     adapter: bool = False
     """Whether they are an adapter's, in peft's format."""
 
-    def readable_on(self, machine: str) -> bool:
-        return self.machine in ("", machine)
+    def readable_by(self, machine: str, gpu: str) -> bool:
+        """Return whether a gserver there can read it."""
+        return self.machine in ("", machine) and self.gpu in ("", gpu)
 
 
-class GserverMachines(msgspec.Struct, frozen=True):
+class GserverPlaces(msgspec.Struct, frozen=True):
     """Where the gservers are that are not silent."""
 
     machines: list[str]
+    """As in `Register`, each once."""
+    gpus: list[str]
     """As in `Register`, each once."""
 
 

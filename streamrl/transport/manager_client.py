@@ -42,7 +42,7 @@ from streamrl.transport.control import (
     FailRun,
     FinishRun,
     GroupChanges,
-    GserverMachines,
+    GserverPlaces,
     Heartbeat,
     HeartbeatReply,
     InFlight,
@@ -274,9 +274,9 @@ class ControlClient:
         """Reports after the first `after`; none after a long poll without any."""
         return await self._get_patiently(f"/evaluations?after={after}", EvaluationReports)
 
-    async def gserver_machines(self) -> GserverMachines:
-        """On which machines the gservers are."""
-        return await self._get_patiently("/publish/machines", GserverMachines)
+    async def gserver_places(self) -> GserverPlaces:
+        """On which machines and GPUs the gservers are."""
+        return await self._get_patiently("/publish/places", GserverPlaces)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
         return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)

@@ -54,8 +54,9 @@ class Membership:
         keys: CurveKeys | None = None,
         encrypted: bool = False,
         begins_from: str = "",
+        gpu: str = "",
     ) -> None:
-        """`address`: at which others reach the process; `begins_from`: as in `Register`;
+        """`address`: at which others reach the process; `begins_from`, `gpu`: as in `Register`;
         `keys`: its own, if it has made them already; `encrypted`:
         whether the socket at `address` takes connections of CURVE alone, under these keys."""
         self.keys = keys if keys is not None else CurveKeys.make()
@@ -76,6 +77,7 @@ class Membership:
         self._encrypted = encrypted
         self._model = model
         self._begins_from = begins_from
+        self._gpu = gpu
         self._stats = stats
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
@@ -148,6 +150,7 @@ class Membership:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 machine=machine_identity(),
+                gpu=self._gpu,
                 curve_key=self.keys.public,
                 encrypted=self._encrypted,
                 model=self._model,

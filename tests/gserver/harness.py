@@ -113,10 +113,12 @@ class Run:
         address: str = "",
         pid: int = 1,
         machine: str | None = None,
+        gpu: str = "",
         host: str = HERE,
         digest: str | None = None,
     ) -> RegisterReply:
         message = self.registration(role, index, address=address, pid=pid, host=host, machine=machine)
+        message = msgspec.structs.replace(message, gpu=gpu)
         if digest is not None:
             message = msgspec.structs.replace(message, config_digest=digest)
         async with self.member() as client:

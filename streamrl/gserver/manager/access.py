@@ -63,7 +63,7 @@ ALLOWED: Mapping[str, Allowed] = {
     "GET /data": Allowed(frozenset({"master"})),
     "POST /publish/begin": Allowed(frozenset({"model_worker"})),
     "POST /publish/commit": Allowed(frozenset({"model_worker"})),
-    "GET /publish/machines": Allowed(frozenset({"model_worker"})),
+    "GET /publish/places": Allowed(frozenset({"model_worker"})),
     "GET /publish/resync": Allowed(frozenset({"master"})),
     "POST /compare": Allowed(frozenset({"model_worker"})),
     "GET /compared": Allowed(frozenset({"master"})),

@@ -170,7 +170,7 @@ def _calls(manager: Manager) -> dict[str, _Route]:
     """Method and path → call."""
     members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
     gets: dict[str, Handler] = {
-        "/publish/machines": _get(lambda call: weights.machines()),
+        "/publish/places": _get(lambda call: weights.places()),
         "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
         "/compared": _get(lambda call: manager.comparisons.compared(_count(call, "version"))),

@@ -267,6 +267,7 @@ class Members:
             "pid": message.pid,
             "host": message.host,
             "machine": message.machine,
+            "gpu": message.gpu,
             "curve_key": message.curve_key,
             "encrypted": message.encrypted,
         }

@@ -34,19 +34,21 @@ class Member:
         pid: int = 0,
         host: str = "",
         machine: str = "",
+        gpu: str = "",
         curve_key: str = "",
         encrypted: bool = False,
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        """`host` as it calls itself; `machine`: alike for processes that share memory; `patience`: seconds without a
-        word after which it counts as silent."""
+        """`host` as it calls itself; `machine`, `gpu`: as in `Register`; `patience`: seconds without a word after which
+        it counts as silent."""
         self.role: Role = role
         self.index = index
         self.address = address
         self.pid = pid
         self.host = host
         self.machine = machine
+        self.gpu = gpu
         self.curve_key = curve_key
         self.encrypted = encrypted
         """Whether its socket takes encrypted connections alone."""

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from streamrl.checksum import dtype_name
 from streamrl.config import Config
+from streamrl.cuda_memory import gpu_identity
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.errors import ConfigError, ModelError
 from streamrl.export import hugging_face_folder, merge_adapter
@@ -72,6 +73,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 model=weights_fingerprint(model_dir),
                 begins_from=progress.identity(config),
                 stats=engine.stats,
+                gpu=_gpu_of_weights(config, index),
             )
             await membership.join(patience=config.manager.join_timeout_seconds)
             try:
@@ -238,6 +240,13 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         lora=config.model.lora if config.weights.lora == "adapter" else None,
         adapter=_first_adapter(config),
     )
+
+
+def _gpu_of_weights(config: Config, index: int) -> str:
+    """Return `Register.gpu`. SGLang's ranks do not open memory of others."""
+    if config.gserver.engine != "embedded":
+        return ""
+    return gpu_identity(resolve_device(config.run.device, index=index))
 
 
 def _first_adapter(config: Config) -> Path | None:

@@ -32,7 +32,7 @@ from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
 from streamrl.transport.control import (
     Broadcast,
-    GserverMachines,
+    GserverPlaces,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
@@ -106,9 +106,10 @@ class WeightUpdates:
         last = msgspec.to_builtins(self.last) if self.last else None
         return {**now, "completed": self.completed, "failed": self.failed, "last": last}
 
-    async def machines(self) -> GserverMachines:
-        """Return on which machines the gservers are that are not silent."""
-        return GserverMachines(sorted({g.machine for g in self._fleet.all() if not g.silent}))
+    async def places(self) -> GserverPlaces:
+        """Return on which machines and GPUs the gservers are that are not silent."""
+        heard = [g for g in self._fleet.all() if not g.silent]
+        return GserverPlaces(machines=sorted({g.machine for g in heard}), gpus=sorted({g.gpu for g in heard}))
 
     async def begin(self, message: PublishBegin) -> PublishBeginReply:
         """Start an update and name its group; an update still in progress is rolled back first.
@@ -314,11 +315,12 @@ def _is_of(weights: Broadcast, staged: StagedWeights) -> bool:
 
 def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
     """Return the gservers that can read the snapshot; raises `PublicationError` when there are only others."""
-    able = [g for g in gservers if snapshot.readable_on(g.machine)]
+    able = [g for g in gservers if snapshot.readable_by(g.machine, g.gpu)]
     far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
+    memory, several = ("memory of the trainer's GPU", "GPUs") if snapshot.gpu else ("shared memory", "hosts")
     problem = (
-        f"weights in shared memory reach gservers on the trainer's host alone, and not {far}; for several hosts set "
-        'weights.mode to "auto" or "collective", or to "disk" where they share one'
+        f"weights in {memory} reach gservers on the trainer's {several[:-1]} alone, and not {far}; for several "
+        f'{several} set weights.mode to "auto" or "collective", or to "disk" where hosts share one'
     )
     if far and not able:
         raise PublicationError(problem)

@@ -49,13 +49,13 @@ class CurrentWeights:
 
     version: int
     snapshot: Snapshot | None
-    """Files that can be read at any time; None: they were broadcast."""
+    """What can be read at any time; None: they were broadcast."""
     checksums: dict[str, str]
     """Name → checksum of each weight as it was trained."""
 
     def readable_by(self, gserver: Gserver) -> bool:
-        """Whether they lie in files that `gserver` can read."""
-        return self.snapshot is not None and self.snapshot.readable_on(gserver.machine)
+        """Whether they lie in files, or in memory, that `gserver` can read."""
+        return self.snapshot is not None and self.snapshot.readable_by(gserver.machine, gserver.gpu)
 
 
 class Resyncs:

@@ -27,6 +27,7 @@ import zmq
 
 from streamrl import essential
 from streamrl.config import Config
+from streamrl.cuda_memory import gpu_identity
 from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
 from streamrl.errors import TrainingError
 from streamrl.models import routing_of, vocab_size, weights_fingerprint
@@ -410,6 +411,8 @@ class ModelWorker:
                 device=self._device,
                 listening=listening,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
+                gpu=gpu_identity(self._device),
+                gpu_memory=torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0,
                 several_senders=senders > 1,
             )
             self._publisher = Publisher(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -26,11 +26,18 @@ from streamrl.machine import machine_identity
 from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
-from streamrl.trainer.worker.weight_memory import WeightMemory
+from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
 from streamrl.trainer.worker.weight_source import Senders, WeightSource
 from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster
-from streamrl.transport.control import Broadcast, PublishBegin, PublishBeginReply, PublishCommit, Snapshot
+from streamrl.transport.control import (
+    Broadcast,
+    GserverPlaces,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    Snapshot,
+)
 from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
@@ -41,6 +48,10 @@ COMMIT_MARGIN_SECONDS = 10.0
 """How much longer than the manager's own deadlines the publisher waits for its reply."""
 MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+NOWHERE = GserverPlaces(machines=[], gpus=[])
+TRAINING_BYTES = 16
+"""What training still takes on the GPU for each weight when it has been loaded: gradient and two moments in float32,
+and as much as one of these for activations."""
 MOST_SENDERS = 8
 """Unless `weights.senders` says how many."""
 VERSIONS = 3
@@ -78,27 +89,42 @@ class Carrier(Protocol):
 class Carriers:
     """The ways in which weights may go to the gservers."""
 
-    def __init__(self, anywhere: Carrier, *, near: Carrier | None = None, machine: str | None = None) -> None:
-        """`near` takes the place of `anywhere` while all gservers are on this `machine` (`machine_identity`)."""
+    def __init__(
+        self, anywhere: Carrier, *, near: Carrier | None = None, machine: str | None = None, gpu: str = ""
+    ) -> None:
+        """`near` takes the place of `anywhere` while all gservers are on this `machine` (`machine_identity`) and, if it
+        is given, on this `gpu` (`gpu_identity`)."""
         self._anywhere = anywhere
         self._near = near
         self._machine = machine_identity() if machine is None else machine
+        self._gpu = gpu
         self._chosen: Carrier | None = None
 
     @property
-    def depend_on_machines(self) -> bool:
+    def depend_on_places(self) -> bool:
         """Whether it matters where the gservers are."""
         return self._near is not None
 
-    def choose(self, machines: Collection[str] = ()) -> Carrier:
-        """Return the carrier for gservers on `machines`."""
-        away = set(machines) - {self._machine}
-        chosen = self._anywhere if self._near is None or away or not machines else self._near
-        if self._near is not None and chosen is not self._chosen:
-            where = "gservers are on other hosts" if away else "no gserver is there" if not machines else "all are here"
-            log.info("weights.mode: %s (%s)", "shared_memory" if chosen is self._near else "collective", where)
+    def choose(self, places: GserverPlaces = NOWHERE) -> Carrier:
+        """Return the carrier for gservers at `places`."""
+        if self._near is None:
+            return self._anywhere
+        why_not = self._why_not_near(places)
+        chosen = self._anywhere if why_not else self._near
+        if chosen is not self._chosen:
+            near = "cuda_ipc" if self._gpu else "shared_memory"
+            log.info("weights.mode: %s (%s)", "collective" if why_not else near, why_not or "all gservers are here")
         self._chosen = chosen
         return chosen
+
+    def _why_not_near(self, places: GserverPlaces) -> str:
+        if not places.machines:
+            return "no gserver is there"
+        if set(places.machines) != {self._machine}:
+            return "gservers are on other hosts"
+        if self._gpu and set(places.gpus) != {self._gpu}:
+            return "gservers are not all on the GPU of the trainer's first model worker"
+        return ""
 
     def close(self) -> None:
         """No version comes any more."""
@@ -132,8 +158,8 @@ class Publisher:
         reading = True
         problems: list[str] = []
         try:
-            machines = (await self._client.gserver_machines()).machines if self._carriers.depend_on_machines else []
-            carrier = self._carriers.choose(machines)
+            places = await self._client.gserver_places() if self._carriers.depend_on_places else NOWHERE
+            carrier = self._carriers.choose(places)
             before = carrier.sent_bytes, carrier.sent_numbers
             await self._in_thread(carrier.prepare, version, source)
             if carrier.reads_once:
@@ -201,10 +227,13 @@ def carriers_for(
     dtype: torch.dtype,
     device: torch.device,
     numbers: int,
+    gpu: str = "",
+    gpu_memory: int = 0,
     several_senders: bool = False,
 ) -> Carriers:
     """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast, and so is
-    `several_senders`: whether the ranks' `WeightSource`s send; `numbers`: how many all weights are."""
+    `several_senders`: whether the ranks' `WeightSource`s send; `numbers`: how many all weights are; `gpu`: the
+    `gpu_identity` of `device`, and `gpu_memory`: how many bytes are free there."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
@@ -218,12 +247,15 @@ def carriers_for(
     def in_memory() -> WeightFiles:
         return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)
 
+    def in_gpu_memory() -> WeightMemory:
+        return WeightMemory(dtype=dtype, device=device, checksum=weights.checksum, gpu=gpu)
+
     if weights.mode == "shared_memory" or config.named_adapters:
         return Carriers(in_memory())
     if weights.mode == "cuda_ipc":
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
-        return Carriers(WeightMemory(dtype=dtype, device=device, checksum=weights.checksum))
+        return Carriers(in_gpu_memory())
     broadcaster: Carrier
     if several_senders:
         broadcaster = Senders(dtype)
@@ -231,11 +263,31 @@ def carriers_for(
         broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
     if weights.mode == "collective":
         return Carriers(broadcaster)
-    obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
+    if gpu:
+        obstacle = _no_gpu_memory(config, numbers=numbers, dtype=dtype, free=gpu_memory)
+    else:
+        obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
     if obstacle:
         log.info("weights.mode: collective, because %s", obstacle)
         return Carriers(broadcaster)
-    return Carriers(broadcaster, near=in_memory())
+    return Carriers(broadcaster, near=in_gpu_memory() if gpu else in_memory(), gpu=gpu)
+
+
+def _no_gpu_memory(config: Config, *, numbers: int, dtype: torch.dtype, free: int) -> str:
+    """Return why gservers on the trainer's GPU should not be given weights in its memory, of which `free` bytes are
+    left; empty: they should. That weights are broadcast over gloo is no reason: `streamrl run` says so wherever GPUs
+    are shared."""
+    if config.weights.backend == "nccl":
+        return "weights.backend is of a broadcast"
+    if config.gserver.engine != "embedded":
+        return f'gserver.engine is "{config.gserver.engine}"'
+    size = SETS * numbers * dtype.itemsize
+    if free < size + TRAINING_BYTES * numbers:
+        return (
+            f"{free / 2**30:.1f} GiB of the GPU are free, too little for {size / 2**30:.1f} GiB of weights beside what "
+            f"training takes (about {TRAINING_BYTES} bytes for each weight)"
+        )
+    return ""
 
 
 def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:

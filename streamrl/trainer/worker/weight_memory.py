@@ -37,18 +37,23 @@ class WeightMemory:
         dtype: torch.dtype,
         device: torch.device,
         checksum: bool,
+        gpu: str = "",
         share: Share = cuda_memory.share,
         root: Path = SHARED_MEMORY,
     ) -> None:
-        """`share` makes the handle of memory on `device`; below `root` lie the files that tell gservers of it."""
+        """`gpu`: as in `Register`, that of `device`. `share` makes the handle of memory on it; below `root` lie the
+        files that tell gservers of it."""
         self.dtype = dtype
         self.sent_bytes = 0
         self.sent_numbers = 0
         self._device = device
+        self._gpu = gpu
         self._checksum = checksum
         self._share = share
         self._folder = Path(tempfile.mkdtemp(prefix="streamrl-cuda-", dir=root))
         self._sets: list[Tensor] = []
+        self._handles: list[cuda_memory.Handle] = []
+        """Of the sets; made once, since torch keeps an entry and an event for each that it makes."""
         self._beside = SideStream(device)
         self._version = 0
         self._sums: dict[str, str] = {}
@@ -60,8 +65,9 @@ class WeightMemory:
         places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
         if not self._sets:
             self._sets = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SETS)]
+            self._handles = [self._share(memory.untyped_storage()) for memory in self._sets]
         memory = self._sets[version % SETS]
-        content = SharedWeights(self._share(memory.untyped_storage()), places)
+        content = SharedWeights(self._handles[version % SETS], places)
         targets = dict(content.views(memory.untyped_storage()))
         self._sums = {}
         with self._beside.after_computation(), closing(weights.weights()) as found:
@@ -78,7 +84,7 @@ class WeightMemory:
         self._version = version
 
     def announce(self) -> Snapshot:
-        return Snapshot(folder=str(self._folder_of(self._version)), machine=machine_identity())
+        return Snapshot(folder=str(self._folder_of(self._version)), machine=machine_identity(), gpu=self._gpu)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Everything is there already."""

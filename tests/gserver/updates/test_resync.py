@@ -55,9 +55,15 @@ async def fleet(
 
 
 async def publish(
-    run: Run, version: int, *, machine: str = "", checksums: dict[str, str] | None = None, resync: bool = False
+    run: Run,
+    version: int,
+    *,
+    machine: str = "",
+    gpu: str = "",
+    checksums: dict[str, str] | None = None,
+    resync: bool = False,
 ) -> PublishReply:
-    snapshot = Snapshot(folder=f"/weights/v{version}", machine=machine)
+    snapshot = Snapshot(folder=f"/weights/v{version}", machine=machine, gpu=gpu)
     begin = await run.client.publish_begin(PublishBegin(version=version, weights=snapshot, resync=resync), timeout=20.0)
     message = PublishCommit(version=version, group_name=begin.group_name, checksums=checksums or {})
     return await run.client.publish_commit(message, timeout=20.0)
@@ -215,17 +221,40 @@ async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_o
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
-        assert (await run.client.gserver_machines()).machines == [machine_identity()]
+        assert (await run.client.gserver_places()).machines == [machine_identity()]
         with pytest.raises(PeerError, match=r"reach gservers on the trainer's host alone, and not gserver/0 on \S+;"):
             await publish(run, 1, machine="there")
         await run.register("gserver", 1, address=far.url, machine="there")
         await run.until_live(0, 1)
-        assert (await run.client.gserver_machines()).machines == sorted([machine_identity(), "there"])
+        assert (await run.client.gserver_places()).machines == sorted([machine_identity(), "there"])
         assert (await publish(run, 1, machine=machine_identity())).done
         assert (near.weight_version, far.weight_version) == ("1", "default")
         assert live_gservers(await run.client.status()) == {0}
         needed = await asyncio.wait_for(run.client.resync_needed(), 10)
         assert needed.gservers == ["gserver/1"], "these gservers do not send weights: the publisher has to"
+
+
+async def test_a_gserver_on_another_gpu_is_not_told_to_read_the_trainers(tmp_path: Path) -> None:
+    async with (
+        managed(small_config(tmp_path, weights={"timeout_seconds": 2.0})) as run,
+        scripted(3) as (near, far, late),
+    ):
+        await run.register("gserver", 0, address=near.url, gpu="GPU-1")
+        await run.register("gserver", 1, address=far.url, gpu="GPU-2")
+        await run.until_live(0, 1)
+        places = await run.client.gserver_places()
+        assert (places.machines, places.gpus) == ([machine_identity()], ["GPU-1", "GPU-2"])
+        with pytest.raises(
+            PeerError, match="weights in memory of the trainer's GPU reach gservers on the trainer's GPU"
+        ):
+            await publish(run, 1, machine=machine_identity(), gpu="GPU-3")
+        assert (await publish(run, 1, machine=machine_identity(), gpu="GPU-1")).done
+        assert (near.weight_version, far.weight_version) == ("1", "default")
+        needed = await asyncio.wait_for(run.client.resync_needed(), 10)
+        assert needed.gservers == ["gserver/1"], "the publisher has to send to it"
+        await run.register("gserver", 2, address=late.url, gpu="GPU-1")
+        await run.until_live(0, 2)
+        assert late.weight_version == "1", "it reads what lies there"
 
 
 async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import torch
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.machine import machine_identity
-from streamrl.trainer.worker.publisher import Carrier, carriers_for, sending
+from streamrl.trainer.worker.publisher import Carrier, Carriers, carriers_for, sending
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.addresses import LOCAL
 from streamrl.transport.collective import Broadcaster, backend_for
+from streamrl.transport.control import GserverPlaces
 
 MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}
 CPU = torch.device("cpu")
@@ -28,15 +30,25 @@ def carrier(
     device: torch.device = CPU,
     numbers: int = 1000,
     machines: Sequence[str] = (HERE,),
+    gpu: str = "",
+    gpu_memory: int = 0,
+    gpus: Sequence[str] = ("",),
     **sections: dict[str, Any],
 ) -> Carrier:
-    """What brings weights to gservers on `machines`."""
+    """What brings weights to gservers on `machines` and `gpus`."""
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
     listening = LOCAL.listening(config.weights.host)
     carriers = carriers_for(
-        config, listening=listening, backend="gloo", dtype=torch.float32, device=device, numbers=numbers
+        config,
+        listening=listening,
+        backend="gloo",
+        dtype=torch.float32,
+        device=device,
+        numbers=numbers,
+        gpu=gpu,
+        gpu_memory=gpu_memory,
     )
-    return carriers.choose(machines)
+    return carriers.choose(GserverPlaces([*machines], [*gpus]))
 
 
 def test_one_host_without_gpus_shares_its_memory(tmp_path: Path) -> None:
@@ -81,10 +93,52 @@ def test_the_way_changes_with_the_gservers(tmp_path: Path) -> None:
     carriers = carriers_for(
         config, listening=LOCAL.listening(""), backend="gloo", dtype=torch.float32, device=CPU, numbers=1000
     )
-    found = [carriers.choose(machines) for machines in ([HERE], [HERE, AWAY], [HERE])]
+    found = [carriers.choose(GserverPlaces(machines, [""])) for machines in ([HERE], [HERE, AWAY], [HERE])]
     assert [type(each) for each in found] == [WeightFiles, Broadcaster, WeightFiles]
     assert found[0] is found[2]
     carriers.close()
+
+
+ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "gpu": "GPU-1", "gpu_memory": 24_000}
+"""Where the trainer is; just enough is free for its 1000 numbers."""
+
+
+def test_gservers_on_the_trainers_gpu_get_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a broadcast is to go over gloo, as `streamrl run` has it on a machine with one GPU."""
+    caplog.set_level("INFO")
+    for weights in ({}, {"backend": "gloo"}):
+        memory = carrier(tmp_path, gpus=["GPU-1"], weights=weights, **ON_GPU)
+        assert isinstance(memory, WeightMemory)
+        assert "weights.mode: cuda_ipc (all gservers are here)" in caplog.text
+        memory.close()
+
+
+@pytest.mark.parametrize(
+    ("different", "why"),
+    [
+        ({"gpus": ["GPU-1", "GPU-2"]}, "gservers are not all on the GPU of the trainer's first model worker"),
+        ({"gpus": [""]}, "gservers are not all on the GPU of the trainer's first model worker"),
+        ({"machines": [HERE, AWAY]}, "gservers are on other hosts"),
+        ({"machines": [], "gpus": []}, "no gserver is there"),
+        ({"weights": {"backend": "nccl"}}, "weights.backend is of a broadcast"),
+        ({"gserver": {"engine": "sglang"}}, 'gserver.engine is "sglang"'),
+        ({"gpu_memory": 23_999}, "too little for 0.0 GiB of weights beside what training takes"),
+    ],
+)
+def test_others_get_a_broadcast_from_a_trainer_on_a_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, different: dict[str, Any], why: str
+) -> None:
+    caplog.set_level("INFO")
+    assert isinstance(carrier(tmp_path, **{"gpus": ["GPU-1"]} | ON_GPU | different), Broadcaster)
+    assert "weights.mode: collective" in caplog.text
+    assert why in caplog.text
+
+
+def test_the_way_changes_when_a_gserver_comes_on_another_gpu(tmp_path: Path) -> None:
+    far, near = object(), object()
+    carriers = Carriers(far, near=near, machine=HERE, gpu="GPU-1")  # type: ignore[arg-type]
+    found = [carriers.choose(GserverPlaces([HERE], gpus)) for gpus in (["GPU-1"], ["GPU-1", "GPU-2"], ["GPU-1"])]
+    assert found == [near, far, near]
 
 
 def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Source:
 class Gone:
     """A manager that does not say where gservers are."""
 
-    async def gserver_machines(self) -> Any:
+    async def gserver_places(self) -> Any:
         raise PeerLost("the manager is gone")
 
 
@@ -38,7 +38,7 @@ class Silent:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def gserver_machines(self) -> Any:
+    async def gserver_places(self) -> Any:
         self.asked.set()
         await asyncio.Event().wait()
 

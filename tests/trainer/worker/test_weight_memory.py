@@ -29,8 +29,10 @@ class StandIn:
 
     def __init__(self) -> None:
         self._memory: dict[bytes, UntypedStorage] = {}
+        self.shared = 0
 
     def share(self, storage: UntypedStorage) -> Handle:
+        self.shared += 1
         name = str(storage.data_ptr()).encode()
         self._memory[name] = storage
         return Handle("GPU-1", name, storage.nbytes(), 0, b"", 0, b"", False)
@@ -64,6 +66,7 @@ async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> No
             assert torch.equal(kept.tensors[name].view(torch.int16), tensor.view(torch.int16))
         await receiver.take()
     assert folders[0] == folders[2] != folders[1], "the version that is served is not written over"
+    assert gpu.shared == 2, "once for each set: torch keeps an event for each handle that it makes"
     carrier.close()
     assert [path for path in folders if Path(path).exists()] == []  # noqa: ASYNC240
 

@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # environment says: else torch alone costs each process 2.5 s of processor time, SGLang 9 s.
 PIP_INSTALL := -m pip --disable-pip-version-check install --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-TEST_PROCESSES := 2
+TEST_PROCESSES := 3
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 SOURCES := pyproject.toml constraints.txt
@@ -47,9 +47,10 @@ MAKEFLAGS += --jobs=2
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
 
-# One thread for each test process: more of them would only wait for each other. As many processes as cores of the
-# smallest machine that this is for: whole runs start processes of their own, and their deadlines are real. One that
-# crashes is not replaced: pytest-xdist would wait for ever for the tests that it had been given.
+# One thread for each test process: more of them would only wait for each other. One process more than the smallest
+# machine that this is for has cores: it computes while tests of the others wait for what must not come, and not more,
+# since whole runs start processes of their own, and their deadlines are real. One that crashes is not replaced:
+# pytest-xdist would wait for ever for the tests that it had been given.
 test: export OMP_NUM_THREADS := 1
 test: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0

@@ -13,7 +13,8 @@ from streamrl.processor import avoid_broken_instructions
 
 avoid_broken_instructions()  # before anything computes here or in what the tests start
 
-settings.register_profile("unhurried", deadline=None)  # how long an example takes depends on what else runs
+# How long an example takes depends on what else runs; each run tries others, so half of hypothesis' 100 will do.
+settings.register_profile("unhurried", deadline=None, max_examples=50)
 settings.load_profile("unhurried")
 
 CONTRACT = "tests/gserver/contract/"
@@ -32,7 +33,8 @@ LONGEST_FIRST = (
     "tests/e2e/",
     "tests/trainer/backends/",
 )
-"""Tests of these take much longer than all others: whoever begins with one of them last would be waited for."""
+"""Tests of these take much longer than all others: whoever begins with one of them last would be waited for. Some wait
+most of the time, others take several processors."""
 RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""
@@ -46,10 +48,18 @@ def pytest_collection_finish() -> None:
 
 
 class Scheduling(LoadScopeScheduling):
-    """Each test to whatever process is free next, but those of `TOGETHER` to one."""
+    """Each test to whatever process is free next, but those of `TOGETHER` to one. The last process leaves those of
+    `LONGEST_FIRST` to the others while there are any else: so whole runs do not all come at the same time."""
 
     def _split_scope(self, nodeid: str) -> str:
         return CONTRACT if nodeid.startswith(TOGETHER) else nodeid
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if node is self.nodes[-1] and len(self.nodes) > 1:
+            quick = next((scope for scope in self.workqueue if not scope.startswith(LONGEST_FIRST)), None)
+            if quick is not None:
+                self.workqueue.move_to_end(quick, last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)

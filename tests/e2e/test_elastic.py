@@ -25,6 +25,7 @@ from tests.e2e.harness import (
 
 MAX_STALENESS = 4
 SETTINGS = PACED | {
+    "gserver__simulation__token_seconds": 0.25,
     "run__total_train_steps": 10_000,  # until the test has seen enough
     "rollout__group_size": 4,
     "staleness__over_age": "wait",

@@ -23,7 +23,7 @@ AFTERWARDS = 60
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("max_staleness", [4, 8])
+@pytest.mark.parametrize("max_staleness", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_what_was_learned_lasts(tmp_path: Path, max_staleness: int) -> None:
     settings = overrides(
         tmp_path,

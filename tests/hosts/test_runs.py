@@ -102,8 +102,15 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
         command.end()
 
 
-def until_said(command: Command, pattern: str, *, seconds: float = 120.0) -> None:
-    until(lambda: re.search(pattern, command.output), f"{pattern!r}", seconds=seconds)
+def until_said(command: Command, pattern: str, *, after: int = 0, seconds: float = 120.0) -> None:
+    """Until it has printed that, behind its first `after` characters."""
+    until(lambda: re.search(pattern, command.output[after:]), f"{pattern!r}", seconds=seconds)
+
+
+def name_of(command: Command) -> str:
+    """What the manager calls it, such as gserver/1."""
+    until_said(command, r"the manager calls this process \w+/\d+\n")
+    return command.output.partition("the manager calls this process ")[2].partition("\n")[0]
 
 
 def finish(holder: int, url: str) -> None:
@@ -130,16 +137,17 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     hosts, run_dir = cluster.hosts, cluster.run_dir
     # in no particular order: who comes first waits
     near_gserver = cluster.start(2, "gserver")
-    cluster.start(3, "rollout")
+    far_worker = cluster.start(3, "rollout")
     second = cluster.start(2, "trainer", "--node", "1", "--nodes", "2")
     first = cluster.start(1, "trainer", "--node", "0", "--nodes", "2", "--no-master")
     manager = cluster.start(0, "manager", "--host", "0.0.0.0")
     master = cluster.start(0, "master")
-    cluster.start(3, "gserver")
+    far_gserver = cluster.start(3, "gserver")
     near_worker = cluster.start(1, "rollout")
     until_said(manager, r"the manager of run 'run' listens at https://10\.77\.0\.1:7000")
     for address in (hosts.address(2), hosts.address(3)):
         until_said(manager, rf"gserver/\d+ joined at https://{re.escape(address)}:")
+    far = [name_of(far_gserver), name_of(far_worker)]
     wait_for_steps(run_dir, 5)
     until_said(first, r"weights\.mode: collective \(gservers are on other hosts\)")
 
@@ -151,18 +159,21 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     hosts.mend(3)
     goes_on(10)
 
+    heard = len(manager.output)
     hosts.cut(3)
-    for role in ("gserver", "rollout"):
-        until_said(manager, rf"{role}/\d+ has been silent for")
+    for name in far:
+        until_said(manager, f"{name} has been silent for", after=heard)
     goes_on(10)
+    heard = len(manager.output)
     hosts.mend(3)
-    for role in ("gserver", "rollout"):
-        until_said(manager, rf"{role}/\d+ is heard of again")
+    for name in far:
+        until_said(manager, f"{name} is heard of again", after=heard)
     until(lambda: steps(run_dir)[-1]["metrics"]["gservers_compared"] == 2, "the work of both gservers", seconds=120)
     heard = len(manager.output)
 
     hosts.cut(3)
-    until(lambda: manager.output.count("has been silent for", heard) == 2, "the end of the last host", seconds=120)
+    for name in far:
+        until_said(manager, f"{name} has been silent for", after=heard)
     goes_on(40)
     until(lambda: sum(cluster.rewards()[-5:]) / 5 > LEARNED, f"a reward of {LEARNED}", seconds=120)
 
@@ -216,8 +227,10 @@ def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
     servers = [cluster.start(host, "gserver") for host in (1, 2)]
     trainer = cluster.start(0, "trainer")
     rollout = cluster.start(3, "rollout")
-    for command in (trainer, rollout, *servers, manager):
-        command.ends_well(seconds=400)
+    ending = (*servers, trainer, rollout, manager)  # whoever fails to start is named before those who wait for him
+    until(lambda: not all(command.running for command in ending), "the end of the run", seconds=400)
+    for command in ending:
+        command.ends_well(seconds=60)
     assert_exactly_once(cluster.run_dir)
     assert largest_difference(cluster.run_dir) < 1e-3
     assert {step["metrics"]["gservers_compared"] for step in steps(cluster.run_dir)[-2:]} == {2}

@@ -151,7 +151,7 @@ class Run:
         status = await self.client.status()
         return next(p for p in status.processes if (p.role, p.index) == (role, index))
 
-    async def until(self, ready: Callable[[Status], bool], *, timeout: float = 5.0) -> Status:
+    async def until(self, ready: Callable[[Status], bool], *, timeout: float = 30.0) -> Status:
         """Ask for the status until it is as wanted: tests have no other way to see inside."""
         async with asyncio.timeout(timeout):
             while not ready(status := await self.client.status()):  # noqa: ASYNC110

@@ -37,7 +37,7 @@ class Engine:
         self._script = script
 
     async def until_cancelled(self, count: int) -> None:
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(lambda: self.cancelled >= count)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -115,7 +115,7 @@ async def test_a_sibling_that_is_done_does_not_wait_for_the_others():
     async with gserver(one_by_one) as (url, _, client):
         siblings = SiblingRequests(client)
         calls = [asyncio.create_task(siblings.generate(1, url, request(i))) for i in range(3)]
-        assert (await asyncio.wait_for(calls[0], 5)).output_ids == [0, 0]
+        assert (await asyncio.wait_for(calls[0], 30)).output_ids == [0, 0]
         assert not calls[1].done()
         goes_on.set()
         assert [(await call).output_ids for call in calls[1:]] == [[1, 1], [2, 2]]
@@ -180,7 +180,7 @@ async def test_when_the_last_sibling_is_cancelled_so_is_the_request():
     async with gserver(hang) as (url, _, client):
         siblings = SiblingRequests(client)
         waiting = [asyncio.create_task(siblings.generate(1, url, request(i))) for i in range(2)]
-        await asyncio.wait_for(asked.wait(), 5)
+        await asyncio.wait_for(asked.wait(), 30)
         waiting[0].cancel()
         await asyncio.sleep(0)
         assert len(siblings._sending) == 1

@@ -145,7 +145,7 @@ async def test_registering_waits_for_the_manager_to_start(unused_tcp_port: int) 
     done, _ = await asyncio.wait({joining}, timeout=0.1)
     assert not done
     async with server(accept, port=unused_tcp_port):
-        assert (await asyncio.wait_for(joining, 2.0)).policy_version == 3
+        assert (await asyncio.wait_for(joining, 30)).policy_version == 3
     await client.close()
 
 
@@ -301,7 +301,7 @@ class FakeManager:
         return answer(self.reply)
 
     async def beat(self) -> dict[str, Any]:
-        return await asyncio.wait_for(self.beats.get(), 2.0)
+        return await asyncio.wait_for(self.beats.get(), 30)
 
 
 @asynccontextmanager
@@ -318,7 +318,7 @@ async def joined(manager: FakeManager, **options: Any) -> AsyncIterator[Membersh
 
 
 async def stopped(membership: Membership) -> None:
-    await asyncio.wait_for(membership.stopping.wait(), 2.0)
+    await asyncio.wait_for(membership.stopping.wait(), 30)
 
 
 async def test_a_member_beats_with_what_it_can_tell() -> None:

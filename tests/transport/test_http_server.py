@@ -66,14 +66,14 @@ async def ask(port: int, *parts: bytes, answers: int = 1) -> list[tuple[int, str
 
 
 async def send_all(writer: asyncio.StreamWriter, size: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for _ in range(size // 2**20):
             writer.write(bytes(2**20))
             await writer.drain()
 
 
 async def answer_on(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
         return int(head.split()[1]), head, await reader.readexactly(length)

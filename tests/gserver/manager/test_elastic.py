@@ -26,7 +26,7 @@ def members(run_status: object) -> set[str]:
 
 async def told_to_leave(run: Run, index: int) -> None:
     """Until a heartbeat of the gserver is answered so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not (await run.beat("gserver", index)).leave:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -43,7 +43,7 @@ async def ask(run: Run, version: int) -> None:
 
 
 async def take(run: Run) -> EvaluationTask:
-    task = (await asyncio.wait_for(run.client.next_evaluation(NEXT), 5.0)).task
+    task = (await asyncio.wait_for(run.client.next_evaluation(NEXT), 30)).task
     assert task is not None
     return task
 
@@ -69,7 +69,7 @@ async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_
         reports = asyncio.create_task(run.client.evaluations(0))
         await still_waits(waiting)
         await ask(run, 3)
-        task = (await asyncio.wait_for(waiting, 5.0)).task
+        task = (await asyncio.wait_for(waiting, 30)).task
         assert task == EvaluationTask(number=0, policy_version=3, step=3)
         await ask(run, 4)
         await ask(run, 5)
@@ -79,7 +79,7 @@ async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_
         assert await take(run) == task  # whoever asks again has lost it
         await still_waits(reports)
         await tell(run, task)
-        assert (await asyncio.wait_for(reports, 5.0)).reports == [make_report(3)]
+        assert (await asyncio.wait_for(reports, 30)).reports == [make_report(3)]
         await tell(run, task)  # the answer was lost: told again, counted once
         assert (await take(run)).policy_version == 5
         status = (await run.client.status()).evaluation
@@ -152,8 +152,8 @@ async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) 
         reports = asyncio.create_task(run.client.evaluations(0))
         await still_waits(waiting)
         await run.client.finish_run(FinishRun(reason="done"))
-        assert (await asyncio.wait_for(waiting, 5.0)).stop
-        assert (await asyncio.wait_for(reports, 5.0)).stop
+        assert (await asyncio.wait_for(waiting, 30)).stop
+        assert (await asyncio.wait_for(reports, 30)).stop
         assert (await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))).gserver == ""
 
 
@@ -175,7 +175,7 @@ async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path
         assert status is not None
         assert (status.done, status.waiting, status.left_out) == (1, None, 0)
         await run.client.finish_run(FinishRun(reason="done"))
-        assert (await asyncio.wait_for(admission, 5.0)).stop
+        assert (await asyncio.wait_for(admission, 30)).stop
 
 
 async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(

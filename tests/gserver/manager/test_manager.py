@@ -71,7 +71,7 @@ async def waiting(call: Any) -> asyncio.Task[Any]:
 
 async def result_of(task: asyncio.Task[Any]) -> Any:
     """What `task` answers now that it was woken: long before its long poll would have ended."""
-    return await asyncio.wait_for(task, 5.0)
+    return await asyncio.wait_for(task, 30)
 
 
 async def test_a_process_with_another_configuration_is_refused(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> No
         assert [(p.role, p.index) for p in silence.processes] == [("gserver", 1)], "the launcher replaces it"
         heard = asyncio.create_task(run.client.silence(silence.changes))
         await run.beat("gserver", 1)
-        assert (await asyncio.wait_for(heard, 5)).processes == []
+        assert (await asyncio.wait_for(heard, 30)).processes == []
         assert (await run.beat("rollout")).unanswering == []
         await run.until_live(0, 1)
         assert {a.gserver for a in await run.admit(2)} == {second.url}

@@ -57,7 +57,7 @@ async def test_reports_are_kept_in_order_while_the_run_goes_on(tmp_path: Path) -
         await evaluations.ask(2)
         assert await take(run) is None  # the same version is not evaluated twice
         await run.client.finish_run(FinishRun(reason="done"))
-        await asyncio.wait_for(following, 5.0)
+        await asyncio.wait_for(following, 30)
     assert written == [make_report(1), make_report(2)]
 
 
@@ -69,7 +69,7 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
         assert task is not None
         assert not waiting.done()
         await tell(run, task)
-        assert await asyncio.wait_for(waiting, 5.0) == ""
+        assert await asyncio.wait_for(waiting, 30) == ""
         assert written == [make_report(9)]
         assert await evaluations.wait_for(9) == ""
 
@@ -77,7 +77,7 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
 async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.2)) as (evaluations, _, _):
         await evaluations.ask(9)
-        said = await asyncio.wait_for(evaluations.wait_for(9), 5.0)
+        said = await asyncio.wait_for(evaluations.wait_for(9), 30)
     assert "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 0.2" in said
     assert "is there an evaluator" in caplog.text
 
@@ -89,7 +89,7 @@ async def test_a_run_that_is_ended_meanwhile_is_an_error(tmp_path: Path) -> None
         await asyncio.sleep(0.05)
         await run.client.finish_run(FinishRun(reason="", error="evaluator/0: no data"))
         with pytest.raises(StreamRLError, match="ended the run in the evaluation of version 9"):
-            await asyncio.wait_for(waiting, 5.0)
+            await asyncio.wait_for(waiting, 30)
 
 
 @pytest.mark.parametrize(

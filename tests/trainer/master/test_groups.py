@@ -49,7 +49,7 @@ async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
     await asyncio.sleep(0)
     assert not taking.done()
     table.put_batch([make_meta(3), make_meta(9)])
-    batch, dropped = await asyncio.wait_for(taking, 1)
+    batch, dropped = await asyncio.wait_for(taking, 30)
     assert [meta.seq for meta in batch] == [3, 5]
     assert dropped == []
 
@@ -62,7 +62,7 @@ async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
     rest = await table.get_batch_for_rpc("ref_inf", limit=5)
     assert [m.seq for m in first + rest] == [0, 1, 2]
     table.amend_batch(["ref_logprobs"], [[1, 2]], Layout())
-    batch, _ = await asyncio.wait_for(taking, 1)
+    batch, _ = await asyncio.wait_for(taking, 30)
     assert [m.seq for m in batch] == [1, 2]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(table.get_batch_for_rpc("ref_inf", limit=5), 0.05)
@@ -90,7 +90,7 @@ async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_
     table = make_table(kl_coef=0.1)
     table.put_batch([make_meta(0), make_meta(1)])
     table.amend_batch(["ref_logprobs"], [[0], [1]], Layout(data=2), rewards={1: [0.5, 0.25]})
-    batch, _ = await asyncio.wait_for(table.take_batch(two_oldest, describe), 1)
+    batch, _ = await asyncio.wait_for(table.take_batch(two_oldest, describe), 30)
     assert [meta.rewards for meta in batch] == [[0.0, 1.0], [0.5, 0.25]]
     assert table.trained_on([0, 1]) == {0: [0, 1], 1: [1]}
 

@@ -26,6 +26,7 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -231,6 +232,7 @@ if __name__ in ("__main__", "__mp_main__"):
     faulthandler.register(STACKS_SIGNAL)
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))
+    gc.disable()  # while modules come that stay: to look through them again and again is a third of their import's time
 if __name__ in ("__main__", "__mp_main__"):
     find_streamrl()
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
@@ -244,4 +246,6 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__main__":
     show_keys_to_sglang_alone()
     serve_only_what_a_run_needs()
+    gc.freeze()
+    gc.enable()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

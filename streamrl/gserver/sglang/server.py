@@ -43,8 +43,9 @@ ASK_SECONDS = 0.5
 PROGRESS_SECONDS = 15.0
 TAIL_LINES = 30
 MOST_LINE_BYTES = 4096
-STOP_SECONDS = 2.0
-"""Between asking SGLang to stop and ending it by force; less than a gserver itself is given."""
+STOP_SECONDS = 0.5
+"""Between asking SGLang to stop and ending it by force: it looks every 5 seconds only whether it was asked, and has
+nothing to save."""
 STACKS_SECONDS = 0.5
 """For a process that hangs to say where."""
 

@@ -21,6 +21,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -118,6 +119,15 @@ def _log_ratio(tokens: Tokens) -> Tensor:
     return tokens.logprobs.detach() - tokens.behavior_logprobs
 
 
+def increment_digits(index: int, seed: int) -> dict[str, Any]:
+    """`1239=`, to be answered `2340`."""
+    row = copy_digits(index, seed)
+    return row | {"answer": "".join(str((int(digit) + 1) % 10) for digit in row["answer"])}
+
+
+Task = Callable[[int, int], dict[str, Any]]
+"""Makes the row of data of an index and a seed."""
+TASKS: dict[str, Task] = {"copy": copy_digits, "increment": increment_digits}
 ALONE = {"behavior_kl_coef": 0.0}
 VARIANTS = {
     "default": Variant(),
@@ -148,6 +158,8 @@ VARIANTS = {
     "twice the pull": Variant({"behavior_kl_coef": 0.2}),
     "three times the pull": Variant({"behavior_kl_coef": 0.3}),
     "half the lr": Variant(lr_share=lambda delay: 0.5),
+    "default, clipped to 3 medians": Variant(clip_to_median=3.0),
+    "twice the pull, clipped to 3 medians": Variant({"behavior_kl_coef": 0.2}, clip_to_median=3.0),
     "decoupled, slowed": Variant(ALONE, slow=True),
     "ppo, slowed": Variant(ALONE | {"proximal": "behavior"}, slow=True),
 }
@@ -160,30 +172,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--append", action="store_true", help="keep the rows of the last run by hand")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["increment"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = earlier_rows("delay") if options.append else []
-    there = {(row["variant"], row["delay"], row["seed"]) for row in rows}
-    for delay in options.delays:
-        for name in options.variants:
-            for seed in options.seeds:
-                if (name, delay, seed) not in there:
-                    rows.append(run(name, delay=delay, seed=seed, steps=options.steps))
-                    shown = ("variant", "delay", "seed", "learned", "worst", "end", "area", "seconds")
-                    print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
-                    write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows)
+    there = {(row["task"], row["variant"], row["delay"], row["seed"]) for row in rows}
+    for task, delay, name, seed in product(options.tasks, options.delays, options.variants, options.seeds):
+        if (task, name, delay, seed) not in there:
+            rows.append(run(task, name, delay=delay, seed=seed, steps=options.steps))
+            shown = ("task", "variant", "delay", "seed", "learned", "worst", "end", "area", "seconds")
+            print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
+            write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows)
 
 
-def run(name: str, *, delay: int, seed: int, steps: int) -> dict[str, Any]:
+def run(task: str, name: str, *, delay: int, seed: int, steps: int) -> dict[str, Any]:
     """Train for `steps`; return the row of the table, with the curves of reward and mean |ρ - 1|."""
     config = load(EXAMPLE, [f"run.seed={seed}"])
-    loop = Loop(config, VARIANTS[name], delay=delay)
+    loop = Loop(config, VARIANTS[name], TASKS[task], delay=delay)
     began = time.perf_counter()
     found = [loop.step() for _ in range(steps)]
     rewards = [figures["reward"] for figures in found]
     smooth = [fmean(rewards[max(0, end - WINDOW) : end]) for end in range(1, steps + 1)]
     learned = next((step for step, reward in enumerate(smooth) if reward >= LEARNED), None)
     return {
+        "task": task,
         "variant": name,
         "delay": delay,
         "seed": seed,
@@ -219,8 +231,9 @@ class Batch(NamedTuple):
 class Loop:
     """The policy, its earlier versions, and the optimizer."""
 
-    def __init__(self, config: Config, variant: Variant, *, delay: int) -> None:
+    def __init__(self, config: Config, variant: Variant, task: Task, *, delay: int) -> None:
         self._config = config
+        self._task = task
         self._variant = variant
         self._delay = delay
         self._algorithm = msgspec.structs.replace(config.algorithm, **variant.algorithm)
@@ -312,7 +325,7 @@ class Loop:
     @torch.no_grad()
     def _draw(self) -> Batch:
         groups, siblings = self._config.trainer.batch_groups, self._config.rollout.group_size
-        rows = [increment_digits(self._index + i, self._config.run.seed) for i in range(groups)]
+        rows = [self._task(self._index + i, self._config.run.seed) for i in range(groups)]
         self._index += groups
         prompts = torch.tensor([self._tokenizer(row["prompt"], add_special_tokens=False).input_ids for row in rows])
         output = self._sampler(prompts, use_cache=True)
@@ -382,12 +395,6 @@ class Loop:
             age=torch.full_like(responses, age),
             comparable=torch.zeros_like(responses, dtype=torch.bool),
         )
-
-
-def increment_digits(index: int, seed: int) -> dict[str, Any]:
-    """`1239=`, to be answered `2340`."""
-    row = copy_digits(index, seed)
-    return row | {"answer": "".join(str((int(digit) + 1) % 10) for digit in row["answer"])}
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def test_runs_with_several_seeds_are_one_row():
         "train_seconds": 0.5,
         "generation_seconds_per_group": 0.1,
         "groups_per_batch": 8.0,
+        "cores_busy": 0.25,
         "oldest_token_age": 1,
         "masked_share": 0.0,
         "dropped_share": 0.0,
@@ -214,6 +215,10 @@ def test_runs_with_several_seeds_are_one_row():
     row = throughput.as_row("embedded", 4, "mask", found, synchronous=throughput.aggregate([run]))
     assert row["speedup"] == pytest.approx(1.2)
     assert row["bound"] == pytest.approx(2.5)
+    busy = throughput.as_row(
+        "embedded", 4, "mask", found, synchronous=throughput.aggregate([run | {"cores_busy": 0.8}])
+    )
+    assert busy["bound"] == pytest.approx(1.25)
     assert row["reward_final"] == reward
     assert throughput.as_row("simulated", 4, "mask", found, synchronous=found)["reward_final"] is None
     assert throughput.cell(reward) == "0.700 (0.300–0.900)"

@@ -28,7 +28,9 @@ class RoleConfig(Section, frozen=True):
 class OptimizerConfig(Section, frozen=True):
     """AdamW on float32 master weights."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
+    """The second decides how long Adam remembers how large gradients were. A short memory makes steps on the noise of a
+    plateau as large as those that learned the task; that is where stale runs fell (docs/collapse.md)."""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     grad_clip: PositiveFloat = 1.0

@@ -353,7 +353,7 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name, episodes):
     backend = make_backend(folder, algorithm=algorithm)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
     kl_coef = algorithm.kl_coef
     for step in range(3):
         groups = [

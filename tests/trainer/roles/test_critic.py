@@ -117,7 +117,7 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     judge = AutoModelForSequenceClassification.from_pretrained(critic_dir, num_labels=1, dtype=torch.float32)
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.0}
+    options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
     optimizers = [torch.optim.AdamW(model.parameters(), **options) for model in (policy, judge)]
     for step in range(3):
         groups = make_groups(3, seed=step)

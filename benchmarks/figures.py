@@ -537,15 +537,17 @@ def delay(results: Results) -> str:
         least, most = f"{min(values):{form}}", f"{max(values):{form}}"
         return least if least == most else f"{least} to {most}"
 
-    rows = []
-    by_delay = sorted(results["rows"], key=lambda row: row["delay"])
-    for place in unique((row["delay"], row["variant"]) for row in by_delay):
-        runs = [row for row in results["rows"] if (row["delay"], row["variant"]) == place]
-        cells = [f"{place[0]}", place[1], f"{len(runs)}", over(runs, "learned", "d"), over(runs, "worst", ".2f")]
+    rows: list[list[str]] = []
+
+    def cell(row: dict[str, Any]) -> tuple[str, int, str]:
+        return row["task"], row["delay"], row["variant"]
+
+    for place in unique(cell(row) for row in sorted(results["rows"], key=lambda row: (row["task"], row["delay"]))):
+        runs = [row for row in results["rows"] if cell(row) == place]
+        cells = [*map(str, place), f"{len(runs)}", over(runs, "learned", "d"), over(runs, "worst", ".3f")]
         rows.append([*cells, over(runs, "end", ".2f"), over(runs, "area", ".2f")])
-    header = (
-        "delay | variant | runs | learned at step | worst after that | reward at the end | mean reward of all steps"
-    )
+    header = "task | delay | variant | runs | learned at step | worst after that | reward at the end"
+    header += " | mean reward of all steps"
     return markdown(header.split(" | "), rows)
 
 

@@ -185,7 +185,7 @@ def main() -> None:
             rows.append(run(task, name, delay=delay, seed=seed, steps=options.steps))
             shown = ("task", "variant", "delay", "seed", "learned", "worst", "end", "area", "seconds")
             print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
-            write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows)
+            write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows, row_per_line=True)
 
 
 def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: int | None = None) -> dict[str, Any]:

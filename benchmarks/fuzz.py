@@ -724,7 +724,11 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
                 if quiet:
                     await asyncio.sleep(seconds)
                 else:
-                    rows += await sending.all_ports(way, 100 * seed)
+                    try:
+                        rows += await sending.all_ports(way, 100 * seed)
+                    except OSError:
+                        run.check()  # rather who has ended, and with which words
+                        raise
                     await asyncio.sleep(SETTLE_SECONDS)
                 seconds = time.monotonic() - began
                 run.check()

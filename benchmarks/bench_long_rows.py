@@ -39,7 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, logging
 
 from streamrl.device import compute_with
 from streamrl.trainer.backends import attention
-from streamrl.trainer.backends.base import Output
+from streamrl.trainer.backends.base import ModelOutput
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import pack
 from streamrl.types import NO_VERSION, TrajectoryGroup
@@ -110,7 +110,7 @@ def group_of(sequences: Sequence[NDArray[np.int64]], *, prompt: int) -> Trajecto
     )
 
 
-def loss(output: Output) -> torch.Tensor:
+def loss(output: ModelOutput) -> torch.Tensor:
     return -output.values.mean()
 
 

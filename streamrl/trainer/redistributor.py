@@ -67,9 +67,6 @@ class Transfer(NamedTuple):
         )
 
 
-Plan = list[Transfer]
-
-
 @lru_cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of that name; raises `TransferError` for one that does not travel."""
@@ -82,7 +79,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return found
 
 
-def concerning(plan: Iterable[Transfer], rank: int) -> Plan:
+def concerning(plan: Iterable[Transfer], rank: int) -> list[Transfer]:
     """Return the transfers that `rank` takes part in, in order: all of the plan that it needs to see."""
     return [transfer for transfer in plan if rank == transfer.source or rank in transfer.destinations]
 
@@ -92,7 +89,7 @@ def redistribute(
     *,
     holders: Mapping[Name, Collection[int]],
     wanted: Mapping[Name, Collection[int]],
-) -> Plan:
+) -> list[Transfer]:
     """Return what has to be sent so that every rank in `wanted` has its arrays.
 
     Where several ranks hold an array, the one that sends the fewest bytes so far sends it (list

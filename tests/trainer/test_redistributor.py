@@ -14,7 +14,6 @@ from streamrl.errors import TransferError
 from streamrl.trainer.redistributor import (
     HOME_TOLERANCE,
     ArrayFacts,
-    Plan,
     Transfer,
     concerning,
     deal,
@@ -23,7 +22,7 @@ from streamrl.trainer.redistributor import (
 from tests.trainer.transfers import Needs, needs, shuffled
 
 
-def plan_of(found: Needs) -> Plan:
+def plan_of(found: Needs) -> list[Transfer]:
     return redistribute(found.pieces, holders=found.holders, wanted=found.wanted)
 
 
@@ -80,7 +79,7 @@ def test_a_plan_depends_on_no_order_of_mappings_and_survives_the_wire(found, see
     assert plan == redistribute(
         found.pieces, holders=shuffled(found.holders, seed), wanted=shuffled(found.wanted, seed + 1)
     )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=list[Transfer]) == plan
 
 
 @given(needs())

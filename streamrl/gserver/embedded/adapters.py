@@ -29,7 +29,7 @@ from streamrl.gserver.embedded.weights import Parameters, store_rounded
 from streamrl.lora import TENSORS, adapter_specs, check_adapter, is_adapted, pair_of
 
 
-class Part(NamedTuple):
+class LinearAdapter(NamedTuple):
     """What one linear layer's adapter adds to a fused matrix's product."""
 
     b: Tensor
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 class MatrixAdapter:
     """The adapters of the linear layers that make up one matrix."""
 
-    def __init__(self, a: Tensor, parts: Sequence[Part], *, scale: float) -> None:
+    def __init__(self, a: Tensor, parts: Sequence[LinearAdapter], *, scale: float) -> None:
         """`a`: `[parts · rank, inputs]`."""
         self._a = a
         self._parts = parts
@@ -101,12 +101,12 @@ class Adapter:
         rank, inputs = self._lora.rank, shapes[0][1]
         a = self._zeros(rank * sum(adapted), inputs)
         rows = iter(torch.split(a, rank))
-        parts: list[Part] = []
+        parts: list[LinearAdapter] = []
         end = 0
         for name, (outputs, _), chosen in zip(names, shapes, adapted, strict=True):
             begin, end = end, end + outputs
             if chosen:
-                part = Part(self._zeros(outputs, rank), slice(begin, end))
+                part = LinearAdapter(self._zeros(outputs, rank), slice(begin, end))
                 self.named |= zip(pair_of(name), (next(rows), part.b), strict=True)
                 parts.append(part)
         return MatrixAdapter(a, parts, scale=self._lora.scale)

@@ -80,7 +80,7 @@ _STAGE_OF = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemberPlan:
     """The steps of one gserver, by phase."""
 
     prepare: tuple[Step, ...] = ()
@@ -94,7 +94,7 @@ Way = Literal["broadcast", "snapshot", "adapter"]
 """How weights come: by broadcast, in files, or in files as an adapter."""
 
 
-def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool = False) -> Plan:
+def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool = False) -> MemberPlan:
     """Return the steps of a gserver that has a stage for weights (`staged`), or has none (real SGLang).
 
     `joined`: it is in the weight group already. `verified`: what it received is compared. `cut`: its requests are to
@@ -103,13 +103,13 @@ def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool 
     join = (Step.JOIN,) if way == "broadcast" and not joined else ()
     check = (Step.VERIFY,) if verified else ()
     if staged:
-        return Plan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
+        return MemberPlan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
     if way == "adapter":  # it is loaded beside others, and no request names it before the swap
-        return Plan(prepare=(Step.RECEIVE,), check=check, apply=(Step.PAUSE, Step.SWAP) if cut else (Step.SWAP,))
+        return MemberPlan(prepare=(Step.RECEIVE,), check=check, apply=(Step.PAUSE, Step.SWAP) if cut else (Step.SWAP,))
     if way == "snapshot":  # nothing touches it before its turn has come, when it reads the files
-        return Plan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
+        return MemberPlan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
     steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
-    return Plan(prepare=steps, check=check, apply=(Step.SWAP,), mixes=Step.MARK)
+    return MemberPlan(prepare=steps, check=check, apply=(Step.SWAP,), mixes=Step.MARK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ Serves = Literal["old", "new", "other"]
 """Which weights a gserver says that it serves."""
 
 
-class Health(Enum):
+class MemberHealth(Enum):
     """What was seen of one gserver while an update went on."""
 
     FINE = "fine"
@@ -148,7 +148,7 @@ class Phase(Enum):
 
 
 class _Member(Generic[Who]):
-    def __init__(self, who: Who, plan: Plan) -> None:
+    def __init__(self, who: Who, plan: MemberPlan) -> None:
         self.who = who
         self.plan = plan
         self.left = list(plan.prepare)
@@ -161,7 +161,7 @@ class _Member(Generic[Who]):
         self.paused = False
         self.mixed = False
         self.swapped = False
-        self.health = Health.FINE
+        self.health = MemberHealth.FINE
         self.problem = ""
         """Why it failed; empty: it did not."""
         self.serves: Serves | None = None
@@ -170,7 +170,7 @@ class _Member(Generic[Who]):
 class UpdateStates(Generic[Who]):
     """One update over the gservers of `plans`. Every event returns the actions to take next."""
 
-    def __init__(self, plans: Mapping[Who, Plan]) -> None:
+    def __init__(self, plans: Mapping[Who, MemberPlan]) -> None:
         self.phase = Phase.PREPARE
         self.reason = ""
         """Why it was rolled back."""
@@ -212,7 +212,7 @@ class UpdateStates(Generic[Who]):
     @property
     def lost(self) -> bool:
         """Whether a gserver did not reply at all."""
-        return any(member.health is Health.LOST for member in self._members.values())
+        return any(member.health is MemberHealth.LOST for member in self._members.values())
 
     @property
     def outstanding(self) -> list[Action[Who]]:
@@ -256,7 +256,7 @@ class UpdateStates(Generic[Who]):
             member.paused = False
         return self._go_on(self._next(member))
 
-    def failed(self, action: Action[Who], health: Health, reason: str) -> list[Action[Who]]:
+    def failed(self, action: Action[Who], health: MemberHealth, reason: str) -> list[Action[Who]]:
         """The step was not taken, or nobody knows whether it was; `reason` says why."""
         member = self._reply_to(action)
         if member is None:
@@ -352,9 +352,9 @@ class UpdateStates(Generic[Who]):
         """`member` told which weights it serves; None: it did not reply."""
         member.serves = what
         if what is None:
-            member.health = Health.LOST
+            member.health = MemberHealth.LOST
         elif self.phase is Phase.APPLY and what == "new":  # only the reply to the swap was lost
-            member.swapped, member.mixed, member.problem, member.health = True, False, "", Health.FINE
+            member.swapped, member.mixed, member.problem, member.health = True, False, "", MemberHealth.FINE
         if self.phase is Phase.ROLL_BACK:
             member.through = True
             return self._go_on([])
@@ -423,16 +423,16 @@ class UpdateStates(Generic[Who]):
         return [member.problem for member in self._members.values() if member.problem]
 
 
-def culprits(health: Mapping[Who, Health], *, publisher_failed: bool) -> set[Who]:
+def culprits(health: Mapping[Who, MemberHealth], *, publisher_failed: bool) -> set[Who]:
     """Return the gservers to leave out of the next attempt.
 
     A broadcast fails for everyone when one rank is gone, so a failure counts against a gserver only
     if nobody is lost and others did not fail in the same way: what befell all came from outside.
     """
-    lost = {who for who, state in health.items() if state is Health.LOST}
+    lost = {who for who, state in health.items() if state is MemberHealth.LOST}
     if lost or publisher_failed:
         return lost
-    for kind in (Health.REFUSED, Health.SLOW):
+    for kind in (MemberHealth.REFUSED, MemberHealth.SLOW):
         guilty = {who for who, state in health.items() if state is kind}
         if guilty and len(guilty) < len(health):
             return guilty

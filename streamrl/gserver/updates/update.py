@@ -26,7 +26,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import (
     ORDER,
     Action,
-    Health,
+    MemberHealth,
     Phase,
     Serves,
     Stage,
@@ -409,7 +409,7 @@ def stages_weights(gserver: Gserver) -> bool:
     return gserver.info is not None and gserver.info.staged_weight_update
 
 
-def _health_of(error: Exception) -> Health:
+def _health_of(error: Exception) -> MemberHealth:
     if isinstance(error, PeerLost):
-        return Health.LOST
-    return Health.SLOW if isinstance(error, DeadlineExceeded) else Health.REFUSED
+        return MemberHealth.LOST
+    return MemberHealth.SLOW if isinstance(error, DeadlineExceeded) else MemberHealth.REFUSED

@@ -493,7 +493,7 @@ async def _write(protocol: Api, generation: _Generation, request: web.Request) -
 
 
 async def _stream(
-    events: common.Events, protocol: Api, generation: _Generation, request: web.Request
+    events: common.EventStream, protocol: Api, generation: _Generation, request: web.Request
 ) -> web.StreamResponse:
     """Write the answer out as it comes; raises as `_write` does, and what the generation raises before it says a word.
 

@@ -34,7 +34,7 @@ UNSEEN = -1e30
 output that is a number, with a denominator that is nothing beside those of other blocks."""
 
 
-class Block(NamedTuple):
+class MaskBlock(NamedTuple):
     """A rectangle of the mask: some neighbouring columns as queries, and some as keys."""
 
     queries: slice
@@ -48,10 +48,10 @@ class Block(NamedTuple):
 class TreeBlocks(NamedTuple):
     """A tree mask as blocks: each pair of columns that see each other is in one of them."""
 
-    diagonal: list[Block]
+    diagonal: list[MaskBlock]
     """A segment of the tree (a run of tokens with one child each), or neighbouring subtrees, against itself. Together
     they cover each column once."""
-    below: list[Block]
+    below: list[MaskBlock]
     """Against a segment, all that descends from it."""
 
     @classmethod
@@ -66,8 +66,8 @@ class TreeBlocks(NamedTuple):
         changes = np.flatnonzero(np.diff(visible_until)) + 1
         blocks = cls([], [])
 
-        def block(keys: slice, until: int, **seen: Any) -> Block:
-            return Block(slice(keys.start + behind, until + behind), keys, **seen)
+        def block(keys: slice, until: int, **seen: Any) -> MaskBlock:
+            return MaskBlock(slice(keys.start + behind, until + behind), keys, **seen)
 
         start = 0
         while start < length:
@@ -78,7 +78,7 @@ class TreeBlocks(NamedTuple):
                 own = slice(start, end)
                 blocks.diagonal.append(block(own, end, causal=True))
                 if end < until:
-                    blocks.below.append(Block(slice(end + behind, until + behind), own))
+                    blocks.below.append(MaskBlock(slice(end + behind, until + behind), own))
             else:
                 end = start
                 while end < length and visible_until[end] - start <= dense_tokens:
@@ -93,7 +93,7 @@ class TreeBlocks(NamedTuple):
 
 
 def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
-    """The mask of a few columns, for `Block`; None if it is plainly causal."""
+    """The mask of a few columns, for `MaskBlock`; None if it is plainly causal."""
     if (visible_until == len(visible_until)).all():
         return None
     sees = torch.from_numpy(attention_mask(visible_until[None])[0, 0])
@@ -337,7 +337,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: fl
     return found, more.lse
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, block: MaskBlock, scale: float | None) -> tuple[Tensor, Tensor]:
     """Output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]` of one block."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[:, :, block.queries],
@@ -351,7 +351,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     return found
 
 
-def _mask_for(query: Tensor, block: Block) -> Tensor | None:
+def _mask_for(query: Tensor, block: MaskBlock) -> Tensor | None:
     """The kernel wants masks in the dtype of the queries or in float32."""
     return block.mask.double() if block.mask is not None and query.dtype == torch.float64 else block.mask
 

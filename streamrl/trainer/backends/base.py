@@ -115,7 +115,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Logits are divided by it (head `tokens`)."""
     entropy_gradient: bool = False
-    """Whether `Output.entropy` has a gradient (head `tokens`)."""
+    """Whether `ModelOutput.entropy` has a gradient (head `tokens`)."""
     lr: float | None = None
     """Peak learning rate; None: the model is never trained and has no optimizer."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -141,7 +141,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known."""
 
 
-class Output(NamedTuple):
+class ModelOutput(NamedTuple):
     """For each predicted position of a micro-batch: `[predicted]` float32, with a gradient while training."""
 
     values: Tensor
@@ -166,7 +166,7 @@ class Update(NamedTuple):
     have as many; 0 for models without experts."""
 
 
-LossOf = Callable[[int, Output], Tensor]
+LossOf = Callable[[int, ModelOutput], Tensor]
 """From the number of a micro-batch and its output: its share of the minibatch's loss, a scalar."""
 
 
@@ -206,7 +206,7 @@ class ParallelModel(WholeWeights, Protocol):
         """Whether this rank sees outputs: those of the last pipeline stage do."""
         ...
 
-    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output] | None:
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput] | None:
         """Outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
 
         `temperature`: another than `ModelSpec.temperature`.

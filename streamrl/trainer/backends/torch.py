@@ -34,9 +34,9 @@ from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import (
     Head,
     LossOf,
+    ModelOutput,
     ModelSpec,
     Offloaded,
-    Output,
     Update,
     WholeWeights,
     dealt,
@@ -219,7 +219,7 @@ class TorchModel:
     def gives_output(self) -> bool:
         return True
 
-    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output]:
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput]:
         self._check_here()
         idle = self._others_have_more(len(micros))
         with torch.no_grad():
@@ -342,7 +342,7 @@ class TorchModel:
             raise TrainingError("this model is not trained: it has no optimizer state")
         return self._optimizer
 
-    def _forward(self, micro: MicroBatch, temperature: float | None = None, *, balance: float = 0.0) -> Output:
+    def _forward(self, micro: MicroBatch, temperature: float | None = None, *, balance: float = 0.0) -> ModelOutput:
         """`balance`: see `route`."""
         share = self._context.share(micro)
         own = share.micro
@@ -365,7 +365,7 @@ class TorchModel:
                 self._tensor(own.target_ids),
                 self._spec.temperature if temperature is None else temperature,
             )
-        return Output(self._context.gather(values, share), self._context.gather(entropy, share))
+        return ModelOutput(self._context.gather(values, share), self._context.gather(entropy, share))
 
     def _others_have_more(self, mine: int) -> int:
         """How many micro-batches more another rank has: sharded ranks have to go through layers together."""
@@ -467,7 +467,7 @@ class _Net(nn.Module):
         ids: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """`(values, entropy)` of `Output`."""
+        """`(values, entropy)` of `ModelOutput`."""
         hidden = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, tree=tree
         ).last_hidden_state

@@ -35,7 +35,7 @@ from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.figures import Span
 from streamrl.trainer.master.groups import GroupTable, Shares
 from streamrl.trainer.master.synchronous import SynchronousGeneration
-from streamrl.trainer.redistributor import Plan, concerning
+from streamrl.trainer.redistributor import Transfer, concerning
 from streamrl.transport.request_reply import Requests
 from streamrl.types import SampleMeta
 
@@ -125,7 +125,7 @@ class ModelFunctionCall:
         return frozenset(chance.sample([meta.seq for meta in metas], min(self._kept_per_step, len(metas))))
 
 
-def _transfer(plan: Plan, worker: int) -> list[Hook]:
+def _transfer(plan: Sequence[Transfer], worker: int) -> list[Hook]:
     """Return what of `plan` concerns `worker`."""
     mine = concerning(plan, worker)
     return [DataTransfer(mine)] if mine else []

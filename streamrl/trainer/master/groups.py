@@ -28,7 +28,7 @@ from streamrl.ledger import Fate, ReadyGroups, Selection, next_in_order
 from streamrl.seqs import SeqQueue, SeqSet
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.redistributor import ArrayFacts, Plan, deal, redistribute
+from streamrl.trainer.redistributor import ArrayFacts, Transfer, deal, redistribute
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ class GroupTable:
             home={meta.seq: heads[meta.head] for meta in metas if meta.head in heads},
         )
 
-    def bring(self, shares: Shares, keys: Iterable[str], layout: Layout) -> Plan:
+    def bring(self, shares: Shares, keys: Iterable[str], layout: Layout) -> list[Transfer]:
         """Return what has to be sent so that each worker has `keys` of its data-parallel rank's share, and count it
         as done."""
         wanted: dict[tuple[int, str], list[int]] = {}

@@ -19,7 +19,7 @@ from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.errors import ModelError
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
-from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
+from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.packing import MicroBatch
@@ -106,7 +106,7 @@ class Actor:
         trained = [item.trainable for item in teaching]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
-        def loss(number: int, output: Output) -> Tensor:
+        def loss(number: int, output: ModelOutput) -> Tensor:
             if wanted is not None:
                 statistics.compared += _logprobs_of(wanted, micros[number], output, groups)
             if minibatch.kept:
@@ -183,7 +183,7 @@ class Actor:
     def _loss(
         self,
         micro: MicroBatch,
-        output: Output,
+        output: ModelOutput,
         items: Sequence[TrainItem],
         credits: Sequence[Credit],
         totals: Totals,
@@ -243,7 +243,7 @@ def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
 def _keep_outputs(
     wanted: frozenset[int],
     micro: MicroBatch,
-    output: Output,
+    output: ModelOutput,
     groups: Sequence[TrajectoryGroup],
     kept: dict[int, Outputs],
 ) -> None:
@@ -261,7 +261,9 @@ def _keep_outputs(
         kept[group.seq].entropy[micro.target_index[mine]] = entropy[mine]
 
 
-def _logprobs_of(wanted: Sibling, micro: MicroBatch, output: Output, groups: Sequence[TrajectoryGroup]) -> list[float]:
+def _logprobs_of(
+    wanted: Sibling, micro: MicroBatch, output: ModelOutput, groups: Sequence[TrajectoryGroup]
+) -> list[float]:
     """Log-probabilities of the first `MOST_COMPARED` sampled tokens of a response, if it is in `micro`."""
     numbers = [number for number, group in enumerate(groups) if group.seq == wanted.seq]
     if not numbers:

@@ -18,7 +18,7 @@ from torch import Tensor
 from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
-from streamrl.trainer.backends.base import Output, ParallelModel, Ranks
+from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.roles.advantages import Credit, assign_credit
@@ -83,7 +83,7 @@ class Critic:
         groups = [item.group for item in items]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
-        def loss(number: int, output: Output) -> Tensor:
+        def loss(number: int, output: ModelOutput) -> Tensor:
             return self._loss(micros[number], output, items, credits, minibatch.loss_tokens, statistics)
 
         self.model.accumulate(micros, loss)
@@ -102,7 +102,7 @@ class Critic:
     def _loss(
         self,
         micro: MicroBatch,
-        output: Output,
+        output: ModelOutput,
         items: Sequence[TrainItem],
         credits: Sequence[Credit],
         tokens: int,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import Output, ParallelModel
+from streamrl.trainer.backends.base import ModelOutput, ParallelModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
@@ -124,7 +124,7 @@ def infer_packed(
 
 
 def unpack(
-    micros: Sequence[MicroBatch], outputs: Sequence[Output], groups: Sequence[TrajectoryGroup]
+    micros: Sequence[MicroBatch], outputs: Sequence[ModelOutput], groups: Sequence[TrajectoryGroup]
 ) -> list[NDArray[np.float32]]:
     """Output values as one packed array for each group, 0 where nothing was predicted."""
     result = [np.zeros(group.tokens, dtype=np.float32) for group in groups]

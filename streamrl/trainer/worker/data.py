@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
-from streamrl.trainer.redistributor import ArrayFacts, Plan, Transfer, concerning, numpy_dtype
+from streamrl.trainer.redistributor import ArrayFacts, Transfer, concerning, numpy_dtype
 from streamrl.transport.collective import destroy_group, form_group, join_store
 from streamrl.types import NO_VERSION, TrajectoryGroup
 
@@ -138,7 +138,7 @@ class DataManager:
             self._world = self._group(tuple(range(world_size)))
             self._within_deadline(self._greet, lambda: f"first operation of {world_size} ranks")
 
-    def execute(self, plan: Plan, store: ArrayStore) -> None:
+    def execute(self, plan: Sequence[Transfer], store: ArrayStore) -> None:
         """Send from `store`, and put there, what `plan` says of this rank.
 
         Raises `TransferError` when an array is missing, or is not as described, or when a peer is
@@ -368,7 +368,7 @@ class WorkerData:
         """Return what a model function call gave, or what was sent here; None if there is nothing."""
         return self._store.get(seq, key) if self._store.has(seq, key) else None
 
-    def transfer(self, plan: Plan) -> None:
+    def transfer(self, plan: Sequence[Transfer]) -> None:
         """Send and receive what `plan` says of this worker; raises `TransferError` when a peer is late or gone."""
         if self.manager is None:
             return

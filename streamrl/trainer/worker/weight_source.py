@@ -109,7 +109,7 @@ class WeightSource:
         """The rank that sends it, for each of `specs`."""
         self._ends = _bucket_ends(self.specs(), self._senders, own.buckets) if in_turn and own is not None else {}
         """With turns: place of the last weight of each bucket → the rank that sends it, in order."""
-        self._part = _Part(
+        self._part = _RankWeights(
             model, rank=rank, senders=self._senders, dtype=dtype, ends=self._ends, hand_over=self._hand_over
         )
         self._group = None
@@ -273,7 +273,7 @@ class Senders:
         """Each rank's `WeightSource` leaves the group itself."""
 
 
-class _Part:
+class _RankWeights:
     """The weights that one rank sends; a `transport.collective.Weights`."""
 
     def __init__(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from streamrl.gserver.updates.states import (
     Action,
-    Health,
+    MemberHealth,
+    MemberPlan,
     Phase,
-    Plan,
     Serves,
     Stage,
     Step,
@@ -40,7 +40,7 @@ OUTCOMES: list[Outcome] = ["taken", "refused", "answer lost", "silent"]
 class Pretended:
     """A gserver as the protocol sees it: weights `old`, `new` or `mixed`, and a stage beside them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: MemberPlan) -> None:
         self.plan = plan
         self.weights = "old"
         self.label: Serves = "old"
@@ -86,7 +86,7 @@ class Pretended:
 
 @settings(max_examples=500, deadline=None)
 @given(st.data(), st.lists(plans, min_size=1, max_size=4))
-def test_events_in_any_order(data: st.DataObject, chosen: list[Plan]) -> None:
+def test_events_in_any_order(data: st.DataObject, chosen: list[MemberPlan]) -> None:
     gservers = {who: Pretended(plan) for who, plan in enumerate(chosen)}
     states: UpdateStates[int] = UpdateStates(dict(enumerate(chosen)))
     waiting: list[Action[int]] = []
@@ -131,23 +131,23 @@ def test_events_in_any_order(data: st.DataObject, chosen: list[Plan]) -> None:
                 gserver.dead |= outcome == "silent"
                 if gserver.dead:
                     gserver.fail(do.step)
-                    hand_out(states.failed(do, Health.LOST, f"{do.who} is gone"))
+                    hand_out(states.failed(do, MemberHealth.LOST, f"{do.who} is gone"))
                 elif do.step is Step.ASK and outcome == "taken":
                     hand_out(states.serves(do, gserver.label))
                 elif outcome == "refused":
                     gserver.fail(do.step)
-                    hand_out(states.failed(do, Health.REFUSED, f"{do.who} says no"))
+                    hand_out(states.failed(do, MemberHealth.REFUSED, f"{do.who} says no"))
                 else:
                     gserver.take(do.step)
                     lost = outcome == "answer lost"
-                    hand_out(states.failed(do, Health.SLOW, "late") if lost else states.succeeded(do))
+                    hand_out(states.failed(do, MemberHealth.SLOW, "late") if lost else states.succeeded(do))
     else:
         # nobody answers any more: only deadlines pass
         for _ in range(MOST_EVENTS):
             if states.ended:
                 break
             for do in states.outstanding:
-                hand_out(states.failed(do, Health.SLOW, "late"))
+                hand_out(states.failed(do, MemberHealth.SLOW, "late"))
             if states.awaits:
                 hand_out(states.overdue("late"))
 
@@ -179,7 +179,7 @@ def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: Step) ->
         if do.step is Step.ASK:
             steps += states.serves(do, "old")
         elif wrong.get(do.who) is do.step:
-            steps += states.failed(do, Health.REFUSED, f"{do.who} refuses")
+            steps += states.failed(do, MemberHealth.REFUSED, f"{do.who} refuses")
         else:
             steps += states.succeeded(do)
     return taken
@@ -234,7 +234,7 @@ def test_a_lost_answer_to_the_swap_is_asked_about() -> None:
     drive(states, states.start())
     (pause,) = states.commit()
     (swap,) = states.succeeded(pause)
-    (ask,) = states.failed(swap, Health.SLOW, "no answer")
+    (ask,) = states.failed(swap, MemberHealth.SLOW, "no answer")
     assert ask.step is Step.ASK
     (resume,) = states.serves(ask, "new")
     assert resume.step is Step.RESUME
@@ -245,20 +245,20 @@ def test_a_lost_answer_to_the_swap_is_asked_about() -> None:
 
 # --- who is to blame ---
 
-FINE, LATE, REFUSED, LOST = Health.FINE, Health.SLOW, Health.REFUSED, Health.LOST
+FINE, LATE, REFUSED, LOST = MemberHealth.FINE, MemberHealth.SLOW, MemberHealth.REFUSED, MemberHealth.LOST
 
-seen_by_index = st.dictionaries(st.integers(0, 5), st.sampled_from(Health), min_size=1)
+seen_by_index = st.dictionaries(st.integers(0, 5), st.sampled_from(MemberHealth), min_size=1)
 
 
 @given(seen=seen_by_index, publisher_failed=st.booleans())
-def test_nobody_fine_is_blamed_and_everyone_lost_is(seen: dict[int, Health], publisher_failed: bool) -> None:
+def test_nobody_fine_is_blamed_and_everyone_lost_is(seen: dict[int, MemberHealth], publisher_failed: bool) -> None:
     blamed = culprits(seen, publisher_failed=publisher_failed)
     assert {who for who, what in seen.items() if what is LOST} <= blamed
     assert not any(seen[who] is FINE for who in blamed)
 
 
 @given(seen=seen_by_index, publisher_failed=st.booleans())
-def test_someone_who_answers_is_always_left(seen: dict[int, Health], publisher_failed: bool) -> None:
+def test_someone_who_answers_is_always_left(seen: dict[int, MemberHealth], publisher_failed: bool) -> None:
     blamed = culprits(seen, publisher_failed=publisher_failed)
     assert any(what is not LOST for what in seen.values()) <= (len(blamed) < len(seen))
 

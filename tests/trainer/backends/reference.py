@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from streamrl.config import OptimizerConfig
-from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.backends.base import ModelOutput, ModelSpec
 from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.types import TrajectoryGroup
@@ -143,10 +143,10 @@ def token_weights(group: TrajectoryGroup) -> Tensor:
     return torch.from_numpy(np.random.default_rng(group.seq).normal(size=group.tokens).astype(np.float32))
 
 
-def loss_of(groups: Sequence[TrajectoryGroup], micros: Sequence[MicroBatch]) -> Callable[[int, Output], Tensor]:
+def loss_of(groups: Sequence[TrajectoryGroup], micros: Sequence[MicroBatch]) -> Callable[[int, ModelOutput], Tensor]:
     weights = [token_weights(group) for group in groups]
 
-    def loss(number: int, output: Output) -> Tensor:
+    def loss(number: int, output: ModelOutput) -> Tensor:
         micro = micros[number]
         own = torch.stack([weights[g][t] for g, t in zip(micro.group_index, micro.target_index, strict=True)])
         return (output.values * own).sum() + ENTROPY * output.entropy.sum()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.trainer.backends.base import Output
+from streamrl.trainer.backends.base import ModelOutput
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.types import TrajectoryGroup
@@ -37,7 +37,7 @@ BATCHES: dict[str, list[MicroBatch]] = {
 }
 
 
-def loss(number: int, output: Output) -> Tensor:
+def loss(number: int, output: ModelOutput) -> Tensor:
     weights = torch.linspace(-1, 1, len(output.values), device=output.values.device)
     return (output.values * weights).sum() / (number + 1) + 0.3 * output.entropy.sum()
 

@@ -21,7 +21,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
 
     request: ChatRequest
     model: str
-    events: Callable[[CheckedRequest], Events] | None = None
+    events: Callable[[CheckedRequest], EventStream] | None = None
     """What writes the answer as server-sent events; None: it goes out as one body."""
     logprobs: bool = False
     stream_usage: bool = False
@@ -39,7 +39,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class Events(Protocol):
+class EventStream(Protocol):
     """One answer as server-sent events, as it comes."""
 
     def piece(self, piece: MessagePiece) -> bytes:

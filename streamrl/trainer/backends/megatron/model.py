@@ -20,7 +20,7 @@ from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import LossOf, ModelSpec, Offloaded, Output, Update, read_weights
+from streamrl.trainer.backends.base import LossOf, ModelOutput, ModelSpec, Offloaded, Update, read_weights
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.megatron.experts import ReplayingRouter
 from streamrl.trainer.backends.megatron.groups import layout_groups
@@ -93,7 +93,7 @@ class MegatronModel:
     def gives_output(self) -> bool:
         return self._place.pipeline == self._layout.pipeline - 1
 
-    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Output] | None:
+    def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput] | None:
         with torch.no_grad():
             outputs = self._run(micros, None, temperature=temperature)
         return outputs if self.gives_output else None
@@ -249,10 +249,10 @@ class MegatronModel:
 
     def _run(
         self, micros: Sequence[MicroBatch], loss: LossOf | None, *, temperature: float | None = None
-    ) -> list[Output]:
+    ) -> list[ModelOutput]:
         """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
         divisor = self._spec.temperature if temperature is None else temperature
-        outputs: list[Output] = []
+        outputs: list[ModelOutput] = []
         idle = self._others_have_more(len(micros))
         if not micros and not idle:
             return outputs
@@ -260,10 +260,12 @@ class MegatronModel:
         real = len(micros)
         micros = [*micros, *[IDLE] * idle]
 
-        def step(batches: Iterator[tuple[int, MicroBatch]], module: Any) -> tuple[Tensor | Output, Callable[..., Any]]:
+        def step(
+            batches: Iterator[tuple[int, MicroBatch]], module: Any
+        ) -> tuple[Tensor | ModelOutput, Callable[..., Any]]:
             number, micro = next(batches)
 
-            def finish(output: Output, non_loss_data: bool = False) -> Any:
+            def finish(output: ModelOutput, non_loss_data: bool = False) -> Any:
                 if loss is None:
                     outputs.extend([output] if number < real else [])
                     return None

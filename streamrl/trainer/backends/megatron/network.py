@@ -33,7 +33,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.trainer.backends.attention import TreeMask
-from streamrl.trainer.backends.base import ModelSpec, Output
+from streamrl.trainer.backends.base import ModelOutput, ModelSpec
 from streamrl.trainer.backends.context import ContextGroup, Share
 from streamrl.trainer.backends.megatron.experts import Experts, facts_of
 from streamrl.trainer.backends.megatron.shape import ModelShape
@@ -319,7 +319,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         """Take over what the stage before sent; called by Megatron's schedules."""
         self.decoder.set_input_tensor(input_tensor[0])
 
-    def forward(self, batch: Batch) -> Tensor | Output:
+    def forward(self, batch: Batch) -> Tensor | ModelOutput:
         """`[length, rows, hidden]` for the next stage; from the last, its output."""
         embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
         hidden = self.decoder(
@@ -334,24 +334,24 @@ class Network(LanguageModule):  # type: ignore[misc]
             assert isinstance(hidden, Tensor)
             return hidden
         found = self._outputs(hidden[batch.columns, batch.rows], batch)
-        return Output(*(self._context.gather(own, batch.share) for own in found))
+        return ModelOutput(*(self._context.gather(own, batch.share) for own in found))
 
-    def _outputs(self, states: Tensor, batch: Batch) -> Output:
+    def _outputs(self, states: Tensor, batch: Batch) -> ModelOutput:
         """Return the output for this rank's predicted positions, from their hidden states `[tokens, hidden]`."""
         if len(states) == 0:
             nothing = states.sum(-1).float()
-            return Output(values=nothing, entropy=torch.zeros_like(nothing))
+            return ModelOutput(values=nothing, entropy=torch.zeros_like(nothing))
         if self._spec.head == "scalar":
             values = self.score(states)[:, 0].float()
-            return Output(values=values, entropy=torch.zeros_like(values))
+            return ModelOutput(values=values, entropy=torch.zeros_like(values))
         chunks = [torch.split(tensor, HEAD_CHUNK_TOKENS) for tensor in (states, batch.targets)]
         if len(chunks[0]) == 1:
-            return Output(*self._predict(states, batch.targets, batch.temperature))
+            return ModelOutput(*self._predict(states, batch.targets, batch.temperature))
         parts = [
             checkpoint(self._predict, *chunk, batch.temperature, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(*chunks, strict=True)
         ]
-        return Output(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return ModelOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _predict(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies after `states`, `[tokens, hidden]`."""

@@ -39,7 +39,9 @@ class Trainable:
         )
         """What computes the forward pass, adding up gradients in the backward pass."""
         parts = {experts: [p for p in network.parameters() if p.allreduce != experts] for experts in (False, True)}
-        self._parts = {experts: _Part(own, self.ddp, spec, experts=experts) for experts, own in parts.items() if own}
+        self._parts = {
+            experts: _PartOptimizer(own, self.ddp, spec, experts=experts) for experts, own in parts.items() if own
+        }
         """The optimizers of experts, which each rank has others of, and of the rest."""
         self._has_experts = config.num_moe_experts is not None
 
@@ -128,11 +130,11 @@ class Trainable:
             found += [value for state in part.adam.state.values() for value in state.values()]
         return [tensor for tensor in found if tensor is not None]
 
-    def _part(self, parameter: Any) -> _Part:
+    def _part(self, parameter: Any) -> _PartOptimizer:
         return self._parts[not parameter.allreduce]
 
 
-class _Part:
+class _PartOptimizer:
     """Megatron's optimizer of some parameters, and torch's inside it."""
 
     def __init__(self, parameters: list[Tensor], ddp: Any, spec: ModelSpec, *, experts: bool) -> None:

@@ -35,7 +35,7 @@ from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import pack
 from streamrl.trainer.roles.actor import Actor
-from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem
 from streamrl.transport.collective import join_world, open_store
 from streamrl.types import TrajectoryGroup
 
@@ -103,7 +103,8 @@ def streamrl_contender(model: ParallelModel, *, share_prefix: bool, by_call: boo
             loss_tokens=sampled(groups), episodes=sum(int(group.episodes[-1]) + 1 for group in groups)
         )
         credits = actor.begin_step(items, policy_version=0, given=False)
-        found = actor.train_step(items, credits, minibatch, before_update=lambda: None)
+        found = StepStatistics()
+        actor.train_step(items, credits, minibatch, found, before_update=lambda: None)
         return Found(found.sums["loss"], found.maxima["grad_norm"])
 
     return Contender(step, computed)

@@ -647,10 +647,7 @@ class GenerationClient:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
-            )
+            self._session = http.new_session(self._tls, headers=self._headers)
         return self._session
 
 

@@ -51,6 +51,18 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+def new_session(
+    tls: ssl.SSLContext | None, *, headers: Mapping[str, str] | None = None, connect_seconds: float | None = None
+) -> aiohttp.ClientSession:
+    """Return a session of any number of connections, without a limit of its own on what is asked. `tls`: what servers
+    are known by that are encrypted; `connect_seconds`: how long one may take to let itself be connected to."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
+        headers=headers,
+    )
+
+
 async def call(
     session: aiohttp.ClientSession,
     method: str,

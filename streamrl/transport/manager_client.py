@@ -348,10 +348,7 @@ class ControlClient:
     ) -> Reply:
         """`key`: what is shown, instead of the token or what is derived from the secret."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True)
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            )
+            self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(
             self._session,
             method,

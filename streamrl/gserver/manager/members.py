@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ TRAINER: Set[Role] = frozenset({"master", "model_worker"})
 
 
 class Members:
-    """`patience`: seconds without a word after which a process of each role counts as silent.
+    """Whoever says nothing for a lease (`manager.lease_seconds`) counts as silent, the master not before
+    `master_patience_seconds`.
 
     `open_to_others`: whether the manager can be reached from other machines, so that all must be.
 
@@ -65,7 +66,7 @@ class Members:
         config: Config,
         registry: Registry,
         access: Access,
-        patience: Mapping[Role, float],
+        master_patience_seconds: float,
         state: RunState,
         timeline: Timeline,
         signals: Signals,
@@ -91,7 +92,8 @@ class Members:
         self._heartbeat_seconds = config.manager.heartbeat_seconds
         self._registry = registry
         self._access = access
-        self._patience = patience
+        self._lease = config.manager.lease_seconds
+        self._master_patience = max(self._lease, master_patience_seconds)
         self._state = state
         self._timeline = timeline
         self._signals = signals
@@ -271,7 +273,7 @@ class Members:
             "curve_key": message.curve_key,
             "encrypted": message.encrypted,
         }
-        patience = self._patience[message.role]
+        patience = self._master_patience if message.role == "master" else self._lease
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)

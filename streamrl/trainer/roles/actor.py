@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -88,14 +87,15 @@ class Actor:
         items: Sequence[TrainItem],
         credits: Sequence[Credit],
         minibatch: Minibatch,
+        statistics: StepStatistics,
         *,
         before_update: Callable[[], None],
-    ) -> StepStatistics:
-        """One optimizer step on this rank's share of `minibatch`, `items` with their `credits`. Collective.
+    ) -> None:
+        """Take one optimizer step on this rank's share of `minibatch`, `items` with their `credits`. Collective.
 
-        `before_update` is called when gradients are ready and weights are about to change.
+        What is found is added to `statistics`. `before_update` is called when gradients are ready and weights are about
+        to change.
         """
-        statistics = StepStatistics(sums=defaultdict(float), maxima={})
         totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self._longest)
         wanted = minibatch.compared
         if wanted is not None and self._temperature != 1.0:
@@ -123,14 +123,13 @@ class Actor:
 
         update = self.model.update(update_begins, lr_scale=minibatch.lr_scale)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
-        statistics.maxima |= {"grad_norm": update.grad_norm, "lr": update.lr}
+        statistics.note_largest(grad_norm=update.grad_norm, lr=update.lr)
         if update.expert_load:
-            statistics.maxima["expert_load"] = update.expert_load
+            statistics.note_largest(expert_load=update.expert_load)
             _count_routes(groups, statistics.sums)
-        statistics.update_seconds = time.perf_counter() - updating
+        statistics.update_seconds += time.perf_counter() - updating
         if self._compares:
-            statistics.maxima["kl_coef"] = self._kl.value
-        return statistics
+            statistics.note_largest(kl_coef=self._kl.value)
 
     def end_step(self, sums: Mapping[str, float]) -> None:
         """All minibatches of a batch were trained on; `sums`: of their figures. Collective."""
@@ -228,8 +227,7 @@ class Actor:
         )
         for name, value in found.sums.items():
             statistics.sums[name] += value
-        for name, value in found.maxima.items():
-            statistics.maxima[name] = max(statistics.maxima.get(name, value), value)
+        statistics.note_largest(**found.maxima)
         return found.loss
 
 

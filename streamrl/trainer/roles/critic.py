@@ -6,7 +6,6 @@ reward model gives one score for each response, read at its last token (`rew_inf
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,11 +73,12 @@ class Critic:
         items: Sequence[TrainItem],
         credits: Sequence[Credit],
         minibatch: Minibatch,
+        statistics: StepStatistics,
         *,
         before_update: Callable[[], None],
-    ) -> StepStatistics:
-        """One optimizer step towards the returns, on this rank's share of `minibatch`. Collective."""
-        statistics = StepStatistics(sums=defaultdict(float), maxima={})
+    ) -> None:
+        """Take one optimizer step towards the returns, on this rank's share of `minibatch`. Collective; arguments as of
+        `Actor.train_step`."""
         trained = [item.trainable for item in items]
         groups = [item.group for item in items]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
@@ -88,8 +88,7 @@ class Critic:
 
         self.model.accumulate(micros, loss)
         update = self.model.update(before_update)
-        statistics.maxima |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
-        return statistics
+        statistics.note_largest(**{"critic/grad_norm": update.grad_norm, "critic/lr": update.lr})
 
     def state(self) -> RoleState:
         """Return the optimizer's state."""

@@ -4,6 +4,7 @@ role is besides its weights.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,16 +52,22 @@ class Outputs(NamedTuple):
 
 
 class StepStatistics(msgspec.Struct):
-    """Sums over tokens or sequences of this rank, and largest values; combined over ranks."""
+    """What this rank found in a training step: sums over tokens or sequences, and largest values. Combined over ranks
+    by the master."""
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
+    sums: dict[str, float] = msgspec.field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = {}
     compared: list[float] = []
     """Log-probabilities of `Minibatch.compared`; empty if another rank computes it."""
     update_seconds: float = 0.0
     """In the optimizer."""
     outputs: dict[int, Outputs] = {}
     """Outputs for the groups of `Minibatch.kept`, by sequence number, as far as they were computed here."""
+
+    def note_largest(self, **values: float) -> None:
+        """Keep the largest of each name."""
+        for name, value in values.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
 
 
 class Minibatch(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ from streamrl.trainer.replay.recording import FORMAT, RankRecording, Recorder, R
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.advantages import Credit
 from streamrl.trainer.roles.critic import Critic
-from streamrl.trainer.roles.items import Minibatch, Outputs, TrainItem
+from streamrl.trainer.roles.items import Minibatch, Outputs, StepStatistics, TrainItem
 from streamrl.trainer.worker.assembly import Assembly, fingerprints, give_weights
 from streamrl.trainer.worker.checkpoint import CheckpointWriter, Together, roles_to_save, take_snapshot
 from streamrl.trainer.worker.data import WorkerData
@@ -212,20 +212,16 @@ class Computation:
         self.bring_back(mfc.role)
         self._seed(mfc.role, call.policy_version)
         self._blocked = 0.0
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
+        found = StepStatistics()
         ages: dict[int, int] = {}
         batch = [seq for minibatch in call.minibatches for seq in minibatch.seqs]
-        found = role.begin_step(
+        credit = role.begin_step(
             [self._item(seq, call, mfc.inputs, updated=False) for seq in batch],
             policy_version=call.policy_version,
             given="advantages" in mfc.inputs,
         )
-        credits = dict(zip(batch, found, strict=True))
-        compared: list[float] = []
-        update_seconds = 0.0
+        credits = dict(zip(batch, credit, strict=True))
         kept: dict[int, TrainItem] = {}
-        outputs: dict[int, Outputs] = {}
         for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
             items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
             first_epoch = number < len(call.minibatches)
@@ -234,7 +230,7 @@ class Computation:
                     _count_ages(ages, item)
             wanted = frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset()
             kept |= {item.group.seq: item for item in items if item.group.seq in wanted}
-            statistics = role.train_step(
+            role.train_step(
                 items,
                 [credits[seq] for seq in minibatch.seqs],
                 Minibatch(
@@ -244,27 +240,21 @@ class Computation:
                     lr_scale=call.lr_scale,
                     kept=wanted,
                 ),
+                found,
                 before_update=self._wait_for_publication,
             )
-            compared = compared or statistics.compared
-            update_seconds += statistics.update_seconds
-            outputs |= statistics.outputs
-            for name, value in statistics.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
-            for name, value in statistics.maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
         if isinstance(role, Actor):
-            role.end_step(sums)
-            self._keep(call, kept, credits, outputs)
+            role.end_step(found.sums)
+            self._keep(call, kept, credits, found.outputs)
         told = self._is_head(mfc.role)
         return Trained(
             compute_seconds=time.monotonic() - began - self._blocked,
             blocked_seconds=self._blocked,
-            sums=sums if told else {},
-            maxima=maxima,
+            sums=found.sums if told else {},
+            maxima=found.maxima,
             token_ages=ages if told else {},
-            update_seconds=update_seconds,
-            compared=compared,
+            update_seconds=found.update_seconds,
+            compared=found.compared,
         )
 
     def _seed(self, role: str, policy_version: int) -> None:

@@ -24,7 +24,7 @@ from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.roles.actor import Actor
-from streamrl.trainer.roles.items import Minibatch, TrainItem
+from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem
 from streamrl.transport.collective import join_world, open_store
 from tests.forked import Forked
 from tests.trainer.models import KINDS, branching_group, random_group, save_model
@@ -83,7 +83,8 @@ class Policy:
         """A step on a batch that is one minibatch."""
         credits = self.actor.begin_step(items, policy_version=self.steps, given=False)
         minibatch = Minibatch(loss_tokens, episodes, compared)
-        found = self.actor.train_step(items, credits, minibatch, before_update=before_update)
+        found = StepStatistics()
+        self.actor.train_step(items, credits, minibatch, found, before_update=before_update)
         self.actor.end_step(found.sums)
         self.steps += 1
         return found

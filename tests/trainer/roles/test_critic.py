@@ -18,7 +18,7 @@ from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic, RewardModel
-from streamrl.trainer.roles.items import Minibatch
+from streamrl.trainer.roles.items import Minibatch, StepStatistics
 from tests.trainer.models import random_group, save_model, save_weights
 from tests.trainer.roles.test_actor import make_groups, make_item, reference_logprobs
 
@@ -155,7 +155,9 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
 def train(role, items, minibatch, step):
     """A step on a batch that is one minibatch."""
     credits = role.begin_step(items, policy_version=step, given=False)
-    return role.train_step(items, credits, minibatch, before_update=lambda: None)
+    found = StepStatistics()
+    role.train_step(items, credits, minibatch, found, before_update=lambda: None)
+    return found
 
 
 def loop_ppo(policy, judge, items, refs, tokens, kl_coef, value_clip):

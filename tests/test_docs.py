@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -35,6 +36,8 @@ PATH = re.compile(
     r"|\]\(([\w./-]+\.\w+)\)"
     r"|(?<![\w/])((?:docs|benchmarks)/[\w./]+\.\w+)"
 )
+ROW = re.compile(r"^\| .* \| `([\w/]+\.py)` \| ([`\w., ]+) \|$", re.MULTILINE)
+"""In a table of docs/paths.md: what happens, the file, its functions."""
 NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
 
 
@@ -87,3 +90,31 @@ def test_the_check_itself() -> None:
     assert can_be_imported("streamrl.errors")
     assert not can_be_imported("streamrl.errors.NoSuchError")
     assert not can_be_imported("streamrl.no_such_module")
+
+
+def defined_in(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
+    """Names of the functions and classes in `tree`, those in classes with the classes' names before them."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(prefix + node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= defined_in(node, f"{prefix}{node.name}.")
+    return found
+
+
+def lacking(text: str) -> list[str]:
+    """Functions that the tables in `text` name and that are not in the files beside them."""
+    found = []
+    for path, names in ROW.findall(text):
+        there = defined_in(ast.parse((ROOT / "streamrl" / path).read_text()))
+        found += [f"{path}: {name}" for name in re.findall(r"`([\w.]+)`", names) if name not in there]
+    return found
+
+
+def test_the_paths_through_the_code_lead_through_functions_that_there_are() -> None:
+    text = (ROOT / "docs" / "paths.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(ROW.findall(text)) == len(rows) > 50
+    assert lacking(text) == []
+    assert lacking("| a | `ledger.py` | `Ledger.admit`, `Ledger.adm` |") == ["ledger.py: Ledger.adm"]

@@ -97,6 +97,7 @@ class StreamDataset:
                     self._known.add(seq)
 
     def stats(self) -> dict[str, float]:
+        """Return counters for heartbeats."""
         with self._lock:
             return {
                 "groups_stored_total": self._stored,

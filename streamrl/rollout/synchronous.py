@@ -105,6 +105,7 @@ class SynchronousRollout:
             calls.cancel()
 
     async def close(self) -> None:
+        """Leave the master."""
         await self._channel.close()
 
     async def _start_groups(self) -> None:

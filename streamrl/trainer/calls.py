@@ -210,6 +210,8 @@ Call = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
+    """What a worker is, and how many groups it has stored, refused and holds."""
+
     rank: int
     device: str
     pid: int
@@ -222,6 +224,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
+    """What model a role has."""
+
     parameters: int
     """Number of parameters of the whole model."""
     tensors: int
@@ -229,11 +233,15 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class StoreOpened(msgspec.Struct, frozen=True):
+    """Where the store is at which the workers meet."""
+
     host: str
     port: int
 
 
 class CallDone(msgspec.Struct, frozen=True):
+    """A call was carried out."""
+
     compute_seconds: float
     rewards: dict[int, list[float]] = {}
     """Rewards of each group that `rew_inf` scored, by sequence number (DP heads only)."""
@@ -264,12 +272,16 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class BeingScored(msgspec.Struct, frozen=True):
+    """The gservers were asked to score a response."""
+
     sampled: list[int]
     """Places of the response's first `MOST_COMPARED` sampled tokens, from the first of them on, which has 0; empty:
     the worker does not hold it."""
 
 
 class Published(msgspec.Struct, frozen=True):
+    """The gservers serve the weights."""
+
     seconds: float
     pause_seconds: float
     bytes: int

@@ -60,6 +60,8 @@ Role = Literal["gserver", "rollout", "evaluator", "master", "model_worker"]
 
 
 class Register(msgspec.Struct, frozen=True):
+    """A process joins the run."""
+
     role: Role
     index: int
     """Number within its role, from 0."""
@@ -89,6 +91,8 @@ class Register(msgspec.Struct, frozen=True):
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
+    """What a process is given when it joins."""
+
     policy_version: int
     heartbeat_seconds: float
     token: str = ""
@@ -113,6 +117,8 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
+    """A sign of life, with what the process has counted."""
+
     role: Role
     index: int
     stats: dict[str, float]
@@ -124,6 +130,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
+    """What a process is told with each heartbeat."""
+
     stop: bool
     """The run is over: finish what is at hand and leave."""
     policy_version: int
@@ -137,6 +145,8 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
 
 
 class SilentProcess(msgspec.Struct, frozen=True):
+    """A process of which nothing was heard for too long."""
+
     role: Role
     index: int
     pid: int
@@ -163,6 +173,8 @@ class AskPlace(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
+    """The number that a process may join under; kept for it until it does."""
+
     index: int
 
 
@@ -182,6 +194,8 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
+    """A registered process, and how it is reached."""
+
     role: Role
     index: int
     address: str
@@ -196,10 +210,14 @@ class AskMember(msgspec.Struct, frozen=True):
 
 
 class IsMember(msgspec.Struct, frozen=True):
+    """Reply to `AskMember`."""
+
     known: bool
 
 
 class Topology(msgspec.Struct, frozen=True):
+    """The registered processes of a role."""
+
     complete: bool
     """Whether as many as asked for are registered."""
     peers: list[Peer]
@@ -207,6 +225,8 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class FinishRun(msgspec.Struct, frozen=True):
+    """The run is over: every process is told at its next heartbeat."""
+
     reason: str
     error: str = ""
     """Not empty: the run failed."""
@@ -227,6 +247,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ModelFile(msgspec.Struct, frozen=True):
+    """One file of the model."""
+
     name: str
     size: int
     """In bytes."""
@@ -241,10 +263,13 @@ class ModelListing(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
+        """Size of all files together."""
         return sum(file.size for file in self.files)
 
 
 class ModelPart(msgspec.Struct, frozen=True):
+    """Some bytes of a file of the model."""
+
     content: bytes
     """From where it was asked for; empty: the file ends there."""
 
@@ -253,6 +278,8 @@ class ModelPart(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
+    """A rollout worker has room for groups."""
+
     worker: int
     count: int
     """How many groups the worker can start."""
@@ -263,6 +290,8 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
+    """One group that a worker may start."""
+
     seq: int
     gserver: str
     """URL of the gserver for all requests of this group."""
@@ -273,6 +302,8 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class AdmitReply(msgspec.Struct, frozen=True):
+    """The groups that may start."""
+
     admissions: list[Admission]
     """Empty after a long poll without room."""
     policy_version: int
@@ -280,6 +311,8 @@ class AdmitReply(msgspec.Struct, frozen=True):
 
 
 class AskRoute(msgspec.Struct, frozen=True):
+    """The gserver of a group failed: the worker asks for another one."""
+
     worker: int
     seq: int
     failed: str
@@ -287,11 +320,15 @@ class AskRoute(msgspec.Struct, frozen=True):
 
 
 class RouteReply(msgspec.Struct, frozen=True):
+    """The gserver for all further requests of the group."""
+
     gserver: str
     """Empty: none is live now; ask again."""
 
 
 class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
+    """How much of one group is in flight at its gserver."""
+
     seq: int
     requests: int
     """That run or are still to begin."""
@@ -313,6 +350,8 @@ class InFlightReply(msgspec.Struct, frozen=True):
 
 
 class Reject(msgspec.Struct, frozen=True):
+    """A worker gives a group up."""
+
     worker: int
     seq: int
     reason: str
@@ -368,6 +407,8 @@ class NextEvaluation(msgspec.Struct, frozen=True):
 
 
 class NextEvaluationReply(msgspec.Struct, frozen=True):
+    """The evaluation that the evaluator is to make."""
+
     task: EvaluationTask | None
     """None after a long poll without one."""
     stop: bool
@@ -395,6 +436,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 
 class EvaluationReports(msgspec.Struct, frozen=True):
+    """What evaluations found."""
+
     reports: list[EvaluationReport]
     """All since the n-th that was asked for."""
     stop: bool
@@ -416,6 +459,8 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
+    """Name, dtype and shape of one weight."""
+
     name: str
     """Hugging Face parameter name."""
     dtype: str
@@ -502,6 +547,8 @@ class PublishBegin(msgspec.Struct, frozen=True):
 
 
 class PublishBeginReply(msgspec.Struct, frozen=True):
+    """How the publisher is to send the weights of an update."""
+
     group_name: str
     """Names the update for the commit, and is the group to broadcast in: senders that do not have it must form it now,
     each as rank 0 of `world_size`, at the address that it gave."""
@@ -535,6 +582,8 @@ class ResyncNeeded(msgspec.Struct, frozen=True):
 
 
 class PublishReply(msgspec.Struct, frozen=True):
+    """How an update ended."""
+
     done: bool
     """False: the update was rolled back; begin again (the group may have changed)."""
     error: str
@@ -573,6 +622,8 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
+    """What the gservers say of the response that they were to score."""
+
     scores: list[Scores]
     """By index of the gserver."""
 
@@ -581,6 +632,8 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process as the manager sees it."""
+
     role: Role
     index: int
     address: str
@@ -594,6 +647,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class LedgerStatus(msgspec.Struct, frozen=True):
+    """The ledger's counts, in groups."""
+
     policy_version: int
     max_staleness: int
     next_seq: int

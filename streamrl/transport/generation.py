@@ -450,6 +450,7 @@ class GenerationClient:
         """URL → the time limits of the calls that are under way there."""
 
     async def close(self) -> None:
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -593,9 +594,11 @@ class GenerationClient:
     async def post(
         self, url: str, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
     ) -> Reply:
+        """Make a call with a body; return its reply."""
         return await self._call("POST", url, path, body, reply, timeout)
 
     async def get(self, url: str, path: str, reply: type[Reply], *, timeout: float | None = None) -> Reply:
+        """Make a call without a body; return its reply."""
         return await self._call("GET", url, path, None, reply, timeout)
 
     async def _call(

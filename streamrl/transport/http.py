@@ -40,6 +40,8 @@ _DATES = (9, 10)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is wrong."""
+
     message: str
     retry_seconds: float = 0.0
     """As in `PeerError`."""
@@ -265,6 +267,7 @@ class Call:
 
     @property
     def query(self) -> dict[str, str]:
+        """The part of the URL after `?`, by name."""
         return dict(parse_qsl(self.query_text, keep_blank_values=True))
 
 
@@ -279,6 +282,7 @@ class Answer:
         self.content_type = content_type
 
     def encode(self, *, keep_alive: bool) -> bytes:
+        """Return the answer as it goes over the connection."""
         head = (
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
             f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\n"

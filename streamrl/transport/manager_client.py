@@ -146,6 +146,7 @@ class ControlClient:
         return cls(url, secret=of_run_at(url, config), timeout=timeout, security=config.security)
 
     async def close(self) -> None:
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -212,6 +213,7 @@ class ControlClient:
         return (await self._post("/member", AskMember(curve_key), IsMember)).known
 
     async def leave(self, message: Leave) -> None:
+        """Tell the manager that this process has left."""
         await self._post("/leave", message, Done)
 
     async def silence(self, after: int) -> Silence:
@@ -238,12 +240,15 @@ class ControlClient:
         return await self._post_patiently("/admit", ticketed, AdmitReply)
 
     async def route(self, message: AskRoute) -> RouteReply:
+        """Return another gserver for a group whose gserver failed, or none after a long poll."""
         return await self._post_patiently("/route", message, RouteReply)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
+        """Tell the manager what of a worker's groups is in flight; return when to report again."""
         return await self._post_patiently("/in_flight", message, InFlightReply)
 
     async def reject(self, message: Reject) -> None:
+        """Give a group up."""
         await self._post_patiently("/reject", message, Done)
 
     async def tell_groups(self, message: GroupChanges) -> None:
@@ -259,15 +264,19 @@ class ControlClient:
         return (await self._get_patiently("/data", DataFacts)).rows
 
     async def evaluate(self, message: Evaluate) -> None:
+        """Ask for an evaluation."""
         await self._post_patiently("/evaluate", message, Done)
 
     async def next_evaluation(self, message: NextEvaluation) -> NextEvaluationReply:
+        """Return the evaluation to be made next; none after a long poll without one."""
         return await self._post_patiently("/evaluation/next", message, NextEvaluationReply)
 
     async def evaluation_route(self, message: EvaluationRoute) -> RouteReply:
+        """Return a gserver for a held-out prompt, or none after a long poll."""
         return await self._post_patiently("/evaluation/route", message, RouteReply)
 
     async def evaluation_result(self, message: EvaluationResult) -> None:
+        """Report what an evaluation found."""
         await self._post_patiently("/evaluation", message, Done)
 
     async def evaluations(self, after: int) -> EvaluationReports:
@@ -279,9 +288,11 @@ class ControlClient:
         return await self._get_patiently("/publish/places", GserverPlaces)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
+        """Begin a weight update; return how its weights are to be sent."""
         return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)
 
     async def publish_commit(self, message: PublishCommit, *, timeout: float) -> PublishReply:
+        """End this side of a weight update; return how the update went."""
         return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
 
     async def resync_needed(self) -> ResyncNeeded:
@@ -297,9 +308,11 @@ class ControlClient:
         return await self._get(f"/compared?version={version}", Compared)
 
     async def report(self, message: StepReport) -> None:
+        """Report a training step."""
         await self._post_patiently("/report", message.finite(), Done)
 
     async def finish_run(self, message: FinishRun) -> None:
+        """End the run."""
         await self._post_patiently("/finish_run", message, Done)
 
     async def fail_run(self, message: FailRun) -> None:
@@ -307,6 +320,7 @@ class ControlClient:
         await self._post_patiently("/fail_run", message, Done)
 
     async def status(self) -> Status:
+        """Return the run as the manager sees it."""
         return await self._get("/status", Status)
 
     async def _post(

@@ -67,6 +67,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Refusal(msgspec.Struct, frozen=True):
+    """A group that the head does not take, and why."""
+
     seq: int
     """`UNREADABLE`: the message did not say."""
     reason: str

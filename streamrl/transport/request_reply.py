@@ -228,6 +228,7 @@ class RequestChannel(Generic[Notice]):
             raise WireError(f"{what} was answered with something else: {error}") from error
 
     async def close(self) -> None:
+        """Stop, and close the socket; whoever waits for a reply is not told."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -426,9 +427,11 @@ class ReplyChannel(Generic[Call]):
         return waiting.result()
 
     async def reply(self, call_id: int, result: msgspec.Struct) -> None:
+        """Send the master the result of a call."""
         await self._send(b"R", call_id, self._encoder.encode(result))
 
     async def fail(self, call_id: int, traceback: str) -> None:
+        """Tell the master that a call failed, with its traceback."""
         await self._send(b"E", call_id, traceback.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
@@ -440,6 +443,7 @@ class ReplyChannel(Generic[Call]):
         await self._send(b"N", self._notified, body)
 
     async def close(self) -> None:
+        """Stop beating, and close the socket."""
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
         self._socket.close()

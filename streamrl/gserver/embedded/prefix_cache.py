@@ -38,6 +38,7 @@ class CachedTokens:
 
     @property
     def bytes(self) -> int:
+        """Memory of what is kept outside the slots."""
         return sum(layer.numel() * layer.element_size() for layer in self.kept)
 
 
@@ -204,6 +205,7 @@ class PrefixTree(Generic[Value]):
         return found
 
     def clear(self) -> None:
+        """Remove everything."""
         self._root = _Node(())
 
 

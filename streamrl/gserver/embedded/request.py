@@ -88,6 +88,7 @@ class Request:
             self.finish_reason = FinishReason(type="length", length=params.max_new_tokens)
 
     def abort(self, message: str) -> None:
+        """End the response with the tokens that it has."""
         self.finish_reason = FinishReason(type="abort", message=message)
 
     def output(self) -> Output:

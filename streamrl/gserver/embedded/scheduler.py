@@ -98,6 +98,7 @@ class Scheduler:
 
     @property
     def occupied(self) -> int:
+        """How many requests run."""
         return len(self.running) - self.running.count(None)
 
     @property
@@ -112,10 +113,12 @@ class Scheduler:
         return self._cache.bytes + self._prefixes.kept_bytes
 
     def submit(self, request: Request) -> None:
+        """Queue a request."""
         request.note_version(self.version)
         self.waiting.append(request)
 
     def abort(self, rid: str) -> bool:
+        """End request `rid` with what it has; return whether there is one."""
         for request in [*self.waiting, *filter(None, self.running)]:
             if request.job.rid == rid:
                 self._abort([request])
@@ -123,11 +126,13 @@ class Scheduler:
         return False
 
     def abort_all(self) -> int:
+        """End all requests with what they have; return how many."""
         requests = [*filter(None, self.running), *self.waiting]
         self._abort(requests)
         return len(requests)
 
     def pause(self, mode: PauseMode) -> None:
+        """Compute nothing until `resume`; `mode` says what becomes of running requests."""
         self.paused = True
         if mode == "abort":
             self.abort_all()
@@ -135,9 +140,11 @@ class Scheduler:
             self._retract()
 
     def resume(self) -> None:
+        """Go on after a pause."""
         self.paused = False
 
     def flush(self) -> None:
+        """Forget cached prompts; raises `Refused` while requests run."""
         if self.occupied:
             raise Refused(
                 f"{self.occupied} requests are running; wait for them, or pause with mode retract or abort first"

@@ -315,6 +315,7 @@ class Gserver(Member):
 
     @property
     def silent(self) -> bool:
+        """Whether nothing was heard of it for too long, or it gave up."""
         return self.state in (GserverState.SILENT, GserverState.LEAVING_SILENT)
 
     def fall_silent(self) -> None:

@@ -72,6 +72,7 @@ class Member:
 
     @property
     def name(self) -> str:
+        """Its role and number, for example `rollout/0`."""
         return f"{self.role}/{self.index}"
 
     @property
@@ -156,6 +157,7 @@ class Registry:
             member.remove()
 
     def get(self, role: Role, index: int) -> Member | None:
+        """Return the process that has this place, if one has."""
         return self._members[role].get(index)
 
     def of(self, role: Role) -> list[Member]:

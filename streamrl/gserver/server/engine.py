@@ -115,6 +115,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
+        """Whether no further output will come."""
         finished = self._latest is not None and self._latest.finish_reason is not None
         return finished or self._failure is not None
 
@@ -124,6 +125,7 @@ class Ticket:
         self._changed.set()
 
     def fail(self, message: str) -> None:
+        """The engine failed: whoever waits gets a `GenerationFailed` with `message`."""
         self._failure = GenerationFailed(message)
         self._changed.set()
 
@@ -160,9 +162,11 @@ class ServedWeights:
     device: torch.device
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the name and shape of each weight."""
         return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
+        """Yield each weight with its name."""
         yield from self.tensors.items()
 
 
@@ -194,7 +198,8 @@ class Engine(Served, Protocol):
     """Whether `served_weights` can be asked for, and deltas from them can be received."""
 
     @property
-    def weight_version(self) -> str: ...
+    def weight_version(self) -> str:
+        """What the weights are called that are served now."""
 
     async def start(self) -> None:
         """Load the weights and be ready; raises `ModelError`."""
@@ -214,7 +219,8 @@ class Engine(Served, Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop between two steps; new jobs wait."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Go on after a pause; nothing happens when there was none."""
 
     async def flush(self) -> None:
         """Forget cached prompts; raises `Refused` while requests run."""
@@ -228,7 +234,8 @@ class Engine(Served, Protocol):
         Returns what was done.
         """
 
-    async def set_version(self, version: str) -> None: ...
+    async def set_version(self, version: str) -> None:
+        """Call the served weights `version` from the next token on."""
 
     async def checksum(self) -> Any:
         """Equal weights give equal answers."""

@@ -20,14 +20,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
-from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Ticket
+from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
 from streamrl.gserver.server.sender import WeightSender
 from streamrl.stop_strings import without_begun
 from streamrl.transport.control import Broadcast
@@ -80,14 +80,6 @@ _REQUEST_KEYS = frozenset(field.encode_name for field in msgspec.structs.fields(
 _SAMPLING_KEYS = frozenset(field.encode_name for field in msgspec.structs.fields(SamplingParams))
 
 
-class TextCodec(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
 class EngineLimits(msgspec.Struct, frozen=True):
     """What the engine can take."""
 
@@ -107,7 +99,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stream: bool
 
 
-def parse(body: bytes, *, limits: EngineLimits, text: TextCodec) -> GenerationRequest:
+def parse(body: bytes, *, limits: EngineLimits, text: Text) -> GenerationRequest:
     """Check the body of /generate; raises `Refused`."""
     try:
         tree = msgspec.json.decode(body)
@@ -153,7 +145,7 @@ def _names(request: GenerateRequest, prompts: int) -> list[str]:
     return request.rid
 
 
-def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, began: float) -> GenerateReply:
+def reply(output: Output, job: Job, *, text: Text, return_logprob: bool, began: float) -> GenerateReply:
     """Return the answer for one response, finished or not; `began` is its arrival on the monotonic clock."""
     wants_prompt = return_logprob and job.logprob_start_len >= 0
     wants_top = return_logprob and job.top_logprobs_num > 0
@@ -183,7 +175,7 @@ def reply(output: Output, job: Job, *, text: TextCodec, return_logprob: bool, be
     )
 
 
-def visible_text(output: Output, job: Job, text: TextCodec) -> str:
+def visible_text(output: Output, job: Job, text: Text) -> str:
     """Return the response without what stopped it; while it grows, also without what may still change."""
     reason = output.finish_reason
     tokens = output.output_ids
@@ -218,7 +210,7 @@ def _refuse_keys(tree: dict[str, Any], known: Collection[str], *, where: str) ->
         )
 
 
-def _prompts(request: GenerateRequest, text: TextCodec) -> tuple[list[list[int]], bool]:
+def _prompts(request: GenerateRequest, text: Text) -> tuple[list[list[int]], bool]:
     """Token ids of every prompt, and whether there is one that did not come as a list."""
     if (request.text is None) == (request.input_ids is None):
         raise Refused("give either text or input_ids")
@@ -342,7 +334,7 @@ _encode = msgspec.json.Encoder().encode
 class Server:
     """Owns the live requests of one engine."""
 
-    def __init__(self, engine: Engine, *, text: TextCodec, sender: WeightSender) -> None:
+    def __init__(self, engine: Engine, *, text: Text, sender: WeightSender) -> None:
         self._engine = engine
         self._sender = sender
         self._text = text

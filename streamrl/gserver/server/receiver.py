@@ -147,6 +147,7 @@ class WeightReceiver:
         await in_thread(lambda: self._join_group(message))
 
     async def leave_group(self, name: str) -> None:
+        """Leave a weight group; raises `Refused` when there is none of this name."""
         if name not in self._groups:
             raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
         await self.exclusively(lambda: self._leave_group(name))

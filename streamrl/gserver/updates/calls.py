@@ -94,6 +94,7 @@ class WeightCalls:
 
     async def join_group(self, gserver: Gserver, message: InitWeightsUpdateGroup) -> None:
         # A little longer than the gserver itself waits for the others: it knows what went wrong.
+        """Have it meet the others in a weight group."""
         margin = min(FORMING_MARGIN_SECONDS, self._timeout / 4)
         await self._post(gserver, "/init_weights_update_group", message, timeout=self._timeout + margin)
 
@@ -249,6 +250,7 @@ class WeightCalls:
         return sums.ranks
 
     async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
+        """Have it stop between two steps."""
         await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
 
     async def name(self, gserver: Gserver, label: str) -> None:
@@ -261,9 +263,11 @@ class WeightCalls:
         await self._post(gserver, "/end_weight_update")
 
     async def abort_requests(self, gserver: Gserver, *, timeout: float) -> None:
+        """Have it end all requests with the tokens that they have."""
         await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=timeout)
 
     async def resume(self, gserver: Gserver, *, timeout: float) -> None:
+        """Have it go on after a pause."""
         await self._post(gserver, "/continue_generation", timeout=timeout)
 
     async def _post(

@@ -192,6 +192,7 @@ class Master:
         return self._history.policy_version
 
     def stats(self) -> dict[str, float]:
+        """Return what heartbeats tell of the master."""
         return {
             "policy_version": self.policy_version,
             "groups_held": len(self._groups),
@@ -265,6 +266,7 @@ class Master:
             log.error("final.json cannot be written: %s", error)
 
     async def close(self) -> None:
+        """End what is under way, and the sinks."""
         if self._publication is not None:
             self._publication.cancel()
             await asyncio.gather(self._publication, return_exceptions=True)

@@ -66,6 +66,7 @@ class ArrayStore:
             )
 
     def has(self, seq: int, key: str) -> bool:
+        """Return whether the array is held here."""
         with self._lock:
             return key in self._groups.get(seq, ())
 
@@ -386,6 +387,7 @@ class WorkerData:
         self._dataset.discard([seq for seq in gone if self._dataset.find(seq) is not None], forget=come_again)
 
     def close(self) -> None:
+        """Leave the other workers."""
         if self.manager is not None:
             self.manager.close()
 

@@ -280,6 +280,7 @@ class ModelWorker:
         return self._dataset.stats() | (self._computation.stats() if self._computation is not None else {})
 
     async def close(self) -> None:
+        """Stop, after a short wait for a publication that is under way."""
         for task in self._side_tasks:
             task.cancel()
         if self._side_tasks:

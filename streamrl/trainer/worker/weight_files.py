@@ -134,6 +134,7 @@ class WeightFiles:
         self._latest = target
 
     def announce(self) -> Snapshot:
+        """Return the folder of the latest version."""
         return Snapshot(folder=str(self._latest), machine=self._machine, adapter=self._adapter is not None)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
